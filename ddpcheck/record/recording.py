@@ -51,7 +51,7 @@ class Recording:
         return is_sampled(number, self.every)
 
     def are_probed(self) -> bool:
-        """Return True if losses are recorded; `rounds` covers optimizers that take turns."""
+        """Return True if losses are recorded in this step, counted by `steps` or `rounds`."""
         return is_probed(self.steps) or is_probed(self.rounds)
 
 
@@ -81,9 +81,9 @@ class WeakList:
 
 
 class Followers(WeakList):
-    """Weak references with hooks or patches that exist while an object does.
+    """Weak references to objects; hooks or patches are installed while there are any.
 
-    The last one has to leave by `discard`: torch must not find a hook that the garbage collector removes meanwhile.
+    Remove the last object by `discard`: the garbage collector must not remove hooks while torch iterates over them.
     """
 
     def __init__(self, install: Callable[[], list[Callable[[], object]]]) -> None:
@@ -102,7 +102,7 @@ class Followers(WeakList):
 
 
 class UnpickledHook:
-    """Hook dropped on pickle and copy, and never compiled by `torch.compile`."""
+    """Hook that is never pickled, copied, or compiled by `torch.compile`."""
 
     def __init__(self, method: Any, recorder: Recorder | None = None) -> None:
         self.method = method
@@ -177,10 +177,10 @@ _step_followers = Followers(
     ]
 )
 follow_steps, unfollow_steps = _step_followers.add, _step_followers.discard
-"""Notify an object of all optimizer steps, after all others, by a weak reference; or stop to, but not during a step.
+"""Call methods of an object before and after each optimizer step, or stop to (not during a step).
 
-Calls `before_step(optimizer, has_closure, inside)` and `after_step(optimizer, has_closure)`. `has_closure`: a closure
-runs the last passes; `inside`: within a backward pass.
+The object is referenced weakly. Calls `before_step(optimizer, has_closure, inside)` and `after_step(optimizer,
+has_closure)`. `has_closure`: `step` got a closure, which runs forward and backward; `inside`: within a backward pass.
 """
 
 
@@ -203,7 +203,7 @@ def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
 # Calls of `wrapper.forward(...)`, which run no hooks, detected in DDP's own forward
 
 inside_forward: set[int] = set()
-"""`id()` of each wrapper in a forward pass detected by hooks."""
+"""`id()` of each wrapper whose running forward pass was detected by hooks."""
 
 _forward_followers = Followers(
     lambda: [
@@ -212,7 +212,7 @@ _forward_followers = Followers(
     ]
 )
 follow_forward, unfollow_forward = _forward_followers.add, _forward_followers.discard
-"""Call `enter_by_name` and `leave_by_name` of an object for forward passes that ran no hook, or stop to."""
+"""Call `enter_by_name` and `leave_by_name` of an object in each forward pass that runs no hooks, or stop to."""
 
 
 def _enters_forward(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
@@ -246,7 +246,7 @@ class _Held:
 
 
 def hold(module: nn.Module, watch: Any) -> None:
-    """Keep `watch` alive with `module`, since training may continue without the wrapper."""
+    """Keep `watch` alive as long as `module`, which may be trained without the wrapper."""
     for part in _wrapped_parts(module):
         holder = vars(part).get(_KEY)
         if not isinstance(holder, _Held):

@@ -43,7 +43,7 @@ _MOST_GENERATORS = 8  # max NumPy generators, whose state is read in each record
 _made: dict[int, tuple[ref[Any], Location, int]] = {}
 _seeded: dict[str, tuple[Location, str]] = {}
 generators: list[tuple[Any, Location]] = []
-"""First NumPy generators created by the program, with lines."""
+"""First NumPy generators that the program created, each with its line."""
 
 
 def made_at(obj: object) -> Location | None:
@@ -53,18 +53,18 @@ def made_at(obj: object) -> Location | None:
 
 
 def drawn_before(obj: object) -> int:
-    """Return a digest of earlier draws at an object's construction; 0 if unknown."""
+    """Return a digest of all draws before an object's construction; 0 if unknown."""
     living, _, drawn = _made.get(id(obj), (lambda: None, None, 0))
     return drawn if living() is obj else 0
 
 
 def seeded_at(generator: str) -> Location | None:
-    """Return the line that last seeded or restored "torch", "python" or "numpy"."""
+    """Return the line that last seeded or restored a generator ("torch", "python" or "numpy")."""
     return _seeded.get(generator, (None, ""))[0]
 
 
 def restored_by(generator: str) -> str:
-    """Return the function that restored a generator's state; '' if seeded."""
+    """Return the name of the function that restored a generator's state; '' if seeded."""
     name = _seeded.get(generator, (None, ""))[1]
     return name if "state" in name else ""
 
@@ -138,7 +138,7 @@ def _line_of_construction(obj: object, frame: FrameType | None) -> Location | No
 
 
 def _that_decides(frame: FrameType) -> FrameType:
-    """Return the frame that chooses a seed, instead of passing an argument on."""
+    """Return the innermost frame that chooses the seed rather than passing it on."""
     caller = _frame_of_program(frame.f_back)
     while caller is not None and _hands_on(frame):
         frame, caller = caller, _frame_of_program(caller.f_back)
@@ -174,7 +174,7 @@ _NEXT = struct.Struct("<Q")
 _NEXT_AT = 16  # byte offset in torch's state
 
 _seeds = 0
-_began: dict[str, tuple[int, int]] = {}  # state after seeding or import; torch's is set later
+_began: dict[str, tuple[int, int]] = {}  # (digest, index) of the state after seeding or import
 _drawn: dict[str, bytes] = {}  # digest of earlier output
 
 
@@ -187,7 +187,7 @@ def begin_history(generator: str) -> None:
 
 
 def end_history(generator: str) -> None:
-    """Add a generator's output to the draw_history before the generator is seeded."""
+    """Add a generator's draws to `draw_history`; called before the generator is seeded again."""
     if _seeds <= _MOST_SEEDS:
         _drawn[generator] = _given_by(generator)
 
@@ -250,7 +250,7 @@ def draw_history() -> int:
 
 
 def state_of(generator: str) -> tuple[int, int]:
-    """Return a digest of a global generator's state, and its next index."""
+    """Return a digest of a global generator's state, and its next number's index."""
     if generator == "python":
         state: Any = random.getstate()
         return _number(repr(state).encode()), state[1][-1]

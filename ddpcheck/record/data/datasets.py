@@ -33,12 +33,12 @@ from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, row_fingerprints, sample_fingerprints
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 
-_MOST_ROWS = 1 << 16  # per pass
+_MOST_ROWS = 1 << 16  # max rows of a pass
 _MOST_COLUMNS = 256  # max columns of a row, evenly spaced
 _MOST_PLAIN = 256  # max items of a dataset attribute
 _MOST_ITEMS = 64  # max samples of a dataset
 _MOST_PARTS = 16  # max parts of an item
-_FEWEST_ITEMS, _DISTINCT = 8, 0.9  # criteria for distinct samples
+_FEWEST_ITEMS, _DISTINCT = 8, 0.9  # min samples, and min share of distinct samples
 _MANY = 8  # min elements of a row that is a sample
 
 
@@ -53,7 +53,7 @@ class SampleRows:
         self.rows, self.labels, self.classes, self.targets = array("q"), array("q"), array("q"), array("d")
 
     def note(self, batch: Any, count: int) -> None:
-        """Add a batch of `count` samples; unusable rows discard the whole pass."""
+        """Add a batch of `count` samples; if it is unusable, discard the whole pass."""
         tensors = [t.detach() for t in tree_tensors(batch) if t.dim() and t.layout == torch.strided and t.numel()]
         size = max((len(t) for t in tensors), default=0)
         rows = [t for t in tensors if len(t) == size and not _is_label(t)]
@@ -76,9 +76,9 @@ class SampleRows:
 
 
 def uncollated(batch: Any, count: int) -> list[list[list[Any]]]:
-    """Return each sample's tensors and integers in an uncollated batch (detection).
+    """Return the tensors and integers of each sample, if a batch is not collated.
 
-    The batch is a list of samples, or contains lists with an item per sample.
+    Such a batch (in object detection) is a list of samples, or contains lists with an item per sample.
     """
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     lists = [part for part in (batch, *parts) if isinstance(part, list | tuple) and len(part) == count]
@@ -122,7 +122,7 @@ def digests_of(dataset: Any) -> dict[str, int]:
 
 
 def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Return fingerprints of first items of attributes with an item per sample.
+    """Return fingerprints of the first items of each attribute with an item per sample.
 
     Also return True if any attribute contains the samples themselves (rows of many numbers, or existing files). Nested
     datasets are searched; a dataset may be a list.
@@ -180,7 +180,7 @@ def _items(values: Any) -> tuple[int, ...]:
 
 
 def _item(value: Any) -> int | None:
-    """Return a fingerprint of a sample or part, or None if not plain."""
+    """Return a fingerprint of a sample or its part; None if of unknown type."""
     if isinstance(value, torch.Tensor):
         return fingerprint(value.detach().cpu()) if value.layout == torch.strided else None
     if hasattr(value, "tobytes"):
@@ -203,7 +203,7 @@ def state_of(dataset: Any) -> dict[str, int]:
 
 
 def rows_of_whole(dataset: Any) -> int:
-    """Return the rows of a slice's base array; -1 for texts; else 0."""
+    """Return the row count of the array that an attribute slices; -1 for texts."""
     for value in getattr(dataset, "__dict__", {}).values():
         for part in value if isinstance(value, tuple) else (value,):
             base = getattr(part, "_base", None) if isinstance(part, torch.Tensor) else getattr(part, "base", None)
@@ -254,7 +254,7 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
 
 
 def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
-    """Return True if a dataset makes other samples with its attributes `before`."""
+    """Return True if a dataset returns other samples with attributes `before` than now."""
     digests = []
     for state in (before, {}):
         with contextlib.suppress(Exception), generators_kept(), unlogged(), fake_collectives():  # errors in user code
@@ -266,7 +266,7 @@ def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
 
 
 def epoch_line() -> Location | None:
-    """Return the head of the loop around a loader pass, or `iter`'s line."""
+    """Return the head of the loop around a loader pass, or the `iter` call."""
     begun = user_frame(sys._getframe(1))
     for frame in frames_from(begun):
         location, file = location_of(frame), frame.f_code.co_filename
@@ -294,7 +294,7 @@ class InputRecorder(Recorder, subjects=("data",)):
     """Recorder of fingerprints of a wrapper's forward inputs."""
 
     _sink: Callable[[Inputs | Evaluated], object]
-    _number: int  # of the wrapper
+    _number: int  # number of the wrapper
     _samples: Callable[[], Sequence[torch.Tensor]]  # returns the last samples from a loader
     _evaluated = 0
 
@@ -313,7 +313,7 @@ class InputRecorder(Recorder, subjects=("data",)):
 
 
 def _input_samples(inputs: Any) -> tuple[int, ...]:
-    """Return fingerprints of the input samples; () for index tensors only."""
+    """Return fingerprints of the input samples; () if all tensors may be indices."""
     are_indices = all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(inputs))
     return () if are_indices else sample_fingerprints(inputs) or batch_fingerprint(inputs)
 
@@ -325,13 +325,13 @@ _ROUNDING = 1e-6  # relative rounding error of the forward inputs
 
 
 def kept_samples(batch: Any) -> list[torch.Tensor]:
-    """Return copies of possible sample tensors of a batch, safe from in-place writes."""
+    """Return copies of the tensors of a batch that may contain samples."""
     samples = [tensor for tensor in tree_tensors(batch) if _is_sample_tensor(tensor)]
     return [tensor.detach().clone() for tensor in samples[:_MOST_TENSORS]]
 
 
 def added_to(samples: Sequence[torch.Tensor], inputs: Any) -> tuple[float, ...]:
-    """Return a sketch of the noise in `given` relative to `samples`, or `()`.
+    """Return a sketch of the noise that `inputs` add to `samples`; `()` if none.
 
     The sketch ignores any part that is equal for all samples, and a scale and offset per sample.
     """

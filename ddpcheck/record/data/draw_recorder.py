@@ -45,7 +45,7 @@ _Pair = tuple[_State, _State]  # before and after
 
 
 class DrawRecorder(Recorder, subjects=("data",)):
-    """Recorder of C calls in some of the first intervals between optimizer steps.
+    """Recorder of random draws in the first intervals between optimizer steps.
 
     Uses Python's profile function; if the program has set its own, nothing is recorded.
     """
@@ -62,7 +62,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
         follow_steps(self)
 
     def begin(self) -> None:
-        """Start recording at a wrapper: earlier draws may determine the sample order."""
+        """Start the first interval at the first wrapper; earlier draws may determine sample orders."""
         if not self._intervals:
             self._follow()
 
@@ -155,9 +155,9 @@ def _states(*, others: bool = False) -> dict[str, _State]:
 
 
 def _is_in_forward(frame: FrameType) -> bool | None:
-    """Return True in a wrapper's forward, None if not part of a step.
+    """Return True if `frame` is in a wrapper's forward; None if outside of steps.
 
-    Excluded are data loaders, module and optimizer constructors, and ddpcheck itself.
+    Outside are data loaders, module and optimizer constructors, and ddpcheck itself.
     """
     in_forward, in_program = False, False
     for current in frames_from(frame):

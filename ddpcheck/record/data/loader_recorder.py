@@ -45,12 +45,12 @@ from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.tables import tables_of
 
-_MOST_INDICES = 1 << 16  # per pass
+_MOST_INDICES = 1 << 16  # max recorded indices of a pass
 _MOST_PASSES = 3  # max passes with recorded samples
 _MOST_ORDERS = 8  # max passes with recorded indices; of later passes only a digest
 _MOST_KEPT = 64  # max batches copied until the next batch
 _MOST_BATCHES = 3  # max batches per pass with recorded contents and random numbers
-_MOST_ROWS = 16  # per batch
+_MOST_ROWS = 16  # max recorded samples of a batch
 _MOST_STEPS_OF_A_BATCH = 3  # max steps per batch in training, over all optimizers
 
 
@@ -66,9 +66,9 @@ class _Pass:
     sampler: Any = None
     draws: SampleDraws | None = None  # first passes only
     rows: SampleRows = field(default_factory=SampleRows)
-    until: int = -1  # optimizer steps when another pass began after the last batch
-    used: int = -1  # forward passes plus steps at the begin; -1 after the first use
-    unused: list[ref[Any]] = field(default_factory=list)  # batches before the first use
+    until: int = -1  # optimizer steps when a pass of another loader began after the last batch; -1 if none
+    used: int = -1  # optimizer steps plus forward passes when the pass began; -1 once a batch is used
+    unused: list[ref[Any]] = field(default_factory=list)  # one tensor of each batch before the first use
 
 
 class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
@@ -79,9 +79,9 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._on_pass = on_pass  # gets each pass and its dataset
         self._kept = 0
         self._resumes = resumes
-        self._numbers: dict[tuple[Any, ...], list[int]] = {}  # loader number, passes so far
+        self._numbers: dict[tuple[Any, ...], list[int]] = {}  # [loader number, passes so far]
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
-        self._orders: dict[int, list[int]] = {}  # orders of epochs, by loader
+        self._orders: dict[int, list[int]] = {}  # digests of the orders of passes, by loader
         self._started: dict[int, dict[str, Any]] = {}  # dataset attributes at the first pass, by loader
         self._draws: WeakKeyDictionary[Any, SampleDraws | None] = WeakKeyDictionary()
         self._open: dict[int, _Pass] = {}  # by loader number
@@ -155,7 +155,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
 
     def _follow_unused(self, pass_: _Pass, batch: Any) -> None:
-        """Count batches freed before any use, except the last (possibly on a device)."""
+        """Count batches freed before the first use, but not the last (perhaps copied)."""
 
         def gone(_batch: object) -> None:
             if self._used() == pass_.used:
@@ -273,7 +273,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         pass_.batches, pass_.dataset, pass_.sampler, self._run.samples = [], None, None, []
 
     def _shuffles(self, pass_: _Pass, order: int) -> bool:
-        """Return True if a sampler that repeated its order would shuffle by epoch."""
+        """Return True if a sampler repeats its order, but would shuffle by epoch number."""
         orders = self._orders.setdefault(pass_.entry.loader, [])
         orders.append(order)
         has_epoch = pass_.entry.has_epoch or pass_.entry.epoch >= 0

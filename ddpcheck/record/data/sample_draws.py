@@ -25,14 +25,14 @@ _NUMBERS = 2 * len(GENERATORS)  # per batch: states before and after
 
 
 class SampleDraws:
-    """Draws for the first batches of a data loader iterator, per worker.
+    """Random draws in the first batches of a data loader iterator, per worker.
 
     The object is sent to the workers, forked or spawned, as `collate_fn` and `worker_init_fn`. Workers write to memory
     that is shared with this process, before they return the batch.
     """
 
     def __init__(self, loader: Any, batches: int) -> None:
-        # the worker_init_fn, which may seed the workers, or None
+        # line that defines `worker_init_fn`, which may seed the workers; or None
         self.seeded = None if loader.worker_init_fn is None else defined_at(loader.worker_init_fn)
         generators = held_generators(loader.dataset)
         # line that assigns the dataset's first own generator
@@ -43,12 +43,12 @@ class SampleDraws:
         self._collate, self._init_worker = loader.collate_fn, loader.worker_init_fn
         count = max(1, self._workers) * batches * _NUMBERS
         self._noted: Any = RawArray("q", count) if self._workers else [0] * count
-        self._places: list[int] = []  # indices of the next batches of this process
+        self._places: list[int] = []  # indices in `_noted` of the next batches of this process
         self._before: Sequence[int] = ()
 
     @contextlib.contextmanager
     def followed(self, loader: Any) -> Iterator[None]:
-        """Replace the loader's functions while the loader creates an iterator in the block."""
+        """Replace the loader's `collate_fn` and `worker_init_fn` while the block creates an iterator."""
         loader.collate_fn, loader.worker_init_fn = self._put_together, self._begin_worker
         try:
             yield
@@ -56,12 +56,12 @@ class SampleDraws:
             loader.collate_fn, loader.worker_init_fn = self._collate, self._init_worker
 
     def begin(self, number: int) -> None:
-        """Record the begin of batch `number` if there are no workers."""
+        """Record the generator states before batch `number`, unless workers make the batches."""
         if not self._workers and number < self._most:
             self._begin([number])
 
     def of(self, number: int) -> Mapping[str, tuple[int, int]]:
-        """Return states before and after batch `number` by name of each used generator."""
+        """Return, for each generator used, its states before and after batch `number`."""
         worker, index = (number % self._workers, number // self._workers) if self._workers else (0, number)
         begin = (worker * self._most + index) * _NUMBERS
         noted = self._noted[begin : begin + _NUMBERS] if index < self._most else []
@@ -73,7 +73,7 @@ class SampleDraws:
         self._before = self._states() if places else ()
 
     def _states(self) -> list[int]:
-        """Return digests of the generators used by augmentations."""
+        """Return digests of the states of the generators that augmentations use."""
         return [state_of_held(self._generators), *(state_of(name)[0] for name in generators_there())]
 
     @passes_on

@@ -1,4 +1,4 @@
-"""Recorder of evaluations: counters of their loops, exchanged results, and shown metrics."""
+"""Recorder of evaluations: counters of their loops, exchanged results, and metrics printed or saved."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.source import program_numbers
 from ddpcheck.record.source.program_numbers import lines_after, lines_of_value, numbers_of_conditions
 
-_MOST_PASSES = 3  # per loader
-_MOST_ROUNDS = 16  # evaluations with training between them
-_MOST_SHOWN = _MOST_EXCHANGED = 64  # per round
+_MOST_PASSES = 3  # max recorded passes of a loader
+_MOST_ROUNDS = 16  # max rounds; training after an evaluation starts a round
+_MOST_SHOWN = _MOST_EXCHANGED = 64  # max entries per round
 _FEW = 64  # max elements of a tensor that is recorded in full
 _LONGEST = 4096  # max characters of a printed text
-_MOST_LABELS = 1 << 14  # samples of a dataset or a collective
-_MOST_COLUMNS = 8  # of floating-point values per row
+_MOST_LABELS = 1 << 14  # max samples of a dataset or of a collective's input
+_MOST_COLUMNS = 8  # max floating-point values per row
 _MOST_PARTS = 8  # max parts of a gathered object
 _MOST_ROWS = 1 << 11  # max samples with recorded per-sample values
 _MOST_HELD = 4  # max objects with a value per sample
-_MAX_ROUNDED_CHARS = 7  # of a number that may be rounded
+_MAX_ROUNDED_CHARS = 7  # max characters of a number that may be rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
 _GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # argument names of collective inputs
 _OF_STATES = ("param_groups", "_last_lr", "growth_factor")  # keys in states of optimizers, schedulers and scalers
@@ -61,12 +61,12 @@ class _Open:
 
     backwards: int
     numbers: Mapping[str, float]
-    counters: Mapping[str, bool]  # variables with several numbers: True if any is nonzero
+    counters: Mapping[str, bool]  # by variable with several numbers: True if any is nonzero
     exchanged: list[ResultExchanged] = field(default_factory=list)
 
 
 class EvaluationRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of loader passes without backward, and of results exchanged and shown."""
+    """Recorder of loader passes without backward, and of results exchanged, printed or saved."""
 
     def __init__(self, sink: Callable[[_Entry], object]) -> None:
         self._sink = sink
@@ -77,7 +77,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._remaining = [0, 0]  # remaining exchanges and shown numbers to write in this round
         self._open: dict[tuple[int, int], _Open] = {}
         self._ended: tuple[int, int] | None = None  # last evaluation
-        self._late: tuple[_Open, EvaluationPass] | None = None  # an evaluation whose last batch may be in progress
+        self._late: tuple[_Open, EvaluationPass] | None = None  # last evaluation, if its last batch may be in progress
         self._references: set[int] = set()  # loaders whose datasets were recorded
         self._record: Any = None  # last record of `logging`
         self._size = self._samples = 0  # dataset size and samples on this rank, of the last evaluation
@@ -129,7 +129,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._sink(replace(exchanged, round=self._round))
 
     def _write_late(self, call: Call | None = None) -> None:
-        """Rewrite the counters after a loop whose last batch was still pending."""
+        """Write the counters again if the last batch was pending when the pass ended."""
         if self._late is None:
             return
         pass_, written = self._late
@@ -210,7 +210,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         return self._evaluated and self._remaining[1] > 0 and self._round < _MOST_ROUNDS and not self._under_way()
 
     def _under_way(self) -> list[tuple[int, int]]:
-        """Return the open passes without a backward pass, possibly evaluations."""
+        """Return the open passes without a backward pass so far, which may be evaluations."""
         return [key for key, pass_ in self._open.items() if pass_.backwards == self._backwards]
 
     def _show(self, how: str, numbers: list[ShownNumber]) -> None:
@@ -308,7 +308,7 @@ def _floats_of(value: Any) -> tuple[float, ...]:
 
 
 def _rows_given(value: Any) -> tuple[int, ...]:
-    """Return a label per row: integers, or from class or binary scores."""
+    """Return a label per row, given as an integer or derived from scores."""
     value = _flat(value)
     sizes = [_length(x) for x in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
     rows = program_numbers.labels_in(value, sum(sizes) or _length(value))
@@ -328,7 +328,7 @@ def _length(value: Any) -> int:
 
 
 def _held_by(dataset: Any, size: int) -> dict[str, Any]:
-    """Return the attributes of a dataset; of a `Subset`, its samples' rows too."""
+    """Return the attributes of a dataset; for a `Subset`, also the selected rows."""
     attrs = dict(getattr(dataset, "__dict__", None) or {})
     attrs |= {f"tensors[{number}]": tensor for number, tensor in enumerate(getattr(dataset, "tensors", None) or ())}
     if type(dataset) is Subset and size <= _MOST_LABELS:

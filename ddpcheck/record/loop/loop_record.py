@@ -36,24 +36,24 @@ from ddpcheck.worlds.rank_setup import generators, set_generators
 FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
 BACKWARD, STEP, ZEROED = LoopEvent("backward"), LoopEvent("step"), LoopEvent("zero_grad")
 _REDUCTION = LoopEvent("reduction")
-_EVENTS_KEPT = 64  # per step; a report needs the last only
+_EVENTS_KEPT = 64  # max events kept of a step, the last ones
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 
 
 class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
-    """Events of the current and the previous step."""
+    """Loop events of one wrapper in the current and the previous step."""
 
     def __init__(self, alarm: Callable[[int], None]) -> None:
         self.ledger = Ledger(kept=_EVENTS_KEPT)  # ledger of all events so far; keeps events of the current step
         self.add = self.ledger.add  # function that records an event
         self.to_report: tuple[LoopEvent, ...] = ()  # events in this rank's next report
-        self._alarm = alarm  # called with the step after which to report
+        self._alarm = alarm  # called with the number of the step after which this rank has to report
         self._last_step: tuple[LoopEvent, ...] = ()
         self._wrapper: Callable[[], nn.Module | None] = lambda: None
 
     def attach(self, wrapper: nn.Module) -> None:
-        """Record each `no_sync` of `wrapper`; for shards, each switch of the reduction."""
+        """Record each `no_sync` of `wrapper`; for `fully_shard`, calls that turn reductions on or off."""
         if not is_ddp(wrapper):
             follow_switches()
         self._wrapper = ref(wrapper)
@@ -69,7 +69,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(step_location() or "")))
 
     def report(self, step: int) -> None:
-        """Request a report of the events so far, which show a fault, after `step`."""
+        """Request a report after `step`: the events so far show a fault."""
         if not self.to_report:
             events = (*self._last_step, *self.ledger.events)
             is_off = any(event.kind == "forward" and not event.synchronises for event in events)
@@ -78,7 +78,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             self._alarm(step)
 
     def step_ended(self, step: int, *, reduced: bool) -> None:
-        """Start the next step; `reduced`: DDP has averaged and waits for no gradient."""
+        """Begin to record the next step; `reduced`: DDP has averaged all gradients."""
         if reduced:
             self.add(_REDUCTION)
         if self.ledger.not_entered or self.ledger.around_backward:
@@ -97,14 +97,14 @@ _records = Followers(lambda: [Patch(_DDP, "no_sync", lambda original: noted_no_s
 
 
 switch_calls: deque[LoopEvent] = deque(maxlen=16)
-"""Last switch_calls; `synchronises` is the value set."""
+"""Last calls that turned reductions of `fully_shard` on or off; `synchronises` is the value set."""
 
 _switch_patches: list[Patch] = []
 _kept_patches: list[Patch] = []  # never undone
 
 
 def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
-    """Patch methods of `FSDPModule` until `_leave_switches`, or for the whole process."""
+    """Patch `FSDPModule` to record `switch_calls`, until the last `detach` or `to_the_end`."""
     fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not _switch_patches and not _kept_patches:
         (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
@@ -126,28 +126,28 @@ class StepListener:
         """Handle the result of a forward pass with gradients; `synced`: not under `no_sync`."""
 
     def backward_begins(self) -> None:
-        """Handle the first gradient of a backward pass at an output of forward."""
+        """Handle the first gradient that a backward pass brings to a forward output."""
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
-        """Handle parameters not used in the step, which DDP waits for (or gets zeros)."""
+        """Handle parameters that the step did not use and that DDP waits for."""
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
         """Handle parameters missing in an ended step whose second backward pass never came."""
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
-        """Handle parameters that the starting backward pass will not reach; nothing waits."""
+        """Handle shards that the starting backward pass will not reach; torch does not wait."""
 
     def backward_hidden(self) -> None:
-        """Handle a backward pass under compiled autograd, once: steps cannot be followed."""
+        """Handle the first backward pass under compiled autograd, where steps cannot be followed."""
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Handle parameters first used after step 0 under `static_graph`: DDP will raise."""
 
     def backward_unpaired(self, *, raises: bool) -> None:
-        """Handle a backward pass after the end of the step; `raises`: DDP will raise."""
+        """Handle another backward pass after the step has ended; `raises`: DDP will raise."""
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Handle averaged gradients; `awaited`: DDP waits; `snapshot`: of the last forward."""
+        """Handle the end of a step; `awaited`: `unused` parameters that DDP waits for."""
 
 
 _MOST_DEPTH = 3  # nesting depth of searched objects
@@ -181,7 +181,7 @@ class Snapshot(Struct):
         missing: Mapping[str, torch.Tensor],
         around: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> dict[str, PathEnd]:
-        """Rerun the forward pass on this rank; return the end of each missing path.
+        """Rerun forward on this rank; return where each missing parameter's path to loss ends.
 
         Restores the module's buffers and attributes, the generators and `.grad`. Side effects outside of the module
         happen twice. Compiled code runs eagerly.

@@ -27,8 +27,8 @@ from ddpcheck.record.recording import UnpickledHook, remove_hooks
 from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
-# Optimizer steps on gradients not reduced, before a report without other ranks. Decided here, since ranks that train
-# independently on purpose (local SGD) would otherwise write a report, and a live watch judge it, in each step.
+# Number of optimizer steps on unreduced gradients after which this rank reports without other ranks. Counted here:
+# ranks that train independently on purpose (local SGD) would otherwise report in each step.
 _FEWEST = 3
 _MANY = 16  # for shards reduced before: a loop may step more often than it reduces
 _SPARING = LoopEvent("step", spares_unreduced=True)
@@ -43,7 +43,7 @@ class _Followed:
 
 @dataclass(eq=False)
 class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_step")):
-    """Recorder of all optimizers of a wrapper's parameters, in order with other loop events."""
+    """Recorder of the steps of all optimizers of a wrapper's parameters, as loop events."""
 
     _tracker: StepTracker
     _loop: LoopRecord
@@ -75,7 +75,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self.passes_ended(optimizer)
 
     def passes_ended(self, optimizer: Any) -> None:
-        """Handle the end of all passes before an optimizer step."""
+        """Handle an optimizer step whose forward and backward passes have ended."""
         last, self._last = self._last, self._tracker.number
         if last == self._last and self._loop.ledger.prepared is not None:
             self._note_unanswered()
@@ -107,7 +107,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._look()
 
     def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
-        """Record a step without a reduction (`no_reduction`) or with gradients added since then."""
+        """Record a step without a reduction (`no_reduction`), or with gradients added after it."""
         ledger = self._loop.ledger
         prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._is_there(param_ids)
         used = [entry for entry in ledger.open if not entry.reduced] if uses else []
@@ -140,7 +140,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._tell(from_forward[-1] if from_forward else None)
 
     def _step_without_gradients(self, *, no_reduction: bool) -> None:
-        """Record a step on shards without a reduction (`no_reduction`), or with gradients added since.
+        """Record a step on shards without a reduction (`no_reduction`), or with gradients added after.
 
         Gradients that are not reduced never reach `.grad` of the shards.
         """
@@ -152,7 +152,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._tell(pending[-1])
 
     def _is_there(self, param_ids: set[int]) -> bool:
-        """Return True if gradients of these parameters were neither reduced nor zeroed."""
+        """Return True if these parameters still hold gradients that were not reduced."""
         tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
         params = [tensors[i] for i in indices if id(tensors[i]) in param_ids]
         return any(map(has_gradient, params if indices else [*tensors[:1], *tensors[-1:]]))
@@ -180,7 +180,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Record gradient versions at the start of any backward pass of the script."""
+        """Record gradient versions when any backward pass of the script begins."""
         self._in_forward = in_forward
         self._marks, self.reductions = self._marked(), reductions
 
@@ -212,7 +212,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
             self._handles = [before_forward(part, hook) for part in self._module.modules()]
 
     def _called(self, *_arguments: Any) -> None:
-        """Record the program line that calls a part, unless the wrapper does."""
+        """Record the program line that calls a submodule, unless DDP's forward calls it."""
         if self.event.location or not torch.is_grad_enabled():
             return
         parts = set(self._module.modules())

@@ -48,7 +48,7 @@ class EndedStep(Struct, frozen=True):
     """Step with averaged gradients."""
 
     number: int  # counted from 0
-    is_due: bool  # True if the step is sampled, unless ranks train apart
+    is_due: bool  # True if the step is sampled, even if ranks train independently
     incomplete: bool  # True if DDP waits for gradients
     probe: StepProbe | None  # probe of the step, if any
     snapshot: Snapshot | None  # of the last forward pass, if repeatable
@@ -63,10 +63,10 @@ class StepSink(Protocol):
         """Request a report after `step`, whose reduction this rank has not joined yet."""
 
     def tell(self, report: RankReport) -> None:
-        """Report a fault of this rank alone; may raise `FindingsError`."""
+        """Report a fault that needs no other rank's report; may raise `FindingsError`."""
 
     def cannot_follow(self) -> None:
-        """Handle a backward pass under compiled autograd: no step will end here."""
+        """Handle a backward pass under compiled autograd, where ends of steps are not detected."""
 
     def left_out(self, step: int) -> None:
         """Handle parameters that turned out missing in an ended step."""
@@ -85,8 +85,8 @@ class StepRecorder(StepListener):
     # True if the current step is sampled; decided at its first forward pass, and True without a forward pass or for
     # shards, where loaded files add sampled steps
     is_due = True
-    # True if ranks may have left the loop or train apart on purpose (post-local SGD), so that nothing is compared; at
-    # the start of the last forward pass with gradients
+    # True if ranks may have left the loop, or train independently on purpose (post-local SGD), so that nothing is
+    # compared; updated at the start of each forward pass with gradients
     may_diverge = False
 
     def __init__(
@@ -181,7 +181,7 @@ class StepRecorder(StepListener):
         return wrapper is not None and joins(wrapper)
 
     def unaveraged(self, used: Contribution | None) -> None:
-        """Report optimizer steps on gradients not reduced; `used`: from the wrapper's forward."""
+        """Report optimizer steps on unreduced gradients; `used`: those of the wrapper's forward, if any."""
         if self.joins:  # under Join, a rank without batches steps a sharded optimizer for the others
             return
         if used is not None and used.after is not None:
@@ -194,7 +194,7 @@ class StepRecorder(StepListener):
         self.tell(*switches, *(bypassing if used is None else used.events))
 
     def tell_unpaired(self) -> None:
-        """Report a used backward pass without a forward pass of its own."""
+        """Report a backward pass without a forward pass of its own."""
         self.loop.report(self.step)
         self.tell(*self.loop.to_report)
 
@@ -209,7 +209,7 @@ class StepRecorder(StepListener):
             self._sink.tell(replace(self._plain_report(self.step), changes=changed))
 
     def tell(self, *events: LoopEvent) -> None:
-        """Report events that show a fault of this rank alone."""
+        """Report events that show a fault without reports of other ranks."""
         self._sink.tell(replace(self._plain_report(self.step), events=events))
 
     def _plain_report(self, step: int) -> RankReport:
@@ -267,14 +267,14 @@ class StepRecorder(StepListener):
             self._probe.backward_begins()
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
-        """Request reports, unless all ranks know the missing parameters."""
+        """Request reports, unless the missing parameters were reported before."""
         if self._probe is not None:
             self._probe.detach()
         if self._checks_parameters and not self.history.is_reported(names):
             self._sink.alarm(step)
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Request reports one step later, unless all ranks know the missing parameters."""
+        """Request reports one step later, unless the missing parameters were reported before."""
         if self._checks_parameters and not self.history.is_reported(names):
             self.history.left_out(step, names, snapshot)
             self._sink.left_out(step)
@@ -285,7 +285,7 @@ class StepRecorder(StepListener):
             self.tell_unpaired()
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
-        """Report missing shards before the reduction, unless all ranks know them."""
+        """Report missing shards before the reduction, unless they were reported before."""
         if self._checks_parameters and not self.history.is_reported(names):
             self._sink.alarm(step)
             self._sink.absent(replace(self._plain_report(step), missing={step: tuple(names)}))
@@ -325,7 +325,7 @@ class StepRecorder(StepListener):
     # Reports
 
     def notices_unfrozen(self, ended: EndedStep) -> bool:
-        """Return True once if a parameter was unfrozen after wrapping; not with a probe."""
+        """Return True once if a parameter was unfrozen after wrapping; False with a probe."""
         return self._checks_parameters and ended.probe is None and self.history.notices_unfrozen()
 
     def report(self, ended: EndedStep, parameters: Mapping[str, nn.Parameter] | None = None) -> RankReport:
@@ -346,7 +346,7 @@ class StepRecorder(StepListener):
         return replace(report, events=events, micro_batches=measured, seconds=seconds)
 
     def last_report(self) -> RankReport | None:
-        """Return the remaining report at the end, or `None`."""
+        """Return what is left to report when the script ends, or `None`."""
         if self.settles:
             return self.history.report(self.step - 1, settled=True)
         if self.history.not_reported or self.loop.to_report:
@@ -355,7 +355,7 @@ class StepRecorder(StepListener):
 
     @property
     def settles(self) -> bool:
-        """Return True if unused parameters are judged at the end, after few steps."""
+        """Return True if a short run has to judge unused parameters at its end."""
         goes_on = self.context.wrapper.goes_on_without and self._checks_parameters
         return goes_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)
 

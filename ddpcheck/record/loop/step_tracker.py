@@ -51,7 +51,7 @@ _OF_EACH_STEP = ("called", "forward_begins", "step_begins", "forward_returned", 
 
 
 class Backward(Enum):
-    """Kind of the running backward pass; `NO_SYNC` turns `SYNCED` for a mixed loss."""
+    """Kind of the running backward pass; `NO_SYNC` becomes `SYNCED` for a mixed loss."""
 
     NONE = "none runs: no gradient has reached an output of a forward pass"
     NO_SYNC = "of forward passes under no_sync"
@@ -77,7 +77,7 @@ class _Step:
     # parameters not reached by a backward pass of the step yet; empty before the first forward pass
     unused: Set[int] = NONE
     still_expected: Set[int] = NONE  # unused parameters that a later backward pass may reach
-    # parameters of a later pass (the graph is kept) that comes too late, as reduced parameters are reached again
+    # parameters that only a second backward pass may reach, too late: it also reaches parameters reduced before
     late: Set[int] = NONE
     # nodes of the returned tensors, by forward pass
     roots: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_FORWARDS_KEPT))
@@ -90,7 +90,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def __init__(
         self, wrapper: nn.Module, loop: LoopRecord, listeners: Sequence[StepListener], *, completes: bool = True
     ) -> None:
-        """Follow `wrapper`; `completes` adds zero gradients that DDP waits for."""
+        """Follow `wrapper`; `completes`: add zero gradients that DDP waits for."""
         self.parameters = SyncedParameters(wrapper)  # parameters that the wrapper synchronizes
         self._module = inner_module(wrapper)
         inside_forward.discard(id(wrapper))  # left by a freed wrapper that raised in its forward pass
@@ -113,7 +113,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._last: Snapshot | None = None  # of the last step, while parameters are late
         self._waits = False  # True if DDP waits for gradients missing in the last step
         self._backward = Backward.NONE
-        self._took_part: Set[int] = NONE  # reached by the running backward pass; `parameters.all` itself if complete
+        self._took_part: Set[int] = NONE  # indices reached by the running backward pass; `parameters.all` if complete
         self._is_hidden = False  # True once backward runs under compiled autograd; no hooks are registered then
         self._expected_inside = False  # True if backward passes are expected inside the running forward pass
         self._by_name = False  # True if the running forward pass is a call of `wrapper.forward`
@@ -149,7 +149,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # Forward
 
     def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NOTHING) -> None:
-        """Handle a call of the wrapper; a just removed hook runs without `named`."""
+        """Handle a call of the wrapper; a hook removed meanwhile is called without `named`."""
         if self._step.still_expected or self.late:
             self.settle()
         self.in_forward = True
@@ -171,7 +171,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             self._loop.add(FORWARDS[False])
 
     def enter_by_name(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Handle the start of DDP's own forward if no hook was called."""
+        """Handle the start of a call of `wrapper.forward`, which runs no hooks."""
         if self.wrapper is wrapper and not self.in_forward:
             self._by_name = True
             self.before_forward(wrapper, arguments, named)
@@ -320,7 +320,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         return True
 
     def _note_arrivals(self, reached: Set[int]) -> None:
-        """Hook parameters unknown to the engine, which a re-entrant checkpoint may reach."""
+        """Hook parameters outside of the engine's plan, which a re-entrant checkpoint may reach."""
         self._took_part = arrived = set(reached)
         for index in self.parameters.all - reached:
             parameter = self.parameters.leaves[index]
@@ -329,7 +329,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 self._pass_handles.append(handle)
 
     def _may_still_come(self, reached: Set[int]) -> set[int]:
-        """Return parameters that only a later backward pass may reach, by an unused output.
+        """Return parameters that only a later backward pass may reach, through an unused output.
 
         If such an output also depends on a parameter that is reduced now, a later pass comes too late. The kept graph
         shows if a later pass may come, since both passes share a part of the graph.
@@ -372,7 +372,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # End of a step
 
     def _complete(self, callbacks: int) -> None:
-        """End the step after `callbacks` callbacks; add zero gradients that DDP waits for."""
+        """End the step after `callbacks` engine callbacks; add zero gradients that DDP waits for."""
         if self._step.unused and (missing := sorted(self.parameters.awaited(self._step.unused))):
             if names := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:

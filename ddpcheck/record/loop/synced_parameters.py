@@ -45,7 +45,7 @@ class SyncedParameters:
             synced = {name: p for name, p in synced.items() if is_shard(p)}
         self.names = list(synced)  # parameter names in DDP's order
         self.tensors = list(synced.values())  # parameters in the same order
-        # tensors that backward accumulates into: parameters, or unsharded ones as far as known
+        # tensors that backward accumulates into: the parameters, or the unsharded parameters once found
         self.leaves: list[torch.Tensor] = [*self.tensors]
         self.all: Set[int] = frozenset(range(len(synced)))  # indices of all parameters
         self._nodes = [gradient_node(parameter) for parameter in self.tensors]
@@ -76,7 +76,7 @@ class SyncedParameters:
         ]
 
     def look_for_leaves(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
-        """Find unsharded parameters at the start of the forward pass of `part`."""
+        """Find unsharded parameters when the forward pass of submodule `part` begins."""
         for name, parameter in nn.Module.named_parameters(part) if self._unknown else ():  # even if overridden
             index = self._unknown.get(prefix + name)
             if index is not None and parameter.requires_grad and is_gathered(parameter, self.tensors[index]):
@@ -87,12 +87,12 @@ class SyncedParameters:
         return frozenset(map(self.names.__getitem__, indices))
 
     def reached(self) -> Set[int]:
-        """Return indices that the starting backward pass will reach; `all` itself if complete."""
+        """Return indices of parameters that the starting backward pass will reach; `all` if complete."""
         reached = will_be_reached(self._nodes)
         return self.all if all(reached) else {index for index, is_reached in enumerate(reached) if is_reached}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """Return parameters reached by a node that DDP does not hook, after a cast."""
+        """Return parameters reached by a node that a cast created, unknown to DDP."""
         reached = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
@@ -107,7 +107,7 @@ class SyncedParameters:
     def add_zero_gradients(self, indices: Iterable[int]) -> None:
         """Run a backward pass with zero gradients, which DDP's reducer accepts.
 
-        Parameters frozen after wrapping require grad meanwhile, and have no gradient afterwards.
+        Parameters frozen after wrapping require grad during this pass, and have no gradient afterwards.
         """
         parameters = [self.tensors[index] for index in indices]
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
@@ -135,7 +135,7 @@ class SyncedParameters:
         return bool(getattr(self.wrapper(), "static_graph", False))
 
     def awaited(self, unused: Set[int]) -> Set[int]:
-        """Return the `unused` parameters that DDP waits for in vain, by its options."""
+        """Return the `unused` parameters that DDP, with its options, waits for."""
         if not unused or self._finds_unused or self.is_sharded:
             return NONE
         if self.is_static_graph:

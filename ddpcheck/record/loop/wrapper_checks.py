@@ -1,4 +1,4 @@
-"""Recorders of one wrapper: ranks that train apart, ignored assignments, pace, and collectives."""
+"""Recorders of one wrapper: ranks that train independently, ignored assignments, pace, and collectives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
             self._add(recorder)
 
     def at_last(self) -> TrainedApart | None:
-        """Return all fingerprints, and those of the final parameters; `None` without any."""
+        """Return recorded fingerprints, and final fingerprints of all parameters; `None` if none recorded."""
         if not self._fingerprints:
             return None
         recorder = self._recorder()
@@ -67,7 +67,7 @@ _CALLER = 3  # frames from the recording function to the assigning line
 
 
 class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
-    """Recorder of ignored assignments; passes them to `sink` before the next forward pass."""
+    """Recorder of ignored `.data` assignments; passes them to `sink` before the next forward pass."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
         self._recorder = recorder
@@ -75,7 +75,7 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
         self._ignored: dict[Location, list[str]] = {}
 
     def begin(self) -> None:
-        """Start to record; `DTensor` must have been imported."""
+        """Start recording; requires that `DTensor` is imported."""
         _open.add(self)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ _open = Followers(lambda: [Patch(vars(sys.modules["torch.distributed.tensor"])["
 
 
 class PaceRecorder(Recorder, subjects=("loop",)):
-    """Pace of one wrapper."""
+    """Recorder of forward passes and batches per reduction of one wrapper."""
 
     def __init__(self, run: Recording, number: int) -> None:
         self._run = run
@@ -143,13 +143,13 @@ class PaceRecorder(Recorder, subjects=("loop",)):
             self._run.add(PaceRun(self._number, step, *pace, location))
 
     def ended(self, step: int) -> None:
-        """Record the pace after the last reduction, unless in another loop."""
+        """Record the pace since the last reduction, unless another loader is in use."""
         pace = self.forwards, self._batches()
         if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MAX_PACE_RUNS:
             self._run.add(PaceRun(self._number, step, *pace, None))
 
     def _batches(self) -> int:
-        """Return the batches of the current loader since the last reduction."""
+        """Return the number of batches of the current loader since the last reduction."""
         loader = self._run.position[0]
         return self._run.batches[loader] - self._taken.get(loader, 0)
 
@@ -201,7 +201,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
 
     @property
     def code(self) -> CodeType | None:
-        """Return the program function that ran the last forward pass with gradients."""
+        """Return the program function that called the last forward pass with gradients."""
         return next((key[0] for key, line in self._lines.items() if key and line is self._last), None)
 
     @property

@@ -25,10 +25,10 @@ from ddpcheck.record.recording import Recording, UnpickledHook, remove_hooks
 from ddpcheck.record.source import program_numbers
 from ddpcheck.record.source.source_scope import body_of, own_nodes
 
-_MOST_NODES = 256
+_MOST_NODES = 256  # max visited nodes of a loss
 _MOST_GATHERED = 64  # max tensors per step
 _JOINS = ("CatBackward", "StackBackward")
-_MOST_ELEMENTS = 1 << 22
+_MOST_ELEMENTS = 1 << 22  # max elements of a gathered tensor
 _FEWEST_ROWS, _MOST_ROWS = 2, 8  # of the rank's own rows, searched in the loss
 _FEWEST_ELEMENTS = 3  # min elements of a row that is identified by its direction
 _MOST_LOOKED_AT = 64  # candidate rows
@@ -55,7 +55,7 @@ class _Parts:
     operation: str = ""
     location: Location | None = None
     node: Any = None  # grad_fn of the rank's own part, if an autograd function gathers
-    of_all: bool = True  # False if gathered in a subgroup
+    of_all: bool = True  # True if gathered over all ranks, False if in a subgroup
 
 
 class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
@@ -124,7 +124,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         return tuple(name for names in numbered for key, name in names.items() if key in made_of)
 
     def _follow(self, node: Any, parts: _Parts, *, besides: bool) -> None:
-        """Record the gradients of all parts and the own part at a node."""
+        """Record, at a node, the gradients of all ranks' parts and this rank's part."""
         function = getattr(type(node), "_forward_cls", None)
         source_line = parts.location if function is None else defined_at(function.backward)
 
@@ -145,7 +145,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
 
 
 def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-    """Yield saved tensors without gradient of a loss's nodes, reshaped to `shape`.
+    """Yield tensors that nodes saved and that require no grad, as matrices of `shape`.
 
     Such a tensor is a factor of a product, or one side of a distance. Values along a broadcast dimension are equal, so
     the first is taken.
@@ -184,7 +184,7 @@ def _distinct_rows(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _holds(constant: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Return True if `constant` has each of `rows`, up to scale."""
+    """Return True if `constant` contains each of `rows`, up to scale."""
     closest = (rows @ _normed(constant.detach()).T).nan_to_num(-1.0).amax(1)
     return bool((closest > 1 - _PARALLEL).all())
 
@@ -196,7 +196,7 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
-    """Return the parts joined by a node with only the own part's gradient."""
+    """Return the parts that a node joins if only this rank's part requires grad."""
     following = [next_node for next_node, _ in node.next_functions]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # a custom autograd function of the program
         inside = next((part for part in parts if part.node is not None and part.node in following), None)
@@ -212,7 +212,7 @@ def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
 def _passed_gradient(
     node: Any, input_grads: Any, output_grads: Sequence[torch.Tensor | None], parts: _Parts
 ) -> tuple[tuple[float, ...], float]:
-    """Return a sketch of all parts' gradient, and the own part's scale factor."""
+    """Return a sketch of all parts' gradients, and the scale of this rank's gradient."""
     pairs = zip(input_grads, node.next_functions, strict=True)
     own_grad = next((grad.detach().flatten() for grad, (to, _) in pairs if to is not None and grad is not None), None)
     arrived = [grad.detach().flatten() for grad in output_grads if grad is not None]
@@ -231,7 +231,7 @@ def _passed_gradient(
 
 
 def _nodes(loss: torch.Tensor, ends: set[Any]) -> list[Any]:
-    """Return the graph nodes of a loss above `ends`, at most `_MOST_NODES`."""
+    """Return the graph nodes between a loss and `ends`, at most `_MOST_NODES`."""
     graph = LossGraph([loss], limit=_MOST_NODES, is_end=ends.__contains__)
     return [node for node in graph.nodes if node not in ends]
 
@@ -286,7 +286,7 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
 
 
 def _line_of_cross_entropy() -> Location | None:
-    """Return the next cross entropy in the source of functions on the stack."""
+    """Return the line of the next cross entropy in a function on the stack."""
     for frame in program_numbers.program_frames():
         body, names = body_of(frame.f_code), {**frame.f_globals, **variables_of(frame)}
         calls = (node for node in own_nodes(body) if isinstance(node, ast.Call)) if body is not None else ()
@@ -306,7 +306,7 @@ def _is_cross_entropy(function: ast.expr, variables: Mapping[str, Any]) -> bool:
 
 
 def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the targets and class matrix (a column per class) of cross entropies."""
+    """Yield targets and class matrix (a column per class) of each cross entropy."""
     graph = LossGraph([loss], limit=_MOST_TARGET_NODES, is_end=lambda node: node.name().startswith("NllLoss"))
     for node in graph.ends:
         targets = kept_tensor(node, "target")
@@ -326,7 +326,7 @@ def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
-    """Return the first column of the only block equal to `rows`, or None."""
+    """Return where the only block of `columns` equal to `rows` begins, or None."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:
         return None

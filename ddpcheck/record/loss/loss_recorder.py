@@ -29,7 +29,7 @@ from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.stream.rank_report import is_probed
 
 _ENGINE = "_engine_run_backward"  # private to torch; called by all imports of `backward` and `grad`
-_MOST_NODES = 32
+_MOST_NODES = 32  # max visited nodes of a loss
 _MOST_A_STEP = 64  # max backward passes per step
 _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
 _SINK = "_DDPSinkBackward"  # through which DDP returns the forward outputs if find_unused_parameters
@@ -68,7 +68,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         patched(torch.amp.GradScaler, "scale", self._scales)
 
     def note_collective(self, call: Call, arguments: Mapping[str, Any]) -> None:
-        """Record the input of a sum all_reduce with a few elements at most."""
+        """Record the input of an all_reduce (sum) of a few elements at most."""
         if "gather" in call.operation or "broadcast" in call.operation:
             self._exchanged = self._run.steps
         tensor = arguments.get("tensor")
@@ -86,7 +86,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
             del self._reduced[:-_MOST_NUMBERS]
 
     def _is_probed(self, step: int) -> bool:
-        """Return True in sampled steps of the run or of the newest wrapper."""
+        """Return True if `step` is sampled, counted from 0 or since the newest wrapper."""
         return self._run.are_probed() or is_probed(step - self._wrapped[1])
 
     def _scales(self, scaler: Any, *_outputs: Any, **_named: Any) -> Generator[None, Any, None]:
@@ -161,7 +161,7 @@ _Recorders = tuple[LossRecorder, Sequence[Any], OptimizerRecorder, AutogradGradR
 def _backward(
     recorders: _Recorders, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
 ) -> Generator[None, Any, None]:
-    """Notify recorders of a backward pass, each despite errors in another."""
+    """Notify each recorder of a backward pass, even if another one fails."""
     recorder, listeners, optimizers, taken = recorders
     if not accumulate_grad:
         gradients = yield
@@ -233,7 +233,7 @@ _Scales = tuple[tuple[str, float], ...]
 
 
 def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
-    """Yield the sums and means in a loss; nothing if too many nodes."""
+    """Yield the sums and means in a loss; none if it has many nodes."""
     pending: list[tuple[Any, int, _Scales]] = [(node_of(loss), loss.output_nr, ())]
     terms = []
     for node, index, scales in pending:  # appended to in the loop
@@ -314,7 +314,7 @@ def _has_target(node: Any) -> bool:
 
 
 def _bits(target: torch.Tensor) -> float:
-    """Return the entropy in bits; 0 for sorted values or contiguous equal values."""
+    """Return the entropy of target values in bits; 0 if sorted or grouped."""
     values = target.flatten()
     values = values[:: max(1, len(values) // _MOST_COUNTED)]
     steps = values[1:].double() - values[:-1].double()

@@ -72,7 +72,7 @@ def loss_source(frame: FrameType | None) -> LossSource:
 
 
 def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
-    """Follow the losses in a statement; return the parameter name of a loss."""
+    """Follow the loss in a statement; return the parameter that passes it, if any."""
     if statement is None:
         return None
     losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
@@ -91,7 +91,7 @@ def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str
 
 
 def _unscaled(scope: Scope, loss: ast.expr) -> ast.expr:
-    """Return the loss passed to a method of a non-module (a gradient scaler)."""
+    """Return the argument of `scaler.scale(loss)` and similar calls, else `loss`."""
     if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and len(loss.args) == 1:
         if isinstance(loss.args[0], ast.Name) and _is_loss(scope.value(loss.args[0].id)):
             return loss.args[0]
@@ -113,7 +113,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
-    """Follow a loss to its origin; `part`: index or key in a container."""
+    """Follow a loss, or item `part` of a container, to its origin."""
     trace.steps += 1
     if trace.steps > _DEEPEST or trace.made is not None:
         return trace.made is not None
@@ -220,7 +220,7 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
 
 
 def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
-    """Follow a call into a script function; any other function is the origin."""
+    """Follow a call into a script function; any other call is the origin."""
     called = resolved(scope, call.func)
     is_library = function_of(called)[0] is None
     if is_library and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
@@ -241,7 +241,7 @@ def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, p
 
 
 def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
-    """Return True if an expression comes from the world size; `seen`: checked names."""
+    """Return True if an expression is computed from the world size; `seen`: checked names."""
     return any(_says_world_size(scope, child, seen) for child in ast.walk(node))
 
 
@@ -353,7 +353,7 @@ def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
 
 
 def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Scope, ast.expr]]:
-    """Yield the returned expressions of a script function, or a part of them."""
+    """Yield the returned expressions of a script function, or item `part` of each."""
     inner = scope_of_function(called)
     if inner is None or (inner.body, part) in seen:
         return

@@ -220,7 +220,7 @@ class _Logits:
 
 
 def _along(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """Return the coefficient of each direction in a row."""
+    """Return, per row, the coefficient of its projection on its direction."""
     squares = directions.square().sum(-1, keepdim=True).clamp_min(torch.finfo(directions.dtype).tiny)
     return (rows * directions).sum(-1, keepdim=True) / squares
 

@@ -83,7 +83,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         self._after()
 
     def backward_begins(self) -> None:
-        """Compare gradient norms with the last backward pass when a new pass begins."""
+        """Compare gradient norms with those after the last backward pass, when another begins."""
         last_norms = self._norms
         location = user_location() if last_norms else None
         for watch in list(self._run.watches) if last_norms else ():
@@ -113,7 +113,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
 
 
 def kinds_clipped(error: BaseException) -> list[list[str]]:
-    """Return parameter names from the `clip_grad_norm_` that raised: shards, then others."""
+    """Return parameter names of the `clip_grad_norm_` call that raised: [shards, others]."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     clip = next((frame for frame in frames if frame.f_code.co_name == "clip_grad_norm_"), None)
     parameters = None if clip is None else variables_of(clip).get("parameters")
@@ -129,7 +129,7 @@ def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
 
 
 def norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the total norm passed to a clip; infinity if only measured."""
+    """Return the total norm before a clip; infinity without a limit, None if unknown."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf
     if not hasattr(clip_grad, _WITH_NORM):
@@ -168,16 +168,16 @@ class _Followed:
     line: Location | None = None  # of the last backward pass that changed the gradient
     mixed: tuple[Location | None, Location | None] | None = None  # lines of two accumulated backward passes
     stale_steps: int = 0
-    stale_params: list[Callable[[], Any]] = field(default_factory=list)  # parameters with a gradient left
+    stale_params: list[Callable[[], Any]] = field(default_factory=list)  # parameters whose gradient a step left
 
     zeroed: dict[Location | None, int] = field(default_factory=dict)  # zero_grad count since the last step, by line
     zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # same, before the last step
     times_zeroed: int = 0  # consecutive steps with the same counts
-    for_inputs: bool = False  # a backward pass was for inputs (adversarial attack, gradient penalty)
+    for_inputs: bool = False  # True if a backward pass was for inputs (adversarial attack, gradient penalty)
 
 
 class ZeroingRecorder(Recorder, subjects=("loop",)):
-    """Recorder of zeroing, from a parameter of each optimizer in its first steps."""
+    """Recorder of gradients zeroed or left, for a sample parameter of each optimizer."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         return tracked.steps >= _MOST_LOOKED_AT
 
     def has_stepped(self, optimizer: Any, steps: int) -> None:
-        """Record the gradients left after a step; `steps` of all optimizers."""
+        """Record gradients that a step leaves; `steps`: count over all optimizers."""
         self._steps = steps
         living = self._living()
         self.follows = bool(living)
@@ -243,7 +243,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self.note_changed()
 
     def note_changed(self) -> None:
-        """Record the current gradients as final, after backward or clipping."""
+        """Record the gradients after backward or a clip, to notice later changes."""
         for _, tracked in self._living():
             tracked.now = _gradient_of(tracked)
 
@@ -269,7 +269,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
             self._sink(GradientsLeft(tracked.number, tracked.is_own, *lines, names, tracked.stale_steps))
 
     def _note_zeroed(self, tracked: _Followed) -> None:
-        """Record repeated zeroing: the same counts by line as before the last step.
+        """Record that gradients are zeroed repeatedly before each step, at the same lines.
 
         Skipped if the gradient changed since backward: the program accumulated the zeroed gradients itself.
         """
@@ -336,7 +336,7 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
             self._parts[id(part)] += 1
             self.of_a_part = Location.parse(call.location)
         if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._inputs) < _MOST_GIVEN:
-            if next(iter(self._run.watches), None) is None:  # no wrapper: gradients are averaged by hand
+            if next(iter(self._run.watches), None) is None:  # no wrapper: the script averages gradients
                 self._inputs.append((tensor.numel(), fingerprint(tensor)))
 
     def backward_begins(self) -> None:
@@ -356,7 +356,7 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         return tuple(digest for _, digest in self._inputs) if sum(size for size, _ in self._inputs) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:
-        """Return True if a rank-specific parameter's gradient was reduced repeatedly."""
+        """Return True if the gradient of this rank's own parameter was reduced repeatedly."""
         return self._parts[id(parameter)] > 1
 
 

@@ -55,7 +55,7 @@ class _Optimizer:
     marks: list[int] = field(default_factory=list)
     marked: Callable[[], Any] | None = None  # a small parameter in no wrapper
     is_settled: bool = False  # True if zeroing is no longer followed
-    inside: bool = False  # inside `step`
+    inside: bool = False  # True while `step` runs
     schedule: ScheduleState | None = None  # schedule at the last step
     may_diverge: bool = False  # ranks may have run out of batches, or train independently: step numbers do not match
     sample: Callable[[], Any] = lambda: None  # a parameter
@@ -95,7 +95,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         # sketches by id of a parameter in no wrapper: of the gradient after backward, and before a clip
         self._local: dict[int, tuple[float, ...]] = {}
         self._unclipped: dict[int, tuple[float, ...]] = {}
-        self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # (version, line) by id
+        self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # (tensor, version, line) by `id()`
 
     def close(self) -> None:
         """Write the final entry of each optimizer; called when the script ends."""
@@ -119,7 +119,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._sum_at = location if tensor.is_floating_point() and tensor.numel() > 1 else self._sum_at
 
     def are_gradients(self, places: Collection[int]) -> bool:
-        """Return True if any parameter's gradient is at a given place (`place_of`)."""
+        """Return True if any parameter's gradient is at one of the memory addresses `places`."""
         return any(p.grad is not None and place_of(p.grad) in places for p in self._params())
 
     def steps_of(self, optimizer: Any) -> int:
@@ -242,7 +242,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return self._located(step, optimizer, known, has_shards=bool(shards))
 
     def _located(self, step: OptimizerStep, optimizer: Any, known: _Optimizer, *, has_shards: bool) -> OptimizerStep:
-        """Add lines that made or restored the optimizer, or changed or reduced gradients."""
+        """Add the lines that construct or restore the optimizer, or change or reduce gradients."""
         lines = lines_of_program(sys._getframe(1))
         if not known.steps:
             frame = user_frame(sys._getframe(1))

@@ -1,6 +1,6 @@
 """Recorder of tensor parallel models: their ranks, and replicated state at each step.
 
-Also locates the line that takes the norm of gradient shards, which decides nothing: the scaling is measured.
+Also locates the line that takes the norm of gradient shards, only to report it: the scaling is measured.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _before_forward(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Record data split over the ranks by the script (requires no grad)."""
+        """Record if the script itself splits data over the ranks: inputs without grad."""
         inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():
             self._parts_given |= any(isinstance(tensor, torch.Tensor) and not tensor.requires_grad for tensor in inputs)

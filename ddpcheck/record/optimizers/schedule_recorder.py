@@ -1,4 +1,4 @@
-"""Recorders of learning rate schedules, of metrics that decide, and of resumed training."""
+"""Recorders of learning rate schedules, metrics that callbacks use, and resumed training."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _loop_around(scope: Scope, line: int) -> ast.expr | None:
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _CALLBACKS = ("ModelCheckpoint", "EarlyStopping")
 _ENDS = ("on_validation_end", "on_train_epoch_end")
-_MOST_USES = 64  # per callback
+_MOST_USES = 64  # max recorded uses by a callback
 
 
 class MonitorRecorder(Recorder, subjects=("optimizers",)):
@@ -249,7 +249,7 @@ class MonitorRecorder(Recorder, subjects=("optimizers",)):
         when_imported([f"{package}.callbacks" for package in _PACKAGES], guarded(self._follow_callbacks))
 
     def line_of(self, value: float) -> Location | None:
-        """Return the line that logged a metric with this latest value, or None."""
+        """Return the line that logged a metric whose latest value is `value`, or None."""
         metrics = getattr(self._trainer(), "callback_metrics", {})
         return next((line for name, line in self._lines.items() if name in metrics and metrics[name] == value), None)
 
@@ -350,7 +350,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
 
 
 def _optimizers_in(obj: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
-    """Yield optimizer states in a loaded object, with the integers beside each."""
+    """Yield optimizer states in an object, each with the integers in its parent dictionaries."""
     if not isinstance(obj, dict) or depth > _DEEPEST:
         return
     if "param_groups" in obj and "state" in obj:

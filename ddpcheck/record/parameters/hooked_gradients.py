@@ -115,7 +115,7 @@ def _call_first(hooks: Any, handle: Any) -> None:
 
 
 def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
-    """Classify the change of elements, if ranks can be compared by it."""
+    """Classify how hooks changed a gradient, as far as ranks can be compared."""
     same = max(_SAME, 8 * torch.finfo(before.dtype).eps)
     old, new = before.flatten().double(), after.flatten().double()
     finite = old.isfinite() & new.isfinite() & (old.abs() > 1e-30)

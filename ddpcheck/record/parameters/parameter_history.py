@@ -87,7 +87,7 @@ class ParameterHistory:
         self._ends |= self._explained(set(names) - self._ends.keys(), snapshot)
 
     def is_reported(self, names: Iterable[str]) -> bool:
-        """Return True if every rank knows that these parameters were missing."""
+        """Return True if reports have named all of these parameters as missing."""
         return self._reported.issuperset(names)
 
     def note_reported(self, reports: Iterable[RankReport]) -> None:
@@ -162,7 +162,7 @@ class ParameterHistory:
         )
 
     def _lost(self, probe: StepProbe, snapshot: Snapshot | None) -> dict[str, PathEnd]:
-        """Return why backward gave no gradient; for compiled code, as if run eagerly."""
+        """Return where gradients were lost; for compiled code, found by an eager rerun."""
         compiled = {name for name, end in probe.lost.items() if end.reason == COMPILED_CODE}
         self._ends |= self._explained(compiled - self._ends.keys(), snapshot)
         ends = {name: self._ends[name] for name in compiled & self._ends.keys()}
@@ -255,7 +255,7 @@ class StepProbe:
         ]
 
     def detach(self) -> None:
-        """Remove the hooks: gradients that arrive from now on are not the loop's own."""
+        """Remove the hooks: gradients that arrive later do not come from the script."""
         remove_hooks(self._handles)
 
     def _arrival(self, name: str, leaf: Any) -> Any:
@@ -277,13 +277,13 @@ class StepProbe:
         return arrived
 
     def _changed_in_place(self, name: str) -> None:
-        """Keep `.grad` as left by program hooks, since that value is averaged."""
+        """Keep `.grad` after the program's hooks, since that value is averaged."""
         grad = self._parameters[name].grad
         if self.keep is not None and grad is not None and name in self.local and not is_shard(grad):
             self.local[name] = self.keep(name, dense(grad))
 
     def _keep_held(self, name: str) -> None:
-        """Keep `.grad` from backward passes not reduced, which is part of this average."""
+        """Keep `.grad` of earlier backward passes without a reduction: DDP averages it, too."""
         grad = self._parameters[name].grad
         if name in self.local or name in self.grads_before or grad is None or self.keep is None:
             return

@@ -44,7 +44,7 @@ _DEEPEST = 12  # max torch frames between the call and a line of the program
 
 
 class RandomDraws(Recorder, subjects=("parity",)):
-    """Recorder of random draws of program lines, or replay in a single process."""
+    """Recorder of random draws by program lines, or their replay in a single process."""
 
     def __init__(self, samples: Samples, *, replays: bool) -> None:
         self._samples = samples
@@ -121,7 +121,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
         self._samples.note_cat(result, tensors, dim)
 
     def _of_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a method split each rank's part of a tensor; concatenate the pieces."""
+        """Wrap a method to split each rank's rows separately, and concatenate the pieces."""
 
         @functools.wraps(original)
         def divide(tensor: Any, *arguments: Any, **named: Any) -> Any:
@@ -158,10 +158,10 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 class RankLayers(Recorder, subjects=("parity",)):
-    """Recorder of the generator state before each dropout, or per-rank replay.
+    """Recorder of the generator state before each dropout, or its replay per rank.
 
-    Batch normalization uses the statistics of each rank's rows. The first rank updates the running statistics: rank 0,
-    which DDP broadcasts, or another rank if noise is measured.
+    In the replay, batch normalization uses the statistics of each rank's rows. The first rank updates the running
+    statistics: rank 0, which DDP broadcasts, or another rank if noise is measured.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -324,7 +324,7 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf
 
 
 class Noise:
-    """Perturbation of clocks at once, and of random numbers after parameter initialization."""
+    """Perturbation of clocks from the start, and of random numbers after parameter initialization."""
 
     def __init__(self) -> None:
         self._is_on = False

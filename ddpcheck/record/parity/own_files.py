@@ -179,7 +179,7 @@ class _Overlay:
         self._removals[file.path] = time.time()
 
     def _room(self, path: str) -> str:
-        """Return the overlay path of a new file; create its folder if writable."""
+        """Return the overlay path of a new file; create its folder if visible."""
         self._parents.clear()
         parent = os.path.dirname(path)
         original = self._status(f"{parent}/.")
@@ -212,7 +212,7 @@ class _Overlay:
         return any(name[index : index + 8] in self.random_names for index in range(len(name)))
 
     def _is_hidden(self, path: str, status: os.stat_result) -> bool:
-        """Return True if the first run wrote, or this run removed, an original."""
+        """Return True if the first run wrote a file, or this run removed it."""
         if self._is_removed(path, status.st_ctime):
             return True
         if not self._first_began <= status.st_ctime < self._began or self._is_exempt(path):
@@ -227,7 +227,7 @@ class _Overlay:
         return False
 
     def _birth(self, path: str) -> float:
-        """Return the creation time of a path, or a bound without statx support."""
+        """Return the creation time of a path; an estimate if statx is not supported."""
         buffer, statx = ctypes.create_string_buffer(256), getattr(ctypes.CDLL(None), "statx", None)
         if statx and not statx(-100, os.fsencode(path), 0x100, 0x800, buffer):  # AT_SYMLINK_NOFOLLOW, STATX_BTIME
             if struct.unpack_from("I", buffer)[0] & 0x800:

@@ -1,4 +1,4 @@
-"""Recorder of optimizer steps, and of shown and saved values."""
+"""Recorder of optimizer steps and of printed and saved values, for comparing two runs."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from ddpcheck.stream.entries import WatchingFailed
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_STEPS = 2048
-_MOST_DESCRIBED = 1 << 14  # over all optimizers
+_MOST_DESCRIBED = 1 << 14  # max recorded steps of all optimizers
 _MOST_LOOKS = 64
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # rates in param_groups, set by the optimizer or by schedulers
 _FEW = 64
 _LARGEST = 1 << 22  # max elements of an input whose rows are compared
 _FEATURES = 4
-_OF_KERNELS = 8  # rounding errors by which activations of a deep model differ between two batch sizes
+_OF_KERNELS = 8  # number of rounding errors by which activations of a deep model differ between two batch sizes
 
 
 class ParityRecorder(Recorder, subjects=("parity",)):
-    """Recorder of this process from the import of torch on."""
+    """Recorder of steps, values and inputs in this process, since torch was imported."""
 
     def __init__(self, options: ParityOptions) -> None:
         self._options = options
@@ -222,7 +222,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             _set_rates(optimizer, recorded[0])
 
     def _compare_rows(self, number: int) -> None:
-        """Exit if the step has the rows of several micro-batches per rank."""
+        """Exit if the first step has the rows of several micro-batches per rank."""
         key, rows = f"rows {number}", self._input_features[-1].item()
         if self._reader is None:
             self.samples.keep(key, rows)
@@ -298,7 +298,7 @@ def _loss_line(path: str, line: int) -> Location:
 
 
 def _features(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums of nonlinear functions of the rows of a tensor, then the row count.
+    """Return sums of nonlinear functions of a tensor's rows, then the row count.
 
     These are random Fourier features (Rahimi and Recht, 2007). Sums over ranks equal sums over all rows; different rows
     have different sums, while rounding changes little.
@@ -310,7 +310,7 @@ def _features(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_rank(original: Callable[..., int], rank: int) -> Callable[..., int]:
-    """Return another rank from `get_rank` to callers in the program only."""
+    """Make `get_rank` return `rank` to callers in the program, not in packages."""
 
     @functools.wraps(original)
     def get_rank(*arguments: Any, **named: Any) -> int:
@@ -335,7 +335,7 @@ def _counts(parameter: Any) -> bool:
 
 
 def _together(parts: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """Combine the sketches of all tensors with tensor-dependent signs."""
+    """Add up the sketches of all tensors, permuted and with tensor-dependent signs."""
     size = max(map(len, parts.values()), default=0)
     total = [0.0] * size
     for index, part in enumerate(parts.values()):

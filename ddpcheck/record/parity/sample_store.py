@@ -76,7 +76,7 @@ def _reason(error: OSError) -> str:
 
 
 class SampleReader:
-    """Values of all ranks of a run, by key."""
+    """Reader of the recorded values of all ranks, by key."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self.world_size = world_size
@@ -84,7 +84,7 @@ class SampleReader:
         self._offsets = [_offsets_in(path) for path in self._paths]
 
     def get(self, key: str) -> list[Any]:
-        """Return the values of a key in rank order, without missing ranks."""
+        """Return the values of a key in rank order, except of ranks without one."""
         values = []
         for path, offsets in zip(self._paths, self._offsets, strict=True):
             if key in offsets:
@@ -131,7 +131,7 @@ def _offsets_in(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def together(values: Sequence[Any], *, is_whole: bool = False) -> Any:
-    """Concatenate the ranks' values along the batch dimension; keep equal values.
+    """Concatenate the ranks' values along the batch dimension; return equal values once unless `is_whole`.
 
     Raises:
         NotTogetherError: The values have no batch dimension, or their other dimensions differ.
@@ -195,7 +195,7 @@ def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_padded(value: Any, part: Any) -> bool:
-    """Return True if a concatenated value was padded, compared to a part."""
+    """Return True if a concatenated value is padded, compared to one rank's value."""
     if isinstance(value, Mapping | UserDict):
         return any(is_padded(value[key], part[key]) for key in value)
     if isinstance(value, list | tuple) and isinstance(part, list | tuple):

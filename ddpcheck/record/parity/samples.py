@@ -58,7 +58,7 @@ class _Pass:
 
 
 class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
-    """Recorder of the script's inputs, or replay if there is a `reader`."""
+    """Recorder of batches on a rank, or their replay if there is a `reader`."""
 
     def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
         self._sink = sink
@@ -95,7 +95,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self.seed("python", random.getstate, random.setstate)
 
     def seed(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        """Seed with rank 0's state, random if the script does not seed."""
+        """Record a generator's initial state; in the single process, set rank 0's instead."""
         if self._reader is None:
             self.keep(f"seed {name}", get())
         elif states := self._reader.get(f"seed {name}"):
@@ -144,7 +144,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self._writer.add(key, value)
 
     def replayed(self, key: str, number: int, rows_here: int = 0) -> Any:
-        """Return the concatenated values of all ranks; `rows_here`: own row count.
+        """Return the concatenated values of all ranks; `rows_here`: rows in this process.
 
         Raises:
             NotTogetherError: No rank has a value, or the values cannot be concatenated.
@@ -202,7 +202,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
                 self._owners[len(made)] = cat(known)
 
     def _batch_dim(self, values: Sequence[Any]) -> int:
-        """Return the batch dimension of random numbers, 0 for the first or unknown."""
+        """Return the batch dimension of random numbers; 0 if unknown."""
         last = [*self.rows.values()][-1] if self.rows else ()
         if not last or len(values) != len(last) or not all(isinstance(v, torch.Tensor) for v in values):
             return 0
@@ -343,13 +343,13 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
     @property
     def is_under_way(self) -> bool:
-        """Return True if a loader pass is in progress without a backward pass."""
+        """Return True if a loader pass is in progress, without backward so far."""
         return any(
             pass_.began == self.backwards and pass_.batches and not pass_.is_over for pass_ in self._open.values()
         )
 
     def _is_replayed(self, pass_: _Pass) -> bool:
-        """Return True if a pass trains, or evaluates samples of other ranks."""
+        """Return True if a pass trains, or evaluates other samples on each rank."""
         if pass_.is_replayed is None:
             assert self._reader is not None
             ended = self._reader.get(f"{pass_.key} ended")
@@ -368,7 +368,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return bool(ended) and max(batches for batches, _ in ended) * self._turns <= pass_.batches
 
     def _replayed_batch(self, pass_: _Pass, batch: Any) -> tuple[Any] | None:
-        """Return the batch of all ranks, or None to keep the own batch."""
+        """Return the concatenated batch of all ranks, or None to keep this process's batch."""
         if self._reader is None:
             return None
         key = f"{pass_.key} batch"
@@ -397,7 +397,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
 
 def _line_of(frame: FrameType, instance: object) -> str:
-    """Return the program line that constructs or iterates over an object."""
+    """Return the program line that constructs or iterates over `instance`."""
     for current in frames_from(frame):
         if is_of_program(current.f_code.co_filename):
             if current.f_code.co_name != "__init__" or next(iter(variables_of(current).values()), None) is not instance:

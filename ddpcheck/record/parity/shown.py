@@ -1,4 +1,4 @@
-"""Recorder of values that a script shows, logs, tracks or saves; tracer of evaluations."""
+"""Recorder of values that a script prints, logs, tracks or saves; tracer of evaluations."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _LONGEST = 4096  # max characters of a text
 _MOST_SHOWN = 4096
 _MOST_SAVED = 16
 _MOST_TENSORS = 4096
-_FEW = 64
+_FEW = 64  # max numbers of a text or a saved object
 _ORDERS = (2, 1, 4, math.inf)
 
 
 class Shown(Recorder, subjects=("parity",)):
-    """Recorder of shown and saved values, with step count and learning rates."""
+    """Recorder of printed, logged, tracked and saved values, with step count and learning rates."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
 
 _MOST_EVALUATIONS = 3
 _MOST_BEGUN = 12  # traces started; some turn out to be training
-_MOST_VALUES = 2048  # per evaluation
-_MOST_LINES = 1 << 15  # per evaluation
+_MOST_VALUES = 2048  # max values of an evaluation
+_MOST_LINES = 1 << 15  # max lines executed in an evaluation
 _FEW_ELEMENTS = 16  # max elements of a tensor
 _MOST_INSIDE = 32  # max attributes of an object
 

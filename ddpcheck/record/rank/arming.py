@@ -31,7 +31,7 @@ _COLLECTIVES = (  # often imported by name
 _REPLACED = (*_COLLECTIVES, "destroy_process_group")
 
 replacements: dict[str, Callable[..., Any]] = {}
-"""Replacement by name of a `torch.distributed` function; empty until this process is watched."""
+"""Replacements of `torch.distributed` functions, by name; empty until this process is watched."""
 
 stand_ins: list[Callable[..., Any]] = []  # functions that replace torch's, under the same name
 

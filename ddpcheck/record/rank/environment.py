@@ -29,7 +29,7 @@ _ON_PATH = str(Path(__file__).parent / "on_path")
 
 @dataclass(frozen=True, slots=True)
 class ParityOptions:
-    """Options of a run that is compared with another run."""
+    """Options of an execution of the script that is compared with another one."""
 
     samples: str = ""  # folder with the ranks' samples, or '' for the run that records samples
     world_size: int = 0  # number of ranks that recorded samples
@@ -84,7 +84,7 @@ def unwatched_in(folder: Path) -> tuple[str, ...]:
 
 
 def options_of_run(environ: Mapping[str, str]) -> RunOptions | None:
-    """Return the run options of a process, or `None` outside of a watched run."""
+    """Return the options in the environment, or `None` if the script is not watched."""
     text = environ.get(_VARIABLE)
     if text is None:
         return None

@@ -147,7 +147,7 @@ class FileRecorder(Recorder, subjects=("files",)):
                 self._write_other(os.path.realpath(path), line, waited=True)
 
     def _note_removed(self, path: Any, *_folder: int) -> None:
-        """Record the size before a removal, by base name (`dir_fd` paths are relative)."""
+        """Record file sizes before a removal, by base name (`dir_fd` paths are relative)."""
         basename = os.path.basename(os.fsdecode(path))
         for name in self._opened:
             if os.path.basename(name) == basename:

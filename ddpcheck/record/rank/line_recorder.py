@@ -159,7 +159,7 @@ class LineRecorder(Recorder):
 
 
 def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:
-    """Return the path in the wrapped module; '' for the root and its parents."""
+    """Return the path in the wrapped module; '' for that module and its parents."""
     path = watch.path_of(module)
     return "" if path is None and any(part is watch.module for part in module.modules()) else path
 
@@ -171,7 +171,7 @@ _LARGEST_OFFSET = 4  # padding, unknown, begin and end tokens of a vocabulary
 
 
 class ConstructionRecorder(Recorder):
-    """Recorder of registration lines and nearby sizes; describes wrapped modules."""
+    """Recorder of lines that register parameters, buffers and submodules, with variables in scope."""
 
     def __init__(self) -> None:
         """Install torch's public registration hooks."""
@@ -184,7 +184,7 @@ class ConstructionRecorder(Recorder):
         registration.register_module_module_registration_hook(hook)
 
     def begun(self, arguments: tuple[Any, ...], named: Mapping[str, Any], construct: Any) -> WrapperBegun | None:
-        """Describe the module about to be wrapped; `arguments` start with the wrapper."""
+        """Describe the module about to be wrapped; the first of `arguments` is the wrapper."""
         module = named.get("module", arguments[1] if len(arguments) > 1 else None)
         options = constructor_options(construct, *arguments, **named)
         if not isinstance(module, nn.Module) or not options:
@@ -252,7 +252,7 @@ def _may_be(size: int, wanted: set[int]) -> bool:
 
 
 def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[SizedVariable]:
-    """Yield integers and container sizes larger than 1."""
+    """Yield the variables that are integers or containers, of a size above 1."""
     for name, value in variables:
         kind = type(value)  # exact type: a subclass may define its own `__len__`
         if kind is int or kind in _CONTAINERS:
@@ -262,7 +262,7 @@ def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[Si
 
 
 def _in_order_of_sets(module: nn.Module) -> Iterator[str]:
-    """Yield modules whose children (3 or more) are in this process's set order."""
+    """Yield paths of modules whose children (3 or more) are in a set's order."""
     for path, part in module.named_modules():
         names = [name for name, _ in part.named_children()]
         if len(names) > 2 and not all(name.isdigit() for name in names) and is_order_of_a_set(names):

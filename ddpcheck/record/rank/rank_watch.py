@@ -86,7 +86,7 @@ from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_MOST_OVERWRITINGS = 64  # collectives with a hook on their tensor
+_MOST_OVERWRITINGS = 64  # max collectives with a hook on their tensor
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # sent by a launcher to end a rank
 _LAST_WORK = 0.03
@@ -221,7 +221,7 @@ class _RankRecorder:
             replacements["destroy_process_group"] = accompanied(stand_in, self._destroying)
 
     def _called(self, call: Call) -> None:
-        """Record a collective before the call, with thread and exception being handled."""
+        """Record a collective before the call, with its thread and the handled exception."""
         error, thread = sys.exc_info()[1], threading.current_thread()
         if thread in self._threads:
             lines = (*call.callers, *self._threads[thread])
@@ -322,7 +322,7 @@ class _RankRecorder:
         return watch
 
     def _overwritten(self, call: Call, call_args: Mapping[str, Any]) -> None:
-        """Detect a backward pass through an overwritten tensor, and gradients summed by hand."""
+        """Detect backward through a tensor that a collective overwrote, and sums of gradients."""
         self._sums.note_left(call, call_args)
         tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()

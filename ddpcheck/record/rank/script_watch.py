@@ -82,12 +82,12 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._loss_from_forward = False  # True if the running backward pass starts at an output of the wrapper
         self._incomplete = False  # True if the last reduction still waits for gradients
         self._attached = True
-        self._told_apart = False  # True once a skipped comparison is reported
+        self._told_apart = False  # True once a comparison is reported as skipped
         self._marks = ApartMarks(lambda: self._recorder, number)
         self._alarmed = False  # True if a report is due at the end of the step
         self._is_fresh = False  # True after a sampled step, until an optimizer steps or zeroes gradients
         self._fresh: dict[str, torch.Tensor] = {}  # parameters with a nonzero averaged gradient at `zero_grad`
-        self._reduced: dict[str, float] = {}  # gradient norms of shards after the last reduction
+        self._reduced: dict[str, float] = {}  # gradient norms of shards after the last reduction, by name
         self._loads = 0  # `torch.load` calls before the end of the last step
         self._discarded = 0  # consecutive optimizer steps without any of the `_fresh` gradients
         self._recorder = StepRecorder(
@@ -180,7 +180,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._log.add(ModuleChanged(self.number, "replaced", name, (name,), where, forwards, self.step))
 
     def look_for_leaves(self, prefix: str, part: nn.Module) -> None:
-        """Find unsharded parameters of a part while they replace the shards."""
+        """Find the unsharded parameters of submodule `part` while they replace its shards."""
         self._recorder.tracker.parameters.look_for_leaves(prefix, part)
 
     def shard_scales(self) -> dict[str, float]:
@@ -242,7 +242,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def reduced_gradients(self) -> InRows | None:
-        """Return captured gradients that the ending backward pass has reduced, or `None`."""
+        """Return the captured gradients just reduced by a backward pass, or `None`."""
         return None if self.is_sharded else self._replica.reduced
 
     def any_backward_begins(self) -> None:
@@ -372,7 +372,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._inputs.evaluates(self.step, (arguments, dict(named)))
 
     def forward_begins(self) -> None:
-        """Write state captured in the last step, unless an optimizer step has done so."""
+        """Write the state captured in the last step, unless an optimizer step did so."""
         if self._replica.waits:
             self._replica.write()
             self._replica.write_buffers()

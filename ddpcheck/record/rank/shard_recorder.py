@@ -118,7 +118,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
                 self._modules[submodule] = user_location()
 
     def _note_replaced(self, watch: ScriptWatch, *, first: bool) -> None:
-        """Report parameters assigned since the last forward pass that are not gathered.
+        """Report parameters assigned since the last forward pass, unless `fully_shard` gathers them.
 
         In the first forward pass, torch adopts new shards.
         """

@@ -29,7 +29,7 @@ by the exception being handled, if any."""
 
 
 def mark_first_process() -> None:
-    """Record the agent's store in the environment, unless a parent process has."""
+    """Record the agent's store in the environment, unless a parent process did."""
     run = os.environ.get(_RUN)
     if run and os.environ.get(_USES_AGENT) and os.environ.get(_MARK, "::").split(":", 2)[2] != run:
         os.environ[_MARK] = f"{os.getpid()}:{os.environ.get(_PORT, '')}:{run}"
@@ -104,7 +104,7 @@ _GIVEN = ("backend", "init_method", "timeout", "world_size", "rank", "store")  #
 
 @contextlib.contextmanager
 def noted_joining(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
-    """Write a file while the process is joining, with its arguments or error."""
+    """Keep a file with the arguments while the process joins; write its error."""
     options, file = options_of_run(os.environ), None
     if options is not None:
         with contextlib.suppress(Exception):  # invalid arguments: torch raises its own error

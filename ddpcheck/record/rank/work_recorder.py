@@ -60,7 +60,7 @@ class _Pending(Struct):
     on_cpu: bool  # True if all tensors are on the CPU
     tensors: list[weakref.ref[torch.Tensor]]
     places: set[int]  # memory addresses of the tensors
-    # (tensor reference, highest version reached by the collective alone) of each argument
+    # (tensor reference, highest version that the collective itself causes) of each argument
     versions: list[tuple[Callable[[], Any], int]]
 
 
@@ -140,7 +140,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             self._add(WorkDropped(pending.operation, pending.location, of_gradients))
 
     def _looks_at(self, pending: _Pending) -> bool:
-        """Return True if a line may be checked again (its optimizer may be unknown)."""
+        """Count a check of a line; return True up to `_MOST_LOOKS` checks."""
         self._looks[pending.location] += 1
         return self._looks[pending.location] <= _MOST_LOOKS
 
@@ -245,7 +245,7 @@ def _peer_of(call_args: Mapping[str, Any]) -> int:
 
 
 _MOST_SUM_ELEMENTS = 8  # of an all_reduce whose values are read
-_MOST_CALLS = 64  # per line
+_MOST_CALLS = 64  # max recorded calls of a line
 _MOST_SUM_LINES = 64  # lines of all_reduce
 _CALLS = 4  # per entry: consecutive calls whose input includes the previous result
 

@@ -1,4 +1,4 @@
-"""Recorders of module uses beside training: writes, loads without effect, evaluation."""
+"""Recorders of module uses outside of training: writes, loads without effect, evaluation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _Key = tuple[int, Location]  # (wrapper number, line)
 
 
 class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
-    """Recorder of in-place methods and `.data` of parameters and shards."""
+    """Recorder of writes to parameters and shards, by in-place methods or `.data`."""
 
     def __init__(self, run: Recording) -> None:
         self.stepping = False  # True during an optimizer step, which may write parameters. Set by `step`.
@@ -73,7 +73,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         Patch(kind, "data", self._followed_data)
 
     def step(self, *, begins: bool) -> None:
-        """Begin or end an optimizer step; undo patches of called methods meanwhile."""
+        """Begin or end an optimizer step, in which methods that optimizers call are unpatched."""
         if begins is self.stepping:  # a step has raised, or is nested
             return
         self.stepping = begins
@@ -102,7 +102,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
                 self._wrapped[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
 
     def write(self) -> None:
-        """Write recorded lines to the log, before a step or at the end."""
+        """Write recorded changes to the log, before a step or when the script ends."""
         if self.seen:
             for key, change in self.seen.items():
                 if key not in self._reported:
@@ -177,7 +177,7 @@ _CALLER = 3  # frames from `_written` to the writing line
 
 
 def _method_on_data(frame: FrameType) -> str:
-    """Return the method that writes to a line's `.data`; "" for a read."""
+    """Return how a line writes to `.data` ("copy_", ".data"); "" if it reads."""
     code = frame.f_code
     if not is_of_program(code.co_filename):
         return ""
@@ -187,7 +187,7 @@ def _method_on_data(frame: FrameType) -> str:
 
 @functools.cache
 def _writes_data(file: str, number: int, columns: tuple[int | None, int | None]) -> str:
-    """Search the source for `_method_on_data`; `columns` of the `.data` expression."""
+    """Return the result of `_method_on_data`; `columns`: of the `.data` expression in the source."""
     statements = [
         node
         for node in ast.walk(parsed_source(file))
@@ -210,13 +210,13 @@ def _writes_data(file: str, number: int, columns: tuple[int | None, int | None])
     return ""
 
 
-_MOST_LOADED = 16  # modules
+_MOST_LOADED = 16  # max modules with a load without effect
 
 
 class LoadRecorder(Recorder, subjects=("files",)):
     """Recorder of `load_state_dict` calls that load nothing, for `sink`.
 
-    Reports at the next step or at the end, unless the state is loaded again with other keys, or another state is.
+    Reports at the next optimizer step or when the script ends, unless a later call loads something.
     """
 
     def __init__(self, sink: Callable[[NothingLoaded], object]) -> None:
@@ -292,14 +292,14 @@ class _Followed:
 class UseRecorder(Recorder, subjects=("replicas",)):
     """Recorder of uses of wrapped modules, of copies, and of modules with loaded states.
 
-    A use is a call in evaluation or without gradients: the first by a line after an optimizer step or a load.
+    A use is a call in eval mode or without gradients; the first by each line after an optimizer step or a load.
     """
 
     def __init__(self, run: Recording, params: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._run = run
         self._params = params  # returns the parameters of all optimizers
         self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
-        self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # resetting line, after a step
+        self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # line that reset a layer
         patched(nn.Module, "load_state_dict", self._loads)
         for kind in _NORMS:
             patched(kind, "reset_running_stats", self._resets)
@@ -376,7 +376,7 @@ def _statistics(layer: nn.Module) -> tuple[float, ...]:
 
 
 def _evaluates(module: nn.Module, use: _Followed) -> bool:
-    """Return True if a call only needs outputs (some train in eval mode)."""
+    """Return True if a call evaluates; wrapped modules may train in eval mode."""
     return not torch.is_grad_enabled() or (not module.training and (use.loaded is not None or not use.wrapped))
 
 

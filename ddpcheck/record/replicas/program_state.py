@@ -42,12 +42,12 @@ from ddpcheck.record.source.source_scope import writing_line
 
 _MOST_OBJECTS = 4096  # objects reached from program variables
 _MOST_NESTED, _MOST_HELD = 2, 16  # depth of nested containers searched for models, and items per container
-_MOST_TOGETHER = 1 << 16  # tensors
-_MOST_LOOKS = 3  # looks at a module that is not a copy
+_MOST_TOGETHER = 1 << 16  # max tensors whose collectives are counted
+_MOST_LOOKS = 3  # max records of a module that is not a copy
 _MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with buffers, per parameter
 _MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # compared elements of the largest parameter, and minimum cosine, for a copy
 _FEWEST_NUMBERS = 64  # elements of a part's largest parameter, for a copy of the part
-_SIMILAR_NORM = 0.7  # norm ratio; an average of two starts stays above, although the cosine may not
+_SIMILAR_NORM = 0.7  # norm ratio; an average of two initializations stays above, although the cosine may not
 
 
 # Models
@@ -75,7 +75,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._called: Counter[str] = Counter()  # number of looks, by path of a called module (no copy, no criterion)
 
     def look(self, optimizer: int, count: int, optimizer_params: Iterable[torch.Tensor]) -> None:
-        """Record variables before step `count`; `held`: tensors of all optimizers."""
+        """Record models in variables before step `count`; `optimizer_params`: of all optimizers."""
         steps = {*map(id, optimizer_params)}
         watched = [(watch, dict(watch.module_parameters())) for watch in self._run.watches]
         # a teacher may be wrapped for its buffers while frozen: no step of its own is compared
@@ -147,7 +147,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         wrapped: Sequence[Mapping[str, torch.Tensor]],
         parts: Callable[[], Sequence[Mapping[str, torch.Tensor]]],
     ) -> tuple[Mapping[str, torch.Tensor], bool]:
-        """Return the parameters of a copy of a wrapped module, and if seen before.
+        """Return the parameters if `value` copies a wrapped module; True if seen before.
 
         A copy seen once may be temporary: of an inner loop, or gradients or weights created in each step.
         """
@@ -187,7 +187,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return buffers if buffers and self._use_of(module) == "training" else {}
 
     def _of_other(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the parameters of a called module, for a few looks: expected constant."""
+        """Return the parameters of a called module, expected to stay constant, a few times."""
         tensors = _parameters(module)
         if not tensors or any(map(is_shard, tensors.values())):
             return {}
@@ -223,7 +223,7 @@ def _parts_of(watches: Iterable[ScriptWatch]) -> list[dict[str, torch.Tensor]]:
 
 
 def _is_of_a_part(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[str, torch.Tensor]]) -> bool:
-    """Return True if a module copies a part: same layers, or similar weights."""
+    """Return True if a module copies a submodule: same layers, or similar weights."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     layers = {name.rpartition(".")[0] for name in tensors}
     candidates = (part for part in parts if {name: tensor.shape for name, tensor in part.items()} == shapes)
@@ -233,7 +233,7 @@ def _is_of_a_part(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[s
 def _like(
     ours: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, by_name: bool
 ) -> dict[str, torch.Tensor]:
-    """Return `tensors` that match `ours` by name or place, and shape; else {}."""
+    """Return `tensors` that match `ours` in name or position, and shape; else {}."""
     if not by_name:
         ours = _by_name(list(ours.values())) if len(ours) == len(tensors) else {}
     matched = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
@@ -257,7 +257,7 @@ def _by_name(value: Any) -> dict[str, torch.Tensor]:
 def _is_near(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
     """Return True if tensors may be weights, not gradient sums, squares or residuals.
 
-    Weights point in the direction of the parameters, or are as large with both signs (of another start).
+    Weights point in the direction of the parameters, or are as large with both signs (after another initialization).
     """
     a, b = _largest(copies, ours)
     as_large = b.norm() * _SIMILAR_NORM <= a.norm() <= b.norm() / _SIMILAR_NORM and a.min() < 0 < a.max()
@@ -265,14 +265,14 @@ def _is_near(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor
 
 
 def _points_alike(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the largest parameters point alike, with enough elements of both signs."""
+    """Return True if the largest parameters have similar directions, and elements of both signs."""
     a, b = _largest(copies, ours)
     is_enough = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
     return bool(is_enough and torch.dot(a, b) > _LEAST_COSINE * a.norm() * b.norm())
 
 
 def _largest(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return leading elements of the matching tensor, and of our largest parameter."""
+    """Return leading elements of the largest of `ours`, and of its copy (first)."""
     name = max(ours, key=lambda name: ours[name].numel())
     key = name if name in copies else str(list(ours).index(name))
     a, b = (_plain(t.detach().flatten()[:_MOST_NUMBERS]) for t in (copies[key], ours[name]))

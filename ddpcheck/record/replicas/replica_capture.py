@@ -49,7 +49,7 @@ class ReplicaCapture:
             self.awaits_forward = not self._at_first_forward
 
     def forward_returned(self) -> None:
-        """Keep fingerprints after the first forward pass: some move parameters meanwhile."""
+        """Keep fingerprints after the step's first forward; scripts may move parameters before backward."""
         if self._with_parameters and self._in_step is None:
             self._in_step = self.parameters()
 
@@ -72,9 +72,9 @@ class ReplicaCapture:
         parts: Parts | None = None,
         reduced: tuple[Mapping[str, torch.Tensor], InRows] | None = None,
     ) -> ReplicaState:
-        """Capture the replica after `step` steps; `after_backward`: of one more step.
+        """Capture the replica after `step` steps, or after the next backward pass (`after_backward`).
 
-        `parts` of the module, and `reduced` (parameters, gradients in rows), are passed if known.
+        `parts`: named parts of the module, if known. `reduced`: (parameters, gradients in rows), if known.
         """
         parts = parts or self._known.now()
         parameters, self._in_step = self._in_step, None

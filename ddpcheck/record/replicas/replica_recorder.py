@@ -127,7 +127,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
 
 def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return kept gradients by name, and parts by "shard number/name"."""
+    """Return kept gradients by name; for gradients kept by shard, by "shard number/name"."""
     by_shard: dict[str, Any] = {}
     for name, kept in local.items():
         is_split = isinstance(kept, KeptParts)
@@ -136,7 +136,7 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reduced(grads: InRows, grads_before: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
-    """Return sketches of reduced gradients, minus gradients that shards held before."""
+    """Return sketches of reduced gradients, minus the gradients of shards before the reduction."""
     if not grads_before:
         return short_sketches(grads)
     before = sketches(grads_before)

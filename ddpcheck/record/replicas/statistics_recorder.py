@@ -36,15 +36,15 @@ from ddpcheck.record.source.program_numbers import held_by_program, is_usable, t
 from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed
 
-_MOST_INPUTS = 4  # tensors of a forward call
-_MOST_COMPARED = 128  # features or rows
+_MOST_INPUTS = 4  # max input tensors of a forward call
+_MOST_COMPARED = 128  # max compared features, and rows
 _MOST_SCALES = 32  # variables tried as divisors
-_MOST_ROWS = 1 << 13  # of a table that may contain the inputs
-_MOST_HELD = 128  # variables
+_MOST_ROWS = 1 << 13  # max rows of a table that may contain the inputs
+_MOST_HELD = 128  # max variables
 _MOST_SAMPLES = 16  # variables tried as inputs before normalization, and kept rows of a rollout
 _MOST_COUNTS = 8  # count variables per sum
 _MOST_CALLS = 32  # collectives that are checked, once a statistic is known
-_SHOWN = 16  # elements of a statistic that are written
+_SHOWN = 16  # max elements of a statistic that are written to the log
 _EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # usual terms added to a variance
 _FITS = 1e-3  # relative residual, in at least three features: two features fit one of many scales by chance
 _SAME = 1e-4  # relative to the divisor of the inputs
@@ -67,7 +67,7 @@ class _Numbers:
 
 @dataclass(slots=True)
 class _Look:
-    """Held variables and inputs at one call of forward."""
+    """Program variables and inputs at one call of forward."""
 
     variables: dict[str, _Numbers] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
                     before_forward(part, hook, with_kwargs=True)
 
     def note_collective(self, call: Call, call_args: Mapping[str, Any]) -> None:
-        """Count a collective whose input may be a known statistic, or a multiple."""
+        """Count a collective whose input may contain a multiple of a known statistic."""
         sizes = {name: t.features for state in self._followed for name, t in state.tallies.items() if t.features}
         if not sizes or len(call.members) < 2 or self._calls >= _MOST_CALLS:
             return
@@ -142,7 +142,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         self._exchanged.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
 
     def _acts(self, state: _Followed, part: nn.Module, *inputs: Any) -> None:
-        """Handle a call of a module part, by the wrapper or in a rollout."""
+        """Handle a call of a submodule, by the wrapper or in a rollout."""
         if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
                 return
@@ -181,9 +181,9 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 
 
 def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True, begins: bool = False) -> None:
-    """Record moves since the last look; without `counts`, only moves of statistics.
+    """Record moves since the last look; without `counts`, only those of found statistics.
 
-    `begins`: `look` begins a rollout, and `last` is of a wrapper call.
+    `begins`: True if `look` is at the first call of a rollout, and `last` at a call of the wrapper.
     """
     _divide(look, last)
     both = [(name, now, last.variables[name]) for name, now in look.variables.items() if name in last.variables]
@@ -211,7 +211,7 @@ def _is_looked_at(count: int) -> bool:
 
 
 def _are_from(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
-    """Return True if `inputs` has a rollout row, plain or normalized by `mean`."""
+    """Return True if `inputs` contain a rollout row, plain or normalized by `mean`."""
     if inputs.features != mean.features:
         return False
     new = inputs.rows[inputs.rows.any(1)][:, None]
@@ -220,7 +220,7 @@ def _are_from(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
 
 
 def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
-    """Find variables that moved like the mean of the inputs times a held scale."""
+    """Find variables that moved like the mean of the inputs times another variable."""
     fits: _Found = {}
     for name in changed:
         now, before = look.variables[name], last.variables[name]
@@ -302,7 +302,7 @@ def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch
 
 
 def _scales(look: _Look, name: str) -> torch.Tensor:
-    """Return possible divisors of the inputs in rows: held variables and their roots."""
+    """Return possible divisors of the inputs, one per row: variables and their roots."""
     mean = look.variables[name]
     means = [x.mean for x in look.variables.values() if x.features == mean.features]
     positive = [t for t in means if bool((t >= 0).all()) and bool((t > 0).any())][:_MOST_SCALES]
@@ -314,7 +314,7 @@ def _scales(look: _Look, name: str) -> torch.Tensor:
 
 
 def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Return the relative residual per row of `got` after a positive fit of `wanted`."""
+    """Return, per row, the relative residual of `got` from a positive multiple of `wanted`."""
     factors = (got * wanted).sum(1, keepdim=True) / (wanted * wanted).sum(1, keepdim=True).clamp_min(1e-300)
     residuals = (got - factors * wanted).norm(dim=1) / got.norm(dim=1).clamp_min(1e-300)
     fits: torch.Tensor = torch.where((factors[:, 0] > 0) & residuals.isfinite(), residuals, 1.0)
@@ -322,7 +322,7 @@ def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _are_shares(moved: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
-    """Return True for each row that moved one share of the whole way."""
+    """Return True for each row that moved by a common share of `way`."""
     part: torch.Tensor = (moved.norm(dim=1) < _LARGEST_SHARE * way.norm(dim=1)) & (moved.norm(dim=1) > 0)
     part &= _residuals(moved, way) < _FITS
     return part
@@ -357,7 +357,7 @@ def _look(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], with
 
 
 def _divide(look: _Look, last: _Look) -> None:
-    """Add quotients of sums and of a changed count in the same holder."""
+    """Add each variable divided by a count that changed in the same object."""
     counts = [name for name, number in look.counts.items() if last.counts.get(name, number) != number]
     for src in (look, last) if counts else ():
         for name, numbers in list(src.variables.items()):
@@ -406,7 +406,7 @@ def _spread(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | slice:
 def _held_variables(
     sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
 ) -> tuple[_Look, list[torch.Tensor]]:
-    """Return held variables of the wanted sizes and counts, and possible samples."""
+    """Return variables with a size in `sizes`, counts, and tensors that may be samples."""
     look = _Look()
     items = look.variables
     samples: list[torch.Tensor] = []
@@ -433,7 +433,7 @@ def _holder(name: str) -> str:
 
 
 def _contains(inputs: torch.Tensor, statistic: _Numbers) -> bool:
-    """Return True if the input of a collective contains a statistic, or a multiple."""
+    """Return True if the input of a collective contains a multiple of a statistic."""
     numbers = inputs.detach().flatten().double().cpu()[: 1 << 16]
     if statistic.features > min(len(numbers), _MOST_COMPARED):
         return len(numbers) >= statistic.features  # unknown: assume so

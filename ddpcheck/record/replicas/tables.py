@@ -68,9 +68,9 @@ def tables_of_program() -> list[DerivedTable]:
 
 
 def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
-    """Return the index of each text in a set-ordered list, if asked for.
+    """Return the index of each text in a set-ordered list that the program searches.
 
-    The order of other lists, such as a rank's own files, is no finding.
+    The order of other lists, such as the files of a rank, is no finding.
     """
     kind = type(value)
     if where is None or kind not in (list, tuple) or not _FEWEST_TEXTS <= len(value) <= _MOST_TEXTS:

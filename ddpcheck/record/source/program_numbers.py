@@ -37,7 +37,7 @@ _SEVERAL_THINGS = ast.Dict | ast.List | ast.Set | ast.Tuple
 
 @functools.cache
 def clock_variables(code: CodeType) -> frozenset[str]:
-    """Return variables of times only, e.g. "elapsed" or "self.batch_time"."""
+    """Return the variables that hold only times, e.g. "elapsed" or "self.batch_time"."""
     body, clocks = body_of(code), set[str]()
     pairs = [] if body is None else list(_made_of(body))
     while new := {name for name, values in pairs if name not in clocks and all(_has(v, clocks) for v in values)}:
@@ -46,7 +46,7 @@ def clock_variables(code: CodeType) -> frozenset[str]:
 
 
 def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
-    """Yield each variable that is set, or whose method is called, with source values."""
+    """Yield each variable that is set, or whose method is called, with the expressions."""
     for node in own_nodes(body):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             if not isinstance(node.value, _SEVERAL_THINGS):
@@ -111,7 +111,7 @@ def counters_of_program() -> dict[str, torch.Tensor]:
 def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str, float]:
     """Return the numbers that a script reads from joint counts: items, sum, and trace.
 
-    Skips items that look like many class counts: integers, none equal to the number of samples.
+    Skips items that look like counts of many classes: integers, none equal to the number of samples.
     """
     function, _, variable = name.partition(".")
     parts = {}
@@ -153,7 +153,7 @@ def array_of(value: Any, kinds: str = "iuf") -> torch.Tensor | None:
 
 
 def tensor_of(value: Any) -> torch.Tensor | None:
-    """Return a variable or short list of numbers as a tensor; `None` if trained."""
+    """Return a number, array, tensor or short list as a tensor; `None` if unusable."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(type(value), numpy.ndarray | numpy.floating):
         plain = value.dtype.kind == "f" and value.dtype.itemsize in (4, 8) and 0 < value.size <= _MOST_ELEMENTS
@@ -188,7 +188,7 @@ def rows_of_program(count: int) -> dict[str, torch.Tensor]:
 
 
 def number_of(value: Any) -> float | None:
-    """Return one finite number of Python, numpy or torch; `None` for a bool."""
+    """Return a finite number of Python, numpy or torch as a float, else `None`."""
     number = _plain_number(value)
     return number if number is not None and math.isfinite(number) else None
 
@@ -385,7 +385,7 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
 
 
 def lines_of_value() -> dict[str, Location]:
-    """Return, by function on the stack, the line of the passed value's assignment."""
+    """Return, by function on the stack, the line that assigns the value it passes."""
     lines: dict[str, Location] = {}
     for frame in itertools.islice(program_frames(), 4):
         path, line = relative_path(frame.f_code.co_filename), _line_of_value(frame.f_code, frame.f_lineno)

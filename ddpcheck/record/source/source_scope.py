@@ -46,7 +46,7 @@ class Scope:
 
     file: str
     body: ast.AST
-    names: Mapping[str, Any]  # local variables, if running now
+    names: Mapping[str, Any]  # local variables; empty if the function is not running
     outer: Mapping[str, Any]  # global variables
 
     def value(self, name: str) -> Any:
@@ -78,7 +78,7 @@ def scope_of_function(called: Any) -> Scope | None:
 
 
 def is_users(code: Any) -> bool:
-    """Return True if this is code of the script's own files."""
+    """Return True if `code` is from a file of the program, not a package."""
     return isinstance(code, CodeType) and is_of_program(code.co_filename)
 
 
@@ -101,7 +101,7 @@ Binding = tuple[Place, "int | ast.AugAssign | None", ast.expr]
 
 
 def place_of(node: ast.expr | ast.stmt) -> Place:
-    """Return the start of a node."""
+    """Return where a node begins."""
     return node.lineno, node.col_offset
 
 
@@ -183,7 +183,7 @@ def user_caller(frame: FrameType) -> FrameType | None:
 
 @functools.cache
 def lines_left_out_by(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
-    """Return lines that decide if a step follows a backward pass, by their stacks."""
+    """Return lines that decide if a step follows a backward pass, from both stacks."""
     files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
     return tuple(Location(block.path, block.line) for block in left_out_by(step, backward, files))
 
@@ -254,7 +254,7 @@ def updating_line(path: str, holder: type, *, own: bool = False) -> Location | N
     """Return the line that updates `path` ("norm.mean", "stats['mean']") of a `holder` object.
 
     Prefers a line that computes the new value from the old value, then a line that sets the value in a function except
-    the constructor, or in a loop. An item that no line sets is updated with its container. `own`: not in other classes.
+    the constructor, or in a loop. An item that no line sets is updated with its container. `own`: ignore other classes.
     """
     names = re.findall(r"[^\W\d]\w*", path)
     entries = [(score, line) for name in names[-1:] for score, line in _assignments(name, holder)]
@@ -291,7 +291,7 @@ def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bo
 
 
 def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterator[tuple[ast.stmt, bool, str]]:
-    """Yield all statements, if each may run more than once, and the enclosing class."""
+    """Yield (statement, True if it may run repeatedly, name of the enclosing class)."""
     if isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef):
         repeats = around.name != "__init__"
     if isinstance(around, ast.ClassDef):
@@ -304,7 +304,7 @@ def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterat
 
 
 def _updates(node: ast.stmt, name: str, holder: type) -> bool | None:
-    """Return True for updates of the old value, False for new values, else `None`."""
+    """Return True if `node` updates the value, False if it replaces it, else `None`."""
     if isinstance(node, ast.AugAssign):
         return True if _is(_base(node.target, name), name, holder) else None
     if isinstance(node, ast.Assign):
