@@ -66,7 +66,7 @@ def load_target(target: str) -> Recipe:
 
 
 def load_object(target: str) -> Any:
-    """Return the object named by a TARGET; the module without an attribute."""
+    """Return the object that a TARGET names: the attribute if given, else the module."""
     source, attribute = split_target(target)
     module = _import_file(source) if is_path(source) else _import_module(source)
     value: Any = module

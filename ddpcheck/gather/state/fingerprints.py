@@ -169,7 +169,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
-    """Return the numbers per row by name, all of one dtype, transferred together."""
+    """Return each row's numbers by name; rows have one dtype and are transferred together."""
     numbers: dict[str, tuple[Any, ...]] = {}
     for names, values in _on_cpu(rows):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)
