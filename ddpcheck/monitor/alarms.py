@@ -46,7 +46,7 @@ class AlarmBoard:
 
     @property
     def open(self) -> bool:
-        """Return True if there are other ranks, all of them responsive."""
+        """Return True if there are other ranks, and none has left or timed out."""
         return len(self.ranks) > 1 and dist.is_initialized() and not self.silent
 
     def is_checked(self, step: int) -> bool:
@@ -54,7 +54,7 @@ class AlarmBoard:
         return step < _ALWAYS_FOR or step % self._every == self._every - 1
 
     def set_pace(self, seconds: Iterable[float]) -> None:
-        """Check alarms after each step if `seconds` per step are long on all ranks."""
+        """Check alarms after every step if steps take long on all ranks (`seconds` each)."""
         self._every = 1 if min(seconds) >= _LONG else _THEN_EVERY
 
     def post(self, step: int) -> None:

@@ -227,7 +227,7 @@ class Watch:
         return Report(name, world=world, checks=tuple(self._unwatched), findings=findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Use `context()` around a rerun forward pass that explains a missing parameter."""
+        """Enter `context()` when forward is repeated to find why a parameter is missing."""
         self._recorder.history.around_replay = context
 
     def expect(self, loss: Any) -> None:

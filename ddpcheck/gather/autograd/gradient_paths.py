@@ -153,7 +153,7 @@ class PathRecorder(TensorRecorder):
         self._region = user_location(sys._getframe(1))
 
     def _on_parameter(self, _kind: Any, data: Any = None, *_more: Any, **_named: Any) -> _AroundCall:
-        """Follow values through `nn.Parameter(tensor)`, which neither autograd nor a mode sees."""
+        """Follow values through `nn.Parameter(tensor)`, unseen by autograd and by a `TorchFunctionMode`."""
         made = yield
         before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
         if before and made is not data:
@@ -161,14 +161,14 @@ class PathRecorder(TensorRecorder):
             self._follow([made], before, self._go_on([data], before, use), self._path_end("nn.Parameter(), a new leaf"))
 
     def _on_normal(self, *args: Any, **kwargs: Any) -> _AroundCall:
-        """Follow values through `torch.normal` (used by `torch.distributions`), which no mode sees."""
+        """Follow values through `torch.normal` (used by `torch.distributions`), which no `TorchFunctionMode` sees."""
         drawn = yield
         inputs = list(tree_tensors((args, kwargs)))
         if before := self._merged(inputs):
             self._spread("normal", args, kwargs, before, inputs, drawn)
 
     def _follow_collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a collective, which no mode sees, to follow values from inputs to outputs."""
+        """Wrap a collective, which no `TorchFunctionMode` sees, to follow values from inputs to outputs."""
         parameters = list(inspect.signature(original).parameters)
 
         def follow(*args: Any, **kwargs: Any) -> _AroundCall:

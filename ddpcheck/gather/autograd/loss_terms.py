@@ -67,7 +67,7 @@ _NEAR = 64  # nodes
 
 
 def head_of(node: Any) -> Any:
-    """Return the nearest AccumulateGrad node among `_NEAR` nodes before a term's node, or None.
+    """Return the nearest AccumulateGrad node within `_NEAR` nodes of a term's node, or None.
 
     Terms for which it is the same come, for example, from the samples of one batch.
     """

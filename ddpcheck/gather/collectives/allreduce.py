@@ -158,7 +158,7 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
 def _layouts_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any
 ) -> list[tuple[bool, bool]]:
-    """Return for each position if any rank has a dense, and a sparse tensor."""
+    """Return per position (is any rank's tensor dense, is any rank's tensor sparse)."""
     layouts = [(False, False) if t is None else (t.layout == torch.strided, t.layout != torch.strided) for t in tensors]
     if get_dist_info(group)[1] <= 1:
         return layouts

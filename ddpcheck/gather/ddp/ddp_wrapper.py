@@ -54,7 +54,7 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
 
 
 def find_wrapper(module: nn.Module) -> nn.Module:
-    """Return the only DDP wrapper or sharded root of `module`; raise `UsageError` otherwise."""
+    """Return the DDP in or around `module`, or sharded root; raise unless exactly one."""
     wrappers: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
     if not wrappers:
         wrappers = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]

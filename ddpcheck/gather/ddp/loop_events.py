@@ -86,7 +86,7 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
 
 
 def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
-    """Wrap `no_sync` to call `note_of(wrapper)` on its call, enter and exit."""
+    """Wrap `no_sync` to pass its call, enter and exit to the function `note_of(wrapper)`."""
 
     @functools.wraps(original)
     def no_sync(self: Any) -> Any:

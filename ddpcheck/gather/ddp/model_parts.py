@@ -27,7 +27,7 @@ from ddpcheck.gather.state.module_state import sharding_classes
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Placement of this rank's local tensor in a parameter."""
+    """Mesh, placements, shape and stride of a `DTensor` parameter."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelReplica:
-    """Model replica of a rank in data parallelism."""
+    """Model replica that this rank computes, if need be together with other ranks."""
 
     rank: int  # index of this replica
     size: int  # number of replicas

@@ -106,8 +106,8 @@ def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
 def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> dict[str, torch.Tensor]:
     """Return the full tensors by name; a collective over all ranks.
 
-    Non-`DTensor`s are returned unchanged, gathered ones in new memory. Omitted are None, and shards that
-    another rank lacks, which cannot be gathered.
+    Non-`DTensor`s are returned unchanged, gathered ones in new memory. Omitted are None, and shards that another
+    rank lacks, which cannot be gathered.
     """
     by_name = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
     shards = [name for name, tensor in by_name.items() if is_shard(tensor)]
@@ -286,7 +286,7 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
 
 
 def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
-    """Return names of parameters whose part on this rank has unequal elements."""
+    """Return names of parameters whose shard on this rank has elements that differ."""
     splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_shard(parameter)}
     return uneven({name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1})
 
@@ -346,7 +346,7 @@ def policies_of(module: nn.Module) -> dict[str, str]:
 
 
 def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield path and policy (private to torch, or None) of each `fully_shard` module."""
+    """Yield path and `mp_policy` (None if unreadable) of each `fully_shard` module."""
     for path, part in module.named_modules():
         if isinstance(part, sharding_classes()):
             state: Any = getattr(part, "_get_fsdp_state", lambda: None)

@@ -168,7 +168,7 @@ def _after_backward(
     ends: Mapping[str, steps.PathEnd],
     visible: Collection[int] | None,
 ) -> steps.StepEvidence:
-    """Add the evidence on the parameters after backward."""
+    """Return `evidence` with the facts of parameters that are known after backward."""
     reference = rank_state().reference
     shapes = {n: tuple(p.shape) for n, p in named_parameters(reference.module).items() if p.grad is not None}
     created = {name: line for name, line in reference.created.items() if name in shapes}

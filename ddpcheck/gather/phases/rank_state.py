@@ -73,8 +73,8 @@ class TrainingModel:
     hooks: tuple[GradientHook, ...]  # gradient hooks registered by `wrap`
     external_state: ExternalState
     replica: ModelReplica  # of this rank in data parallelism
-    # Under DDP with tensor parallelism: the parts behind local tensors, all parameters (replaced by DTensors in
-    # forward), and by submodule the original values of plain attributes that `wrap` changed.
+    # Under DDP with tensor parallelism: placements of local tensors, all parameters (forward replaces them by
+    # DTensors), and by submodule the original values of attributes that `wrap` changed.
     parts: dict[str, Part] = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     changed_attributes: Sequence[Mapping[str, object]] = ()

@@ -176,7 +176,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
 
 
 def _other_model(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the first parameter missing or shaped differently on rank 0, or ''."""
+    """Describe the first parameter that rank 0 lacks or has in another shape."""
     for name, parameter in module.named_parameters():
         if name not in rank0_tensors:
             return f"{name} is missing on rank 0"
