@@ -68,7 +68,7 @@ def scripting_in(
 
 @contextlib.contextmanager
 def hooks_put_aside(code: object) -> Iterator[None]:
-    """Remove ddpcheck's hooks while TorchScript compiles a module and its hooks."""
+    """Remove ddpcheck's hooks from `code` in the block, in which TorchScript compiles it."""
     parts = code.modules() if isinstance(code, nn.Module) else ()
     tables = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
     ours = [(t, key, hook) for t in tables for key, hook in t.items() if isinstance(hook, OutsideOfCompiledCode)]

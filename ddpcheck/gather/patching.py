@@ -71,7 +71,7 @@ _EMPTY |= {"Mapping": dict, "Iterator": tuple, "Sequence": tuple}
 
 
 def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method to disable its recorder on error."""
+    """Wrap a method: an error disables its recorder, and an empty value is returned."""
     returned = str(method.__annotations__.get("return", "")).partition("[")[0]
     nothing = _EMPTY.get(returned, lambda: None)
 
@@ -94,13 +94,13 @@ def in_a_line(error: Exception) -> str:
 
 
 class OwnErrors:
-    """Handler of ddpcheck's own errors in calls by torch or a script."""
+    """Handler of errors in ddpcheck's code that torch or a script calls."""
 
     taken_by: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # error handler; None: raise
 
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
-        """Disable a recorder, or raise an error meant for the script (signal, finding)."""
+        """Disable `recorder`; raise an error that is meant for the script (signal, finding)."""
         if cls.taken_by is None or isinstance(error, DDPCheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:
@@ -121,7 +121,7 @@ def recorder_of(function: Any) -> Recorder:
 
 
 def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = None) -> Callable[_Given, _Result | None]:
-    """Wrap a hook to disable its recorder on error."""
+    """Wrap a hook: an error disables its recorder, and None is returned."""
     mine = recorder or recorder_of(function)
     errors, is_finalizing = OwnErrors, sys.is_finalizing  # module globals may be cleared at interpreter exit
 

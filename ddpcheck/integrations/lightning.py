@@ -92,7 +92,7 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
             self._watch.expect(loss)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Settle the step: Lightning's optimizer step has already run forward and backward."""
+        """Call `Watch.settle`: in Lightning, forward and backward run inside the optimizer step."""
         if self._watch is not None:
             self._watch.settle()
 

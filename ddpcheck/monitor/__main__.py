@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _leave_behind(command: list[str]) -> None:
-    """Start a detached process that is no child of the script."""
+    """Start a detached process that is not a child of the script."""
     child = os.fork()
     if not child:
         try:

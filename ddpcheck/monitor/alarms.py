@@ -46,7 +46,7 @@ class AlarmBoard:
 
     @property
     def open(self) -> bool:
-        """Return True if there are other ranks, all of them responsive."""
+        """Return True if there are other ranks, and none has left or timed out."""
         return len(self.ranks) > 1 and dist.is_initialized() and not self.silent
 
     def is_checked(self, step: int) -> bool:
@@ -54,7 +54,7 @@ class AlarmBoard:
         return step < _ALWAYS_FOR or step % self._every == self._every - 1
 
     def set_pace(self, seconds: Iterable[float]) -> None:
-        """Check for alarms after every step if slow on all ranks (`seconds` each)."""
+        """Check alarms after every step if steps take long on all ranks (`seconds` each)."""
         self._every = 1 if min(seconds) >= _LONG else _THEN_EVERY
 
     def post(self, step: int) -> None:
@@ -66,7 +66,7 @@ class AlarmBoard:
                 default_store().set(self._key(step), b"1")
 
     def is_posted(self, step: int) -> bool:
-        """Return True if any rank has posted an alarm for a reduced step."""
+        """Return True if any rank posted an alarm for `step`; call after its reduction."""
         if not (self.open and self.is_checked(step)):
             return False
         if torch.cuda.is_initialized():
@@ -80,7 +80,7 @@ class AlarmBoard:
         return f"{self._exchange.prefix}/alarm/{step}"
 
     def gather(self, key: str, value: Any, *, at_most: float = math.inf) -> list[Any]:
-        """Gather a value per rank; just the own value after a timeout.
+        """Gather a value from each rank; return only this rank's value after a timeout.
 
         Waits at most `at_most` seconds if less than the default timeout.
         """

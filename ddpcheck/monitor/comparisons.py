@@ -49,7 +49,7 @@ from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
 
 def captured_shards(recorder: StepRecorder, step: int) -> ReplicaCaptured:
-    """Capture the shards of this rank, with their number in the mesh."""
+    """Capture the shards of this rank, with their index in the mesh."""
     mesh = mesh_of(recorder.module)
     number = next((shard_number(shard, mesh) for shard in recorder.parameters.values()), -1)
     values = DdpStepEvidence(recorder.rank, step, parameters=fingerprints(recorder.parameters.items()))
@@ -72,8 +72,8 @@ class ReplicaComparison:
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         """Compare the replicas, in full if digests differ; collective on the group.
 
-        `step` is the number of ended steps; with `after_backward`, another step has just been reduced, before the
-        optimizer step, and the gradients kept by its `probe` are compared with the average.
+        `step` is the number of ended steps. With `after_backward`, gradients of one more step have been reduced, before
+        its optimizer step, and are compared with the average of the gradients that its `probe` kept.
         """
         digest_key, key = self.next_key, self._recorder.replica.count
         state = self._recorder.replica.capture(step, after_backward=after_backward)
@@ -97,7 +97,7 @@ class ReplicaComparison:
         return repeated + findings
 
     def _compare_shards(self, step: int, key: int) -> list[Finding]:
-        """Find ranks with equal values in shards of different numbers."""
+        """Find ranks that have equal values in shards of different indices."""
         captured = captured_shards(self._recorder, step)
         digest = digest_of(captured.state.values.parameters)
         pairs = self._alarms.gather(f"shards/{key}", (captured.shard, digest))
@@ -143,7 +143,7 @@ _MOST_KEPT = 8  # max steps in the store; a rank further behind is not compared
 
 
 class _StepStore:
-    """Values by step that each rank's n-th instance writes into the rendezvous store."""
+    """Values by step in the rendezvous store, shared by the ranks' n-th instances."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -174,7 +174,7 @@ _WrittenShards = tuple[tuple[int, ...], bool, ReplicaCaptured]
 
 
 class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
-    """Comparison of ranks' n-th watches: the same model sharded over different meshes.
+    """Comparison of one model that several meshes shard: the n-th watch of each rank.
 
     Each rank writes its state at the steps that its own mesh compares, and reads the earlier states of other meshes. If
     any rank has no watch, or has a pipeline stage, nothing is compared.
@@ -194,7 +194,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         self._written: list[int] = []  # steps written by this rank
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Write this rank's state; compare the first and second-last written steps."""
+        """Write this rank's state; compare all ranks in the first and second-last written steps."""
         recorder = self._recorder()
         if not self._is_due(step) or not _misses_ranks(recorder):
             return
@@ -229,7 +229,7 @@ _WrittenPart = tuple[PartStep, Inputs | None]
 
 
 class ModelParts(StepListener, Recorder, subjects=("replicas",)):
-    """Comparison of the ranks of a tensor parallel model, n-th instance by instance.
+    """Comparison of the ranks of a tensor parallel model: the n-th instance of each.
 
     Each rank writes its state before optimizer steps, and judges the steps before its last one: the forward pass since
     then has synchronized the ranks, so that the same steps are available on all ranks.
@@ -244,7 +244,7 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
         self._store = _StepStore("ddpcheck/parts")
         self._parts = PartRecorder(self._take, [self], every)
         self._inputs = InputRecorder(self._take, 0, tuple)
-        self._inputs_of_forward: Inputs | None = None  # of the last one
+        self._inputs_of_forward: Inputs | None = None  # of the last forward pass
         self._split: ModelSplit | None = None
         self._paths: dict[int, str] | None = None  # module paths by id, set after a step
         self._written = 0

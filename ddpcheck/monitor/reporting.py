@@ -89,7 +89,7 @@ def as_text(finding: Finding) -> str:
 
 
 class FindingReporter:
-    """Reporter of findings, once per cause."""
+    """Reporter of findings; each cause is reported once."""
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ class Watch:
     ) -> None:
         """Attach to a wrapper.
 
-        `reported` were already reported; `began_alike`: parameters were equal on all ranks at its construction.
+        `reported`: findings already reported; `began_alike`: all ranks constructed the wrapper with equal parameters.
         """
         wrapper = find_wrapper(wrapper)
         if options.check_parity_every and not is_ddp(wrapper):
@@ -160,7 +160,7 @@ class Watch:
     def close(self, *, failing: bool = False) -> None:
         """Detach from the wrapper; may be called again.
 
-        Findings of this rank alone in the last steps are reported without asking the other ranks.
+        Findings in the last steps that only this rank has are reported without asking the other ranks.
 
         Args:
             failing: True if the loop has ended in an exception; then nothing is reported.
@@ -197,7 +197,7 @@ class Watch:
     def _report_the_rest(self) -> None:
         self._ignored.forward_begins()
         own_report, settles = self._recorder.last_report(), self._recorder.settles
-        if own_report is not None:  # ranks meet again if an option is still to be judged after few steps
+        if own_report is not None:  # ranks exchange reports if an option is still to be judged after few steps
             reports = self._alarms.gather("close", own_report, at_most=_LAST_WAIT) if settles else [own_report]
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
         if (marks := self._local_sgd.at_last()) is not None:
@@ -227,7 +227,7 @@ class Watch:
         return Report(name, world=world, checks=tuple(self._unwatched), findings=findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Use `context()` around a rerun forward pass that explains a missing parameter."""
+        """Enter `context()` when forward is repeated to find why a parameter is missing."""
         self._recorder.history.around_replay = context
 
     def expect(self, loss: Any) -> None:
@@ -265,7 +265,7 @@ class Watch:
         self._alarms.post(step)
 
     def tell(self, report: RankReport) -> None:
-        """Report a fault of this rank without the other ranks."""
+        """Judge and report a fault of this rank, without waiting for the other ranks."""
         self._report(judge_reports([report], self._recorder.context, settled=False))
 
     def cannot_follow(self) -> None:
@@ -294,7 +294,7 @@ class Watch:
             self._report(findings)
 
     def _exchange_reports(self, ended: EndedStep) -> list[Finding]:
-        """Gather and judge the reports of all ranks, equally on every rank."""
+        """Gather and judge the reports of all ranks; all ranks get the same result."""
         own_report = self._recorder.report(ended)
         if ended.number >= _COMPILED:
             own_report = replace(own_report, compiled=tuple(self._compiled))

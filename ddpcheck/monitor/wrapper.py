@@ -206,7 +206,7 @@ class CheckedDistributedDataParallel(_DDP):
 
 
 def _check_module(module: object) -> None:
-    """Raise `UsageError` if the object is no module, or is already wrapped or sharded."""
+    """Raise `UsageError` if the object is not a module, or already wrapped or sharded."""
     if not isinstance(module, nn.Module):
         name = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise WrongTypeError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {name}")

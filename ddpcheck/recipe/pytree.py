@@ -101,7 +101,7 @@ def named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copied(nest: Any) -> Any:
-    """Copy the containers, tensors and numpy arrays of `nest` for in-place use.
+    """Copy containers, tensors and numpy arrays of `nest`, so that they may be modified.
 
     Tensors that require grad are shared, since autograd forbids in-place writes to leaves.
     """
@@ -158,7 +158,7 @@ def _is_splittable(leaf: Any) -> bool:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the sample count, the common size of dim 0; raise `TargetError` without one."""
+    """Return the number of samples, the size of dim 0; raise `TargetError` if none."""
     for leaf in tree_leaves(batch, is_leaf=_has_own_constructor):
         if _has_own_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
             raise _cannot_split(leaf)

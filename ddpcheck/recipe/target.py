@@ -29,7 +29,7 @@ _MISSPELLED = 0.85  # similarity of a misspelled name: `optimiser` reaches this 
 
 
 def load_target(target: str) -> Recipe:
-    """Load a TARGET.
+    """Return the recipe that a TARGET names.
 
     `attr` is a `Recipe` or a function without arguments that returns a `Recipe`. Without `attr` the module defines the
     recipe: functions `model`, `batch`, `loss`, optionally `shard`, `optimizer`, `wrap`, and a dict `ddp_kwargs`.
@@ -66,7 +66,7 @@ def load_target(target: str) -> Recipe:
 
 
 def load_object(target: str) -> Any:
-    """Return the object named by a TARGET; the module without an attribute."""
+    """Return the object that a TARGET names: the attribute if given, else the module."""
     source, attribute = split_target(target)
     module = _import_file(source) if is_path(source) else _import_module(source)
     value: Any = module
@@ -89,7 +89,7 @@ def load_on_rank(target: Recipe | str) -> Recipe:
 
 
 def _file_of_module(name: str) -> str:
-    """Find the file of a module without imports; return `name` if not found."""
+    """Find the file of a module without importing it; return `name` if not found."""
     _make_working_folder_importable()
     for folder in sys.path:
         base = Path(folder or ".", *name.split("."))

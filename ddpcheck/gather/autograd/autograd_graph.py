@@ -48,7 +48,7 @@ class _Nodes(torch.autograd.Function):
 
 
 def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the `gradient_node` of each tensor, or None if no gradient is required."""
+    """Return the `gradient_node` of each tensor; None for a tensor that requires no grad."""
     if not any(tensor.requires_grad for tensor in tensors):
         return [None] * len(tensors)
     with torch.enable_grad():
@@ -59,8 +59,8 @@ def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
     """Return for each parameter node whether the running backward pass will execute it.
 
-    Call from a hook. All False under `torch.autograd.grad`: the engine captures the inputs before their nodes and
-    raises if asked.
+    Call from a hook. All False under `torch.autograd.grad`: the engine captures the gradients of the inputs before
+    it executes their nodes, and raises if asked.
     """
     try:
         return list(map(torch._C._will_engine_execute_node, nodes))
@@ -71,8 +71,7 @@ def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
 def running_node() -> Any:
     """Return the node that backward is executing, or None if none or unknown.
 
-    Call inside a hook of the node. `will_be_reached(root)` is False, since the engine tracks only the nodes after the
-    root.
+    Call inside a hook of the node. `will_be_reached` is False for the root, since the engine tracks only later nodes.
     """
     # Private to torch; needed to use a loss returned by forward.
     ask = getattr(torch._C, "_current_autograd_node", None)
@@ -86,9 +85,9 @@ def made_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
 
 _engine: Any = torch.autograd.Variable._execution_engine
 at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
-"""Has a function called when the backward pass that is running ends, after what has been asked for before.
+"""Queue a function that the engine calls at the end of the running backward pass, after functions queued earlier.
 
-To be called from a hook, or from such a function. What the function raises comes out of the backward pass."""
+Call from a hook or from a queued function. An exception of the function propagates out of the backward pass."""
 
 
 def in_backward() -> bool:
@@ -129,9 +128,9 @@ def in_compiled_backward() -> bool:
 
 
 def engine_answers(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> tuple[list[bool], RemovableHandle]:
-    """Return which parameters backward of `loss` will reach: a list filled when it starts.
+    """Return whether backward of `loss` will reach each parameter, and the hook's handle.
 
-    A hook on the loss asks the engine, before any gradient is computed and before the DDP reducer starts a collective.
+    The list is empty until backward starts. Then a hook on the loss fills it, before DDP starts a collective.
     """
     reached: list[bool] = []
 
@@ -147,7 +146,7 @@ class _Stop(Exception):
 
 
 def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Return which `parameters` backward of `loss` would reach; keeps the graph."""
+    """Return for each parameter if backward of `loss` would reach it; keep the graph."""
     if not loss.requires_grad:
         return [False] * len(parameters)
     if loss.is_leaf:
@@ -163,9 +162,9 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
 
 
 def node_of(tensor: torch.Tensor) -> Any:
-    """Return `tensor.grad_fn`; None if absent or not available.
+    """Return `tensor.grad_fn`, or None if torch raises.
 
-    torch raises for a view that was created under no_grad and whose base was modified in place afterwards.
+    It raises for a view that was created under no_grad and whose base was modified in place afterwards.
     """
     try:
         return tensor.grad_fn
@@ -174,12 +173,12 @@ def node_of(tensor: torch.Tensor) -> Any:
 
 
 class LossGraph:
-    """Autograd graph behind tensors or nodes, from one bounded walk, with queries."""
+    """Autograd graph that is reached from tensors or nodes, up to a limit."""
 
     def __init__(
         self, roots: Iterable[Any], *, limit: int = WALK_LIMIT, is_end: Callable[[Any], bool] | None = None
     ) -> None:
-        """Walk breadth first from `roots`, up to `limit` nodes, but not past `is_end` nodes."""
+        """Walk breadth first from `roots`, up to `limit` nodes, not past nodes satisfying `is_end`."""
         roots = list(roots)
         tensors = [root for root in roots if isinstance(root, torch.Tensor)]
         self._leaf_roots = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
@@ -225,7 +224,7 @@ class LossGraph:
 
     @functools.cached_property
     def _parents(self) -> dict[Any, list[tuple[Any, int]]]:
-        """Return, by node, the nodes that pass it gradients, with their input index."""
+        """Return for each node the (node, input index) pairs that pass it gradients."""
         parents: dict[Any, list[tuple[Any, int]]] = {}
         for node in self.nodes:
             for index, (child, _) in enumerate(node.next_functions):
@@ -233,7 +232,7 @@ class LossGraph:
         return parents
 
     def nearest(self, leaf: torch.Tensor, is_match: Callable[[Any, int], bool]) -> Iterator[Any]:
-        """Yield the nodes closest to `leaf` for which `is_match(node, input_index)` holds."""
+        """Yield, on each path to `leaf`, the nearest node satisfying `is_match(node, input_index)`."""
         target = gradient_node(leaf)
         pending, seen = [target], {target}
         while pending:
@@ -245,7 +244,7 @@ class LossGraph:
                     pending.append(node)
 
     def functions_before(self, leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
-        """Return the custom autograd Functions closest to `leaf`."""
+        """Return, on each path to `leaf`, the nearest custom autograd Function."""
         nodes = self.nearest(leaf, lambda node, _index: hasattr(node, "_forward_cls"))
         return tuple(dict.fromkeys(node._forward_cls for node in nodes))
 
@@ -265,7 +264,7 @@ def line_of(node: Any) -> Location | None:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by first name, in DDP's order; tied parameters appear once."""
+    """Return the parameters by name in DDP's order; tied ones by first name only."""
     return dict(module.named_parameters())
 
 
@@ -284,7 +283,7 @@ _SEARCH_DEPTH = 4
 
 
 def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield unregistered tensors of `module`: plain attributes, lists of layers, helper objects."""
+    """Yield (path, tensor) for unregistered tensors in attributes, lists of layers and helper objects."""
     modules = list(module.named_modules())
     registered = {id(t) for t in (*module.parameters(), *module.buffers())} | {id(m) for _, m in modules}
     seen: set[int] = set()
@@ -320,11 +319,11 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 _MOST_ITEMS = 1000  # per container; skips the rest of e.g. a vocabulary
 _LIBRARIES = ("torch.", "builtins", "numpy", "lightning.", "pytorch_lightning.")
-"""Whose objects are no part of a model: a `LightningModule` holds the `Trainer`, and that the run."""
+"""Modules whose objects are not searched for tensors: a `LightningModule` refers to the `Trainer`, for example."""
 
 
 def contents(value: Any) -> list[tuple[str, Any]]:
-    """Return items or attributes of a non-tensor object with their Python suffixes."""
+    """Return (suffix, value) of an object's items or attributes; suffixes: `[0]`, `.name`."""
     try:
         if isinstance(value, Mapping):
             return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, _MOST_ITEMS)]

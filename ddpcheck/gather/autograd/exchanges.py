@@ -29,7 +29,7 @@ _parts: Any = WeakIdKeyDictionary()
 
 
 def running_functions(frame: FrameType | None) -> set[type]:
-    """Return the candidate node classes of the autograd Function running in this frame.
+    """Return the possible node classes of the autograd Function in which `frame` runs.
 
     There are several if Functions inherit one forward that takes no context.
     """
@@ -44,7 +44,7 @@ def running_functions(frame: FrameType | None) -> set[type]:
 
 
 def _classes_with_setup_context(forward: CodeType) -> set[type]:
-    """Return node classes of Functions with this forward that use `setup_context`."""
+    """Return node classes of Functions that have this forward and define `setup_context`."""
     return {
         cls._backward_cls
         for cls in subclasses_of(Function)
@@ -63,7 +63,7 @@ def _note(*_arguments: Any, **_named: Any) -> None:
 
 
 def note_parts(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> None:
-    """Record leaves reached from `roots` only through an all_to_all, if `is_recorded` holds."""
+    """Record as parts leaves reached from `roots` only through all_to_all, if `is_recorded(leaf)`."""
     before = LossGraph(roots, is_end=_is_exchange)
     if before.is_complete and before.ends:
         reached = {id(leaf) for leaf in before.leaves}
@@ -72,12 +72,12 @@ def note_parts(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tenso
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Return True if a parameter is a recorded part."""
+    """Return True if `note_parts` recorded this parameter."""
     return parameter in _parts
 
 
 def part_of_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
-    """Return the part whose `.grad` is `gradient`."""
+    """Return the recorded part whose `.grad` is `gradient`, or None."""
     return next((part for part in list(_parts) if part.grad is gradient), None) if _parts else None
 
 

@@ -26,7 +26,7 @@ _seen: dict[str, GradientHook] = {}
 
 
 def record_hooks() -> None:
-    """Record where user code registers gradient hooks, for the life of the process."""
+    """Record, until the process ends, where user code registers gradient hooks."""
     for owner, name, kind in _REGISTRARS:
         patched(owner, name, functools.partial(_registers, kind))
 
@@ -57,7 +57,7 @@ def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
-    """Return user autograd Functions in the graph, located at their backward methods."""
+    """Return the user's autograd Functions among `node_names`, as hooks located at their `backward`."""
     hooks = []
     for cls in subclasses_of(torch.autograd.Function):
         code = code_of(cls.backward)

@@ -1,6 +1,6 @@
-"""Replay the forward pass to find where a parameter's path ends.
+"""Replay a forward pass to find where parameters are cut off from the loss.
 
-The replay only runs if a gradient is missing.
+The replay only runs if a gradient is missing. The parameters without gradient are called suspects.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MOST_STEPS = 4  # recorded at each end of a path
 
 @dataclass(slots=True)
 class OperationPath:
-    """Operations from a suspect to a tensor: count, first and last ones."""
+    """Operations from a suspect to a tensor: their number, the first and the last."""
 
     length: int = 0
     first: tuple[PathEnd, ...] = ()
     last: tuple[PathEnd, ...] = ()
 
     def to(self, use: PathEnd) -> OperationPath:
-        """Return the path extended by `use`."""
+        """Return this path extended by operation `use`."""
         first = (*self.first, use) if self.length < _MOST_STEPS else self.first
         return OperationPath(self.length + 1, first, (*self.last, use)[-_MOST_STEPS:])
 
@@ -53,22 +53,22 @@ class OperationPath:
         return replace(end, steps=steps, left_out=self.length - len(steps))
 
 
-_AroundCall = Generator[None, Any, None]  # of a patched function, which is sent the result
-_Taint = dict[int, PathEnd | None]  # parameter index -> where its path was cut, None if not cut
+_AroundCall = Generator[None, Any, None]  # callback of `patched`: is sent the result of the call
+_Taint = dict[int, PathEnd | None]  # suspect index -> where its path was cut, None if not cut
 
 
 LEAVES_TORCH = frozenset(
     {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
     | {"__format__"}
 )
-"""Functions that make a Python or numpy value of a tensor."""
+"""Functions that convert a tensor to a Python or numpy value."""
 
 
 _READS_NO_VALUE = frozenset(
     {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "full_like"}
     | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_floating_point", "is_complex"}
 )
-"""Functions that ask their first tensor for its shape, dtype or device only."""
+"""Functions that read only the shape, dtype or device of their first tensor."""
 
 _NO_OPERATION = OperationPath()
 
@@ -76,7 +76,7 @@ _FILLS = {
     **{"all_gather": 0, "all_gather_into_tensor": 0, "all_gather_single": 0, "all_to_all": 0, "all_to_all_single": 0},
     **{"reduce_scatter": 0, "reduce_scatter_tensor": 0, "reduce_scatter_single": 0, "gather": 1},
 }
-"""Collectives that write what others are given into tensors of their own: the place of these among the arguments."""
+"""Collectives that write their result into an argument, by the position of this argument."""
 
 
 class TensorRecorder(TorchFunctionMode):
@@ -153,7 +153,7 @@ class PathRecorder(TensorRecorder):
         self._region = user_location(sys._getframe(1))
 
     def _on_parameter(self, _kind: Any, data: Any = None, *_more: Any, **_named: Any) -> _AroundCall:
-        """Follow `nn.Parameter(tensor)`: it shares memory without history, and no mode sees it."""
+        """Follow values through `nn.Parameter(tensor)`, unseen by autograd and by a `TorchFunctionMode`."""
         made = yield
         before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
         if before and made is not data:
@@ -161,14 +161,14 @@ class PathRecorder(TensorRecorder):
             self._follow([made], before, self._go_on([data], before, use), self._path_end("nn.Parameter(), a new leaf"))
 
     def _on_normal(self, *args: Any, **kwargs: Any) -> _AroundCall:
-        """Follow `torch.normal` (used by `torch.distributions`); no mode sees the call."""
+        """Follow values through `torch.normal` (used by `torch.distributions`), which no `TorchFunctionMode` sees."""
         drawn = yield
         inputs = list(tree_tensors((args, kwargs)))
         if before := self._merged(inputs):
             self._spread("normal", args, kwargs, before, inputs, drawn)
 
     def _follow_collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Follow a collective from inputs to outputs; no mode sees the call."""
+        """Wrap a collective, which no `TorchFunctionMode` sees, to follow values from inputs to outputs."""
         parameters = list(inspect.signature(original).parameters)
 
         def follow(*args: Any, **kwargs: Any) -> _AroundCall:
@@ -230,7 +230,7 @@ class PathRecorder(TensorRecorder):
     def _spread(
         self, name: str, args: tuple[Any, ...], kwargs: Any, before: _Taint, inputs: Sequence[torch.Tensor], result: Any
     ) -> None:
-        """Record that function `name` made `result` of `inputs` with taint `before`."""
+        """Record that function `name` computed `result` from `inputs`, whose taint is `before`."""
         outputs = list(tree_tensors(result))
         in_place = (
             name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
@@ -256,7 +256,7 @@ class PathRecorder(TensorRecorder):
             self._written.setdefault(_storage_key(target), {}).update(before)
 
     def _go_on(self, inputs: Sequence[torch.Tensor], before: _Taint, use: PathEnd) -> dict[int, OperationPath]:
-        """Record that `use` reads `inputs` with taint `before`; return the extended paths."""
+        """Return the paths of `inputs`, whose taint is `before`, extended by operation `use`."""
         known: dict[int, OperationPath] = {}
         for tensor in reversed(inputs):
             known |= self._paths.get(tensor) or {}
@@ -273,7 +273,7 @@ class PathRecorder(TensorRecorder):
     def _follow(
         self, outputs: Iterable[torch.Tensor], before: _Taint, paths: dict[int, OperationPath], cut: PathEnd | None
     ) -> None:
-        """Record that `outputs` were computed from taint `before`; `cut`, if set, ends `paths`."""
+        """Record that `outputs` have taint `before`, and that `paths` end at `cut`, if set."""
         for output in outputs:
             taint = {index: known if known is not None else cut for index, known in before.items()}
             self._known[output] = (taint, output.requires_grad)
@@ -303,7 +303,7 @@ class PathRecorder(TensorRecorder):
         return ends
 
     def escape(self, index: int) -> PathEnd:
-        """Return the last use of a suspect before a path torch cannot follow."""
+        """Return the last operation on the value of a suspect before it left torch."""
         use = self._last_paths[index].last[-1]
         return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
 
@@ -397,9 +397,9 @@ class Explainer:
     def _on_hidden_ways(
         self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], value: Sequence[float]
     ) -> Iterator[int]:
-        """Yield parameters that only change the loss outside torch (numpy, files, shared memory).
+        """Yield suspects that affect the loss only through other code (numpy, files, shared memory).
 
-        Parameters with the same last use are tested together, and all at once first: usually there is no hidden path.
+        All are tested together first, since usually there is none; then those with the same last operation together.
         """
         together: dict[PathEnd, list[int]] = {}
         for index, end in ends.items():

@@ -34,7 +34,7 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """End of a term: input of a graph node, or the whole loss."""
+    """Graph edge at which a term ends; `node` is None for the whole loss."""
 
     node: Any  # node that reads the term
     index: int  # input index of `node`
@@ -67,21 +67,21 @@ _NEAR = 64  # nodes
 
 
 def head_of(node: Any) -> Any:
-    """Return the AccumulateGrad node near a term's node, or None.
+    """Return the nearest AccumulateGrad node within `_NEAR` nodes of a term's node, or None.
 
-    Terms with the same nearest parameter come e.g. from the samples of one batch.
+    Terms for which it is the same come, for example, from the samples of one batch.
     """
     return next((n for n in LossGraph([node], limit=_NEAR).nodes if n.name().endswith("AccumulateGrad")), None)
 
 
-_Key = tuple[int, Location | None, str]  # identifies a term across runs: part of the loss, line, operation
+_Key = tuple[int, Location | None, str]  # identifies a term across forward passes: part of the loss, line, operation
 _key: Callable[[Edge], _Key] = operator.attrgetter("part", "location", "operation")
 
 
 class PairedTerms:
-    """Terms of a loss, numbered consistently over several runs.
+    """Terms of a loss, with the same numbers in several forward passes (`runs`).
 
-    Terms with the same key are merged if their count differs between runs (e.g. one per sample) or if there are more
+    Terms with the same key are merged if their count differs between passes (e.g. one per sample) or if there are more
     than `most` terms.
     """
 
@@ -101,7 +101,7 @@ class PairedTerms:
         return len(set(self._term_indices.values()))
 
     def sort(self, edges: Sequence[Edge]) -> list[list[Edge]]:
-        """Group the edges of one run by term."""
+        """Return the edges of one forward pass by term number."""
         terms: list[list[Edge]] = [[] for _ in range(len(self))]
         for edge, term_key in zip(edges, self._term_keys(edges), strict=True):
             if term_key in self._term_indices:
@@ -119,9 +119,9 @@ class PairedTerms:
 
 
 def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:
-    """Differentiate only the terms ending at `of`, among all `edges`; keep the graph."""
+    """Run backward through only the terms `of`, among all `edges`; keep the graph."""
     if not of:
-        return  # the term is missing in this run
+        return  # the term is missing in this forward pass
     kept_edges = {(edge.node, edge.index) for edge in of}
     closed: dict[Any, set[int]] = {}
     for edge in edges:

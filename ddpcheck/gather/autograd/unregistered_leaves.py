@@ -1,4 +1,4 @@
-"""Graph leaves that receive gradient but are not module parameters; holders of tensors."""
+"""Graph leaves that receive gradient but are not module parameters, and their variables."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def unregistered_leaves(
 ) -> tuple[UnregisteredTensor, ...]:
     """Return the leaves that receive gradient but are not parameters of `module`.
 
-    Tensors created by a forward pass (e.g. the input of a gradient penalty) are excluded: a leaf must have existed
-    `before` the forward pass. If `before` is None, unregistered tensors of the module and `nn.Parameter`s count.
+    Tensors created by a forward pass (e.g. the input of a gradient penalty) are excluded: a leaf must be in `before`,
+    by default the unregistered tensors of the module and all `nn.Parameter`s. `ignore`: tensors to exclude.
     """
     known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
     unknown = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
@@ -51,13 +51,13 @@ def unregistered_leaves(
 
 
 def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[_NamedTensor]:
-    """Return non-parameter tensors with their holders' names; the module's own names come last."""
+    """Return named tensors that `recipe.loss` and the module reach; the module's own come last."""
     named = [*module.named_buffers(), *unregistered_tensors(module)]
     return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in named)]
 
 
 def held_by_functions(loss: Any, module: nn.Module) -> Iterator[_NamedTensor]:
-    """Yield tensors that `loss` and module methods reach: globals, closures, defaults, class attributes."""
+    """Yield tensors in globals, closures, defaults and class attributes of `loss` and module methods."""
     seen = {id(submodule) for submodule in module.modules()}
 
     def search(value: Any, name: str, kind: str, depth: int) -> Iterator[_NamedTensor]:

@@ -83,7 +83,7 @@ def allreduce_params(
 def average_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], *, group: Any = None
 ) -> list[torch.Tensor | None]:
-    """Return the mean of each tensor over `group`; None if on no rank."""
+    """Return the mean of each tensor over `group`; None if None on every rank."""
     means = dict(averages_over_ranks(tensors, like, group=group))
     return [means.get(index) for index in range(len(tensors))]
 
@@ -91,11 +91,11 @@ def average_over_ranks(
 def averages_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], *, group: Any = None, consume: bool = False
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield index and dense mean over `group` of each tensor, coalesced.
+    """Yield (index, dense mean over `group`) of each tensor.
 
-    Buckets have one dtype and device. A tensor that is None on some ranks counts as zeros there, and is omitted only if
-    None on every rank, so ranks with different sets of gradients cannot mismatch. float16 and bfloat16 are summed in
-    float32. A tensor is not read after its mean is yielded.
+    All-reduces are coalesced by dtype and device. A tensor that is None on some ranks counts as zeros there, and is
+    omitted only if None on every rank, so ranks with different sets of gradients cannot mismatch. float16 and bfloat16
+    are summed in float32. A tensor is not read after its mean is yielded.
 
     Args:
         tensors: Tensors or None, the same positions and dtypes on every rank.
@@ -158,7 +158,7 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
 def _layouts_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any
 ) -> list[tuple[bool, bool]]:
-    """Return (is dense, is sparse) on any rank, by position."""
+    """Return per position (is any rank's tensor dense, is any rank's tensor sparse)."""
     layouts = [(False, False) if t is None else (t.layout == torch.strided, t.layout != torch.strided) for t in tensors]
     if get_dist_info(group)[1] <= 1:
         return layouts
@@ -172,7 +172,7 @@ def _layouts_over_ranks(
 
 
 def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) -> None:
-    """Raise on every rank if positions differ between ranks (mismatch or hang)."""
+    """Raise on every rank if number, shapes or dtypes of tensors differ between ranks."""
     described = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in like])
     digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
     local = [len(like), digest]
@@ -203,7 +203,7 @@ def _means(
     *,
     consume: bool = False,
 ) -> Iterable[tuple[int, torch.Tensor]]:
-    """Yield the contiguous dense mean of each present position; integers are summed only."""
+    """Yield (index, contiguous dense mean) of each present tensor; integers are summed, not divided."""
     _, world_size = get_dist_info(group)
     for dtype, indices in _buckets(like, is_present, limit):
         reuse = consume and len(indices) == 1 and is_alone(tensors[indices[0]])
@@ -260,7 +260,7 @@ def _dense(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _written(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
-    """Write the mean into `gradient` if possible: e.g. DDP may share its memory."""
+    """Return `gradient` after copying `mean` into its memory, if possible, else `mean`."""
     if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
         return mean
     if any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
@@ -269,7 +269,7 @@ def _written(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any) -> torch.Tensor:
-    """Average a gradient that is sparse on every rank having it, as COO."""
+    """Average a gradient that is sparse or None on every rank; return COO."""
     width = torch.tensor([gradient.sparse_dim() if gradient is not None else 1], device=owner.device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
     rows = torch.zeros(owner.shape[: int(width)], dtype=torch.uint8, device=owner.device)

@@ -45,7 +45,7 @@ COLLECTIVES = (*_MATCHED_BY_PAYLOAD, *_MATCHED_BY_NAME)
 """Functions of `torch.distributed` that all ranks of a group have to call."""
 
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")  # these overwrite argument `tensor`
-_POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # by peer: waits recorded, not matched
+_POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # waits are recorded, calls not matched
 _FUNCTIONAL = (  # of torch.distributed._functional_collectives
     *("all_reduce", "broadcast", "all_gather_tensor", "all_gather_single", "reduce_scatter_tensor", "permute_tensor"),
     *("reduce_scatter_single", "all_to_all_single", "all_reduce_coalesced", "all_gather_into_tensor_coalesced"),
@@ -64,7 +64,7 @@ def log_path(directory: Path, rank: int) -> Path:
 
 
 def read_log(directory: Path, rank: int) -> list[Call]:
-    """Return the calls entered by `rank` so far."""
+    """Return the collective calls that `rank` has entered so far."""
     try:
         text = log_path(directory, rank).read_text()
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def unlogged() -> Iterator[None]:
 
 
 def in_collective() -> bool:
-    """Return True inside a logged collective, including nested calls."""
+    """Return True inside a logged collective or a block of `unlogged`."""
     return bool(_thread.depth)
 
 
@@ -180,7 +180,7 @@ on_started: list[Callable[[Call, Mapping[str, Any], object], object]] = []
 def note_collective(
     operation: str, payload: str, group: Any = None, *, known: Group | None = None, call_place: str = ""
 ) -> None:
-    """Log an upcoming C++ collective of DDP that its group's ranks must join.
+    """Log a collective that DDP is about to start in C++.
 
     `known`: result of `named_group` for the group, if available.
     """
@@ -193,7 +193,7 @@ def note_collective(
 
 @contextlib.contextmanager
 def _inside(collective: str) -> Iterator[None]:
-    """Set the collective that this rank waits in during the block."""
+    """Mark this rank as waiting in `collective` during the block."""
     this_rank.set_collective(collective)
     if _on_enter_exit is not None:
         _on_enter_exit(begins=True)
@@ -205,7 +205,7 @@ def _inside(collective: str) -> Iterator[None]:
             _on_enter_exit(begins=False)
 
 
-_kernels: list[Any] = []  # torch libraries; their kernels are removed with them
+_kernels: list[Any] = []  # torch libraries: deleting one removes its kernels
 
 
 def _record_operators(torch: Any) -> None:
@@ -233,7 +233,7 @@ def _record_operators(torch: Any) -> None:
 
 
 def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the wait for an asynchronous collective, where a rank may hang."""
+    """Wrap `wait` of an asynchronous collective to record that the rank waits there."""
     import torch
 
     def wait(*args: Any, **kwargs: Any) -> Any:
@@ -362,7 +362,7 @@ _MOST_FRAMES_OF_JOIN = 8
 
 
 def _place_in_join(frame: FrameType | None) -> str:
-    """Return `JOINED` (out of batches) or `JOINING` for `Join` collectives, else ''."""
+    """Return `JOINED` in `Join.__exit__` (no batches left), `JOINING` in its other collectives, else ''."""
     modules = []
     for caller in itertools.islice(frames_from(frame), _MOST_FRAMES_OF_JOIN):
         module = caller.f_globals.get("__name__", "")

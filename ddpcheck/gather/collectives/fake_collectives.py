@@ -1,4 +1,4 @@
-"""Run communicating code on a single rank: other ranks contribute the same values."""
+"""Run collectives on a single rank, as if all ranks passed the same values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Done(_Work):  # type: ignore[misc]
 
 @passes_on
 def answer_alone(operation: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return or write the result of a collective if all ranks contribute equally."""
+    """Return or write a collective's result as if all ranks passed equal values."""
     tensor = kwargs.get("self", kwargs.get("input", kwargs.get("inputs", kwargs.get("tensor"))))
     if "output" not in kwargs and "tensor_list" not in kwargs and ("self" in kwargs or "group_name" in kwargs):
         size = int(kwargs.get("group_size", 1))

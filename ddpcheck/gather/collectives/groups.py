@@ -44,7 +44,7 @@ def _name_and_members(handle: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def name_of_group(group: Any) -> str:
-    """Return the name of a process group; a Python implementation may have none."""
+    """Return the name of a process group; '' if a Python implementation has none."""
     import torch.distributed as dist
 
     try:
@@ -56,7 +56,7 @@ def name_of_group(group: Any) -> str:
 
 
 def backend_of(group: Any = None) -> str:
-    """Return a group's backend name, or all names ("gloo, nccl") if unspecified."""
+    """Return the backend of a group; all backends ("gloo, nccl") if none was chosen."""
     import torch.distributed as dist
 
     name = str(dist.get_backend(group))

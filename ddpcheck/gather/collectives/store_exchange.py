@@ -35,10 +35,10 @@ class StoreExchange:
 
     @classmethod
     def over(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
-        """Return the next exchange among `group`, matched by call count per purpose.
+        """Return the next exchange among `group`: the n-th call for `purpose` on each rank.
 
         Counters are kept in the store per set of ranks, so groups do not interfere and a new store starts from zero.
-        Keys of this rank from two exchanges ago are deleted: all ranks have read them before they could get here.
+        Keys of this rank from two exchanges ago are deleted: every rank has read them before the previous exchange.
 
         `group` None means all ranks, `timeout` None the group's timeout.
         """

@@ -44,7 +44,7 @@ class CopiedOptimizer:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> tuple[Difference, ...]:
-        """Compare `after` with the stepped copies, relative to the update; empty on `trouble`."""
+        """Compare `after` with stepped copies, relative to the update; empty on `trouble`."""
         if self.trouble:
             return ()
         params = self._parameters

@@ -54,7 +54,7 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
 
 
 def find_wrapper(module: nn.Module) -> nn.Module:
-    """Return the only wrapper in or around `module`, or sharded root; may raise `UsageError`."""
+    """Return the DDP in or around `module`, or sharded root; raise unless exactly one."""
     wrappers: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
     if not wrappers:
         wrappers = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
@@ -86,7 +86,7 @@ def inner_module(wrapper: nn.Module) -> nn.Module:
 
 
 def group_of(wrapper: nn.Module) -> Any:
-    """Return the group that averages gradients; None for the default or several groups."""
+    """Return the group that averages gradients; None if it is the default, or several."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel):
         return wrapper.process_group
     mesh = mesh_of(wrapper)
@@ -101,7 +101,7 @@ def ranks_of(wrapper: nn.Module) -> tuple[int, ...]:
 
 
 def joins(wrapper: nn.Module) -> bool:
-    """Return True if ranks without further batches may have left the loop (`Join`)."""
+    """Return True in a `Join` context: ranks without batches may have left the loop."""
     return isinstance(wrapper, nn.parallel.DistributedDataParallel) and bool(wrapper._join_config.enable)
 
 
@@ -109,7 +109,7 @@ def joins(wrapper: nn.Module) -> bool:
 
 
 def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
-    """Return the arguments of a DDP constructor call as text; empty if invalid."""
+    """Return DDP constructor arguments as text; empty if the constructor will reject them."""
     try:
         bound = inspect.signature(constructor).bind(*args, **kwargs)
     except TypeError:
@@ -150,7 +150,7 @@ def compare_options(local_options: dict[str, str]) -> None:
 
 
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
-    """Return attributes, mutable after construction, that must match on all ranks, as text."""
+    """Return as text attributes that must match on all ranks and can change later."""
     attributes = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
     attributes["communication hook"] = comm_hook_of(wrapper) or "None"
     for _hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -159,7 +159,7 @@ def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
 
 
 def plain_attributes(value: object) -> dict[str, str]:
-    """Return plain attributes of a torch object as text; empty for other classes."""
+    """Return number and string attributes of a torch object as text; empty for others."""
     if not type(value).__module__.startswith("torch."):
         return {}
     names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
@@ -168,7 +168,7 @@ def plain_attributes(value: object) -> dict[str, str]:
 
 
 def comm_hook_of(wrapper: nn.Module) -> str:
-    """Return the communication hook names, or '' (without torch's mixed precision hook)."""
+    """Return the names of communication hooks except torch's mixed precision hook, or ''."""
     hooks = getattr(wrapper, "_comm_hooks", ())
     names = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook, _state in hooks]
     return " and ".join(name for name in names if name != "_reducer_allreduce_and_upcast_hook")
@@ -179,14 +179,14 @@ _EXACT_HOOKS = (  # exact unless compressing; from torch.distributed.algorithms.
 )
 _QUANTIZES = "quantization"
 _LOST_ON_PURPOSE = 0.1
-_LOST_FOR_A_TIME = 1e6  # error feedback adds the loss of a step to the next gradients, of any smaller size
+_LOST_FOR_A_TIME = 1e6  # error feedback adds what a step lost to the next gradients, however small these are
 
 
 def hook_loss(wrapper: nn.Module | None) -> float:
-    """Return the relative precision of communication hooks in the last backward pass.
+    """Return the largest relative error of communication hooks in the last backward pass.
 
-    Machine eps of the compressed dtype, or 0.1 for hooks that lose more by design. With error feedback (PowerSGD), no
-    single step can be judged. PowerSGD is exact until `start_powerSGD_iter`.
+    Machine eps of the compressed dtype, or 0.1 for hooks that lose more by design. 1e6 with error feedback (PowerSGD),
+    since no single step can be judged. PowerSGD is exact until `start_powerSGD_iter`.
     """
     errors = [0.0]
     for hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -203,7 +203,7 @@ def hook_loss(wrapper: nn.Module | None) -> float:
 
 
 def has_own_hook(wrapper: nn.Module | None) -> bool:
-    """Return True if a communication hook, or one wrapped inside, is user code."""
+    """Return True if a communication hook, or one that it wraps, is user code."""
     return any(map(_is_own, (hook for hook, _state in getattr(wrapper, "_comm_hooks", ()))))
 
 
@@ -214,7 +214,7 @@ def _is_own(hook: object) -> bool:
 
 
 def are_apart(wrapper: nn.Module) -> bool:
-    """Return True if ranks may have left the loop (`joins`) or `uses_local_sgd`."""
+    """Return True if ranks may differ legitimately: `joins` or `uses_local_sgd`."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:  # saves one call
         return True
     return bool(getattr(wrapper, "_comm_hooks", ())) and uses_local_sgd(wrapper)
@@ -251,7 +251,7 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:
-    """Return class, groups and options of an optimizer and averager; `names` by `id`."""
+    """Return an optimizer's class, groups and options as text; `names`: parameter names by `id`."""
     kind = type(optimizer)
     options = {"class": kind.__name__, "module": kind.__module__, "groups": str(len(optimizer.param_groups))}
     for index, group in enumerate(optimizer.param_groups):
@@ -264,7 +264,7 @@ def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 
 
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
-    """Return the facts of a `DistributedDataParallel` or other wrapper; `names` by `id`."""
+    """Return the facts of a DDP or sharded module; `names`: parameter names by `id`."""
     if not is_ddp(wrapper) and is_sharded(wrapper):
         return sharded_facts(wrapper, {})
     tables = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
@@ -293,11 +293,11 @@ def broadcasts_buffers(wrapper: nn.Module | None) -> bool:
 
 
 class SeenParameter(NamedTuple):
-    """Parameter as seen by DDP; dtype or device changes replace its hooked `node`."""
+    """State of a parameter at construction of DDP, or later for comparison."""
 
     identity: int
     requires_grad: bool
-    node: Any
+    node: Any  # its AccumulateGrad node, on which DDP has a hook; a change of dtype or device replaces it
     value: int = 0  # fingerprint, or 0 if not requested
 
     @classmethod
@@ -348,9 +348,9 @@ def _is_in_dtensor(module: nn.Module, name: str) -> bool:
 
 
 def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return parameter changes by forward: name -> (kind, known name of the replacement).
+    """Return changes made by forward: name -> (kind, name in `seen` of the replacement).
 
-    A parameter that only moved to another name is not changed for DDP. `seen` has all names.
+    A parameter that only moved to another name is not changed for DDP. `seen` has every name of tied parameters.
     """
     now = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
     identities = {after.identity for after in now.values()}

@@ -50,14 +50,14 @@ class Recorder:
             self.values = {name: fingerprint(p) for name, p in self._parameters.items()}
 
     def _reaches_others(self, roots: Any) -> bool:
-        """Return True if backward reaches a non-parameter leaf (parameter gradients may be unwanted)."""
+        """Return True if backward reaches leaves that are not parameters, or if unknown."""
         tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots or ())
         graph = LossGraph(tensors)
         param_ids = {id(p) for p in self._parameters.values()}
         return not graph.is_complete or any(id(leaf) not in param_ids for leaf in graph.leaves)
 
     def zero_grad(self, *_args: Any, **_kwargs: Any) -> Generator[None, Any, None]:
-        """Record gradients discarded before an optimizer step, if all present ones are discarded."""
+        """Record an event if all gradients are discarded before an optimizer step."""
         fresh = {n: p for n, p in self._parameters.items() if has_gradient(p)}
         yield
         unused = [n for n, p in fresh.items() if self.values.get(n) == fingerprint(p) and not has_gradient(p)]
@@ -86,7 +86,7 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
 
 
 def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
-    """Wrap `no_sync` to note call, enter and exit with `note_of(wrapper)`."""
+    """Wrap `no_sync` to pass its call, enter and exit to the function `note_of(wrapper)`."""
 
     @functools.wraps(original)
     def no_sync(self: Any) -> Any:
@@ -134,7 +134,7 @@ def backward_through(handler: Any) -> Patch:
 
 @contextlib.contextmanager
 def counted_backwards() -> Iterator[list[int]]:
-    """Count the user's backward passes in the block, in a one-element list."""
+    """Yield a list whose only element counts the backward passes in the block."""
     count = [0]
 
     @passes_on

@@ -27,7 +27,7 @@ from ddpcheck.gather.state.module_state import sharding_classes
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Placement of this rank's local tensor in a parameter."""
+    """Mesh, placements, shape and stride of a `DTensor` parameter."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Part:
         return cls(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
     def around(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the `DTensor` with local tensor `local`."""
+        """Return a `DTensor` with this placement and the local tensor `local`."""
         tensor_module: Any = sys.modules["torch.distributed.tensor"]
         dtensor: torch.Tensor = tensor_module.DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelReplica:
-    """Model replica of a rank in data parallelism."""
+    """Model replica that this rank computes, if need be together with other ranks."""
 
     rank: int  # index of this replica
     size: int  # number of replicas
@@ -65,15 +65,15 @@ class ModelReplica:
 
 
 def parts_of(module: nn.Module) -> dict[str, Part]:
-    """Return this rank's part of each parameter that is a `DTensor`."""
+    """Return by name the placement of each parameter that is a `DTensor`."""
     return {name: Part.of(p) for name, p in module.named_parameters() if is_shard(p)}
 
 
 def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> ModelReplica:
     """Return the model replica of this rank; a collective over all ranks.
 
-    `module` is wrapped or sharded; `parts` are the parameters that DDP keeps as local tensors. Raises `TargetError` if
-    the ranks do not form groups of equal size.
+    `module` is wrapped or sharded; `parts`: placements of parameters that DDP keeps as local tensors. Raises
+    `TargetError` if the ranks do not form groups of equal size.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -99,7 +99,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
 
 
 def split_over(module: nn.Module, parts: Mapping[str, Part]) -> dict[str, list[int]]:
-    """Return the ranks that split each parameter apart from `fully_shard`, by parameter name."""
+    """Return by name the ranks that split a parameter, ignoring splits by `fully_shard`."""
     sharding = _meshes_of(module)
     return {name: others for name, part in parts.items() if len(others := _ranks_over(part, sharding)) > 1}
 
@@ -127,7 +127,7 @@ def _is_sharded(part: Part, sharding: Sequence[Any]) -> bool:
 
 
 def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, Part]]:
-    """Return this rank's parts by submodule; for DDP, after the first forward."""
+    """Return placements of `DTensor`s by submodule and name; for DDP, after the first forward."""
     parts_by_module = {}
     for part in module.modules():
         attrs = {**vars(part), **dict(part.named_parameters(recurse=False))}
@@ -151,7 +151,7 @@ def input_layouts(module: nn.Module) -> Iterator[Sequence[Any]]:
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return DDP's parameters that `module` replaced by `DTensor`s in its first forward."""
+    """Return by name the parameters that DDP's first forward replaced by `DTensor`s."""
     leaves = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -163,12 +163,12 @@ def hidden_parameters(module: nn.Module) -> dict[str, Any]:
 
 
 def is_sum(gradient: Any) -> bool:
-    """Return True if the gradient has a partial placement, reduced by the optimizer."""
+    """Return True for a `DTensor` gradient that is partial: not yet summed over ranks."""
     return is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements)
 
 
 def changed_attributes(module: nn.Module, reference: nn.Module) -> list[dict[str, object]]:
-    """Return original plain attributes changed by `wrap`, by submodule (e.g. number of heads)."""
+    """Return per submodule the original values of attributes that `wrap` changed (e.g. head count)."""
     return [
         {key: vars(ref)[key] for key, value in vars(part).items() if _is_changed(value, vars(ref).get(key))}
         for part, ref in zip(module.modules(), reference.modules(), strict=False)
@@ -182,14 +182,14 @@ def _is_changed(value: object, before: object) -> bool:
 def as_wholes(
     tensors: Iterable[tuple[str, torch.Tensor | None]], parts: Mapping[str, Part]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Wrap local tensors of `parts` as `DTensor`s; other tensors stay unchanged."""
+    """Yield (name, tensor) with local tensors of `parts` as `DTensor`s, and others unchanged."""
     for name, tensor in tensors:
         is_unchanged = tensor is None or name not in parts or is_shard(tensor)
         yield name, tensor if tensor is None or is_unchanged else parts[name].around(tensor.detach())
 
 
 def placed_as(parameter: Any, gradient: Any) -> Any:
-    """Redistribute a gradient like its parameter; a collective among ranks having both."""
+    """Redistribute a gradient to the placements of its parameter; a collective if they differ."""
     if not is_shard(gradient) or gradient.placements == parameter.placements:
         return gradient
     return gradient.redistribute(parameter.device_mesh, parameter.placements)

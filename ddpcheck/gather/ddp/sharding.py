@@ -36,14 +36,14 @@ SCALING = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "se
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return True if a parameter is a `DTensor` (shard or replica here)."""
+    """Return True if any parameter is a `DTensor`."""
     return any(map(is_shard, module.parameters()))
 
 
 def sharded_facts(
     module: nn.Module, values_built: Mapping[str, int], settings: Iterable[LoopEvent] = ()
 ) -> ShardedFacts:
-    """Return the facts of a sharded module, with the events of `recorded_settings` so far.
+    """Return the facts of a sharded module; `settings`: the events of `recorded_settings`.
 
     `values_built` has fingerprints by name of parameters whose shard still has the values built on this rank.
     """
@@ -60,7 +60,7 @@ def sharded_facts(
 
 
 def values_kept(module: nn.Module, full_params: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return fingerprints of parameters in `full_params` whose shard in `module` is unchanged."""
+    """Return fingerprints of parameters in `full_params` whose shard in `module` is equal."""
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     unchanged = {}
     for name, parameter in module.named_parameters():
@@ -93,9 +93,9 @@ def refuse_fsdp1(module: nn.Module, what: str, error: type[DDPCheckError] = Usag
 
 
 def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
-    """Count the parameters of `FullyShardedDataParallel` (FSDP1), flattened ones as one.
+    """Count the flat parameters of `FullyShardedDataParallel` (FSDP1).
 
-    Identified by an attribute that is private to torch.
+    They are identified by an attribute that is private to torch.
     """
     return sum(map(hasattr, parameters, repeat("_fsdp_flattened")))
 
@@ -106,8 +106,8 @@ def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
 def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> dict[str, torch.Tensor]:
     """Return the full tensors by name; a collective over all ranks.
 
-    Non-`DTensor`s are returned unchanged, gathered ones in new memory. Omitted: None, and shards that another rank
-    lacks, which cannot be gathered.
+    Non-`DTensor`s are returned unchanged, gathered ones in new memory. Omitted are None, and shards that another
+    rank lacks, which cannot be gathered.
     """
     by_name = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
     shards = [name for name, tensor in by_name.items() if is_shard(tensor)]
@@ -130,7 +130,7 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torc
 
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return norms and step counts of optimizer state of this rank's proper shards."""
+    """Return step counts and norms of non-constant optimizer state of this rank's shards."""
     states: dict[str, torch.Tensor] = {}
     for name, shard in shards.items():
         state, part = optimizer.state.get(shard), own_part(shard)
@@ -148,7 +148,7 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
 def recorded_settings() -> Iterator[list[LoopEvent]]:
     """Record calls in the block that control gradient reduction and its divisor.
 
-    `synchronises` is the value set.
+    `synchronises` of an event is the value that the call sets.
     """
     events: list[LoopEvent] = []
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -159,9 +159,9 @@ def recorded_settings() -> Iterator[list[LoopEvent]]:
 
 
 def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable[str] = ()) -> list[Patch]:
-    """Pass calls of `FSDPModule` reduction switches to `sink`; undo by the patches.
+    """Pass an event to `sink` for each call that switches reduction of an `FSDPModule`.
 
-    Also calls of the methods in `more`.
+    Also for calls of the methods in `more`. The returned patches end this.
     """
 
     def note(name: str, _module: nn.Module, value: bool = True, **kwargs: Any) -> None:
@@ -174,7 +174,7 @@ def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
-    """Return the parameter groups of `fully_shard` in `module`; empty if unavailable.
+    """Return the parameter groups of `fully_shard` in `module`; empty if torch lacks them.
 
     Private to torch. Attributes used: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params`, the mesh of
     `mesh_info`, and `sharded_param`, `_unsharded_param` and `_module_info` of `fsdp_params`.
@@ -189,7 +189,7 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def shards_in_use(module: nn.Module) -> set[int]:
-    """Return ids of sharded and unsharded parameters of `fully_shard`, if torch shows them.
+    """Return ids of sharded and unsharded parameters that `fully_shard` uses; empty if unknown.
 
     Includes parameters that `fully_shard` adopts after `Module.to` and `load_state_dict(assign=True)`.
     """
@@ -207,7 +207,7 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
 
 
 def gathered_twice(module: nn.Module) -> set[int]:
-    """Return ids of shards gathered under several names: tied after sharding."""
+    """Return ids of shards gathered under several names, since they were tied after sharding."""
     counts = Counter(id(getattr(param, "sharded_param", None)) for param in _parameters_of_groups(module))
     return {identity for identity, times in counts.items() if times > 1}
 
@@ -275,7 +275,7 @@ def is_gathered(parameter: Any, shard: Any) -> bool:
 
 
 def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
-    """Return (number of parts, dim) of a sharded parameter; None if split repeatedly.
+    """Return (number of parts, dim) of a sharded parameter; None if split several times.
 
     With `mesh` of `fully_shard`: counts the parts within `mesh` only.
     """
@@ -286,13 +286,13 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
 
 
 def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
-    """Return names of parameters whose part on this rank has unequal elements."""
+    """Return names of parameters whose shard on this rank has elements that differ."""
     splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_shard(parameter)}
     return uneven({name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1})
 
 
 def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return names of parameters whose local elements are neither all equal nor NaN."""
+    """Return names of parameters whose local elements are not all equal, ignoring NaN."""
     parts = {name: own_part(p).flatten() for name, p in parameters.items()}
     return tuple(
         name
@@ -302,7 +302,7 @@ def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
 
 
 def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
-    """Return (shard index, count) if `value` nests this rank's shards of all `parameters`.
+    """Return (shard index, number of shards) if `value` contains shards of all `parameters`.
 
     Shards are found by parameter name, as `DTensor`s or plain tensors of the same local shape.
     """
@@ -327,7 +327,7 @@ def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
 
 
 def mixed_precision(module: nn.Module) -> torch.dtype | None:
-    """Return the coarsest `fully_shard` dtype for computing or reducing gradients, or None.
+    """Return the coarsest dtype in which `fully_shard` computes or reduces gradients, or None.
 
     An unreadable policy counts as bfloat16.
     """
@@ -346,7 +346,7 @@ def policies_of(module: nn.Module) -> dict[str, str]:
 
 
 def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield path and policy (private to torch, or None) of each `fully_shard` module."""
+    """Yield path and `mp_policy` (None if unreadable) of each `fully_shard` module."""
     for path, part in module.named_modules():
         if isinstance(part, sharding_classes()):
             state: Any = getattr(part, "_get_fsdp_state", lambda: None)
@@ -357,7 +357,7 @@ def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def before_sharding(act: Callable[[], object]) -> Iterator[None]:
     """Call `act` once before `fully_shard` shards anything in the block.
 
-    Hooks into a private place in torch; never called if unavailable.
+    Patches a private method of torch; without this method, `act` is never called.
     """
     state = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "FSDPState", None)
     done: list[object] = []

@@ -1,4 +1,4 @@
-"""Optimizer step through the DDP wrapper, also in the recipe's compiled form."""
+"""Training step through the DDP wrapper, and a step through the compiled wrapper."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COMPILED_TOLERANCE = 0.1
 
 
 def ddp_step(step: int) -> DdpStepEvidence:
-    """Run a step through the wrapper and compare with the averaged local gradients."""
+    """Run a step through the wrapper; compare its gradients with the averaged local ones."""
     state = rank_state()
     model, module = state.training_model, state.module
     precision = mixed_precision(module) if model.facts.sharded else None
@@ -99,7 +99,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
 
 
 def _noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
-    """Return each gradient's RMS rounding error if the wrapper rounds or sums differently."""
+    """Return gradients' RMS rounding errors; empty if the wrapper computes like the local step."""
     noise = {} if precision is None else _rounding_of(step, precision)
     if rank_state().training_model.replica.splits_model:  # tensor parallelism sums in another order
         exactly = _rounding_of(step, torch.float64)
@@ -110,7 +110,7 @@ def _noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
 def _forward_and_backward(step: int, since: dict[str, int]) -> tuple[float | None, set[str]]:
     """Run forward and backward through the wrapper.
 
-    Returns the loss, or None if it is a shard, and the parameters of this rank only.
+    Returns the loss, or None if it is a `DTensor`, and the names of rank-local parameters (see `exchanges`).
     """
     state = rank_state()
     model = state.training_model
@@ -160,7 +160,7 @@ def _sharded_step(
 ) -> ShardedStep:
     """Compare the optimizer step with steps on copies of the full and sharded parameters.
 
-    `whole`: parameters before the step, gradients, parameters after the step. `shard`: the first two, of the shards.
+    `whole`: full parameters before the step, gradients, parameters after it. `shard`: the first two, of local shards.
     """
     state = rank_state()
     model = state.training_model
@@ -199,7 +199,7 @@ def _recorded(model: TrainingModel) -> Iterator[Recorder]:
 
 @replays_step
 def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
-    """Return the RMS over ranks of rounding errors in `dtype`; empty if unsupported."""
+    """Return RMS errors over ranks of gradients in `dtype`; empty if any rank fails."""
     state = rank_state()
     module = copied_module(state.reference.module).to(dtype)
     batch = tree_map(

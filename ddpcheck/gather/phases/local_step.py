@@ -43,7 +43,7 @@ from ddpcheck.worlds.compilation import is_asked_for
 def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
     """Capture the state before the wrapper's forward; rank 0 saves it to `file`.
 
-    If the model is large, each rank keeps its state in a file: in its own if the parameters of rank 0 are not `shared`.
+    If the model is large, each rank keeps its state in a file: in `file` if `shared`, else in a file of its own.
     """
     state = rank_state()
     this_rank.set_status(f"step {step}: beginning")
@@ -135,8 +135,8 @@ def _graph_evidence(
 ) -> tuple[steps.StepEvidence, Sequence[bool], set[int] | None]:
     """Return the facts of the loss graph, before backward frees it.
 
-    Also True for each parameter that the loss reaches, and the ids of the leaves that DDP finds from the module output,
-    None if unknown.
+    Returns also, for each parameter, True if the loss reaches it, and the ids of the leaves that DDP finds from the
+    module output (None if unknown).
     """
     state = rank_state()
     reference, facts = state.reference, state.training_model.facts
@@ -168,7 +168,7 @@ def _after_backward(
     ends: Mapping[str, steps.PathEnd],
     visible: Collection[int] | None,
 ) -> steps.StepEvidence:
-    """Add the evidence on the parameters after backward."""
+    """Return `evidence` with the facts of parameters that are known after backward."""
     reference = rank_state().reference
     shapes = {n: tuple(p.shape) for n, p in named_parameters(reference.module).items() if p.grad is not None}
     created = {name: line for name, line in reference.created.items() if name in shapes}
@@ -273,7 +273,7 @@ def _located(leaves: Iterable[steps.UnregisteredTensor], state: RankState) -> tu
 def average(step: int, file: Path | None, *, shared: bool = True) -> None:
     """All-reduce the local gradients without DDP; rank 0 saves the average.
 
-    If the model is large, the average stays in the file: one per rank if the file of rank 0 is not `shared`.
+    If the model is large, the average stays in a file: in `file` if `shared`, else in a file per rank.
     """
     state = rank_state()
     data, parameters = state.step, state.reference.trainable
@@ -342,7 +342,7 @@ def local_update(step: int) -> None:
 
 @replays_step
 def average_exactly(step: int, file: Path) -> str:
-    """Repeat the step in float64; rank 0 saves averaged gradients. Return any error message.
+    """Average float64 gradients of the step into rank 0's `file`; return any error.
 
     Separates a real mismatch from rounding if ranks communicate in forward (e.g. SyncBatchNorm) and no process can
     compute its part without the others.

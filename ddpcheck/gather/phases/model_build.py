@@ -101,7 +101,7 @@ def build(target: str | Recipe, seed: int) -> modules.BuiltModule:
 
 
 def description() -> modules.ModuleDescription:
-    """Return the full description of this rank's module; requested if digests differ."""
+    """Return the full description of this rank's module; called if digests differ between ranks."""
     return rank_state().description
 
 
@@ -140,7 +140,7 @@ def notes() -> list[str]:
 
 
 def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> modules.WrappedModule:
-    """Wrap the module inside `around`, which may change DDP's arguments, and build the optimizers."""
+    """Wrap the module and build its optimizer; context `around` may change DDP's arguments."""
     state = rank_state()
     this_rank.set_status("wrapping the model")
     names = {id(p): name for name, p in state.module.named_parameters()}
@@ -200,7 +200,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> modul
 def _adapt_reference(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> tuple[bool, str]:
     """Replace the reference module by a copy of `module` if `wrap` changed the structure.
 
-    Returns True if names or shapes of parameters differ, and an error message if the copy cannot be handed over.
+    Returns True if names or shapes of parameters differ, and an error message if the copy cannot be pickled.
     """
     state = rank_state()
     reference = state.reference
@@ -275,7 +275,7 @@ def _evidence(
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
-    """Return a copy of a module that `wrap` changed, without `fully_shard`."""
+    """Return a copy of a module that `wrap` changed, from before `fully_shard`."""
     if not (parts or sharding.is_sharded(module)):
         return module_state.copied_module(module)
     match = next((candidate for candidate in changed if not module_state.differs_in_structure(module, candidate)), None)
@@ -293,9 +293,9 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 @contextlib.contextmanager
 def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrapper.SeenParameter], dict[str, Part]]]:
-    """Compare the ranks' options before the DDP constructor communicates.
+    """Compare options between ranks in the block before a DDP constructor communicates.
 
-    Yields the options, the parameters seen, and the parts that DDP replaces by local tensors.
+    Yields dicts that it fills: options, parameters, and placements of `DTensor`s that DDP replaced by local tensors.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}

@@ -14,14 +14,14 @@ from ddpcheck.gather.state.reachable import PLAIN, function_variables, is_user_o
 from ddpcheck.worlds import rank as this_rank
 
 _MOST_ITEMS = 1 << 20
-_MOST_STATE = 1000  # per container that counts as state; skips e.g. a vocabulary
+_MOST_STATE = 1000  # per container that `changed_data` compares; skips e.g. a vocabulary
 _MOST_ELEMENTS = 64  # per tensor
 _DEEPEST = 4
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def note_program_data() -> None:
-    """Record small program data before the first step."""
+    """Record small program data before the first step, for `changed_data`."""
     this_rank.state["program data"] = {name: hash(text) for name, text in program_data(_MOST_STATE).items()}
 
 
@@ -33,7 +33,7 @@ def changed_data() -> list[str]:
 
 
 def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
-    """Return plain values of module and recipe functions as text, by name."""
+    """Return plain values in module attributes and variables of recipe functions as text."""
     state = rank_state()
     texts: dict[str, str] = {}
     for prefix, module in state.module.named_modules():

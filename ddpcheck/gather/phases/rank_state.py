@@ -73,8 +73,8 @@ class TrainingModel:
     hooks: tuple[GradientHook, ...]  # gradient hooks registered by `wrap`
     external_state: ExternalState
     replica: ModelReplica  # of this rank in data parallelism
-    # Under DDP with tensor parallelism: the parts behind local tensors, all parameters (replaced by DTensors in
-    # forward), and by submodule the original values of plain attributes that `wrap` changed.
+    # Under DDP with tensor parallelism: placements of local tensors, all parameters (forward replaces them by
+    # DTensors), and by submodule the original values of attributes that `wrap` changed.
     parts: dict[str, Part] = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     changed_attributes: Sequence[Mapping[str, object]] = ()
@@ -95,11 +95,11 @@ class TrainingModel:
 
 @dataclass(slots=True)
 class StepData:
-    """Current step."""
+    """Data of the current step."""
 
     before: ModuleState  # module state at the start of the step
     batch: Any = None  # the shard of this rank
-    restore_external: Restore = lambda: None  # restores the external state when `batch` was drawn
+    restore_external: Restore = lambda: None  # restores the external state as it was after `batch` was drawn
     local: Gradients = field(default_factory=dict)  # local gradients of this rank
     norms: dict[str, float] = field(default_factory=dict)  # norms of `local`
     missing: list[str] = field(default_factory=list)  # parameters that received no gradient
@@ -147,12 +147,12 @@ class RankState:
         return training_step.step_seed(self.seed, step, self.training_model.replica.rank)
 
     def shard_of(self, batch: Any) -> Any:
-        """Return this rank's shard of a global batch (shared by model-parallel peers)."""
+        """Return this rank's shard of a global batch; tensor-parallel ranks get the same."""
         replica = self.training_model.replica
         return self.recipe.local_batch(batch, replica.rank, replica.size)
 
     def whole(self, tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-        """Return full tensors of the wrapped model by name; a collective if split."""
+        """Return full tensors of the wrapped model by name; a collective if `is_split`."""
         if self.training_model.is_split:
             return gathered(as_wholes(tensors, self.training_model.parts), self.group)
         return {name: tensor for name, tensor in tensors if tensor is not None}
@@ -162,13 +162,13 @@ class RankState:
         self.step.before.restore(self.reference.module, self.reference.mapped)
 
     def own_file(self, file: Path | None, *, shared: bool) -> Path | None:
-        """Return this rank's counterpart of rank 0's `file`; None if not large."""
+        """Return `file` if `shared`, else this rank's counterpart of it; None if not `large`."""
         if not self.large or file is None:
             return None
         return file if shared or not self.rank else this_rank.current().directory / f"{file.name}.{self.rank}"
 
     def global_batch(self, step: int) -> Any:
-        """Return the global batch of a step, built anew."""
+        """Build and return the global batch of a step."""
         return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
 
     def gradients(

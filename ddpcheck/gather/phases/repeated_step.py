@@ -46,7 +46,7 @@ _NOT_ROUNDING = 1e3  # tolerance in units of machine eps
 
 @replays_step
 def repeat_step(step: int) -> RepeatedStep:
-    """Run the local step thrice with one seed, finally with doubled output gradient."""
+    """Repeat the local step with one seed: twice unchanged, then with doubled loss gradient."""
     state = rank_state()
     gradients, node_names, _ = _run(state, step, 1.0)
     first: Mapping[str, torch.Tensor]
@@ -66,9 +66,9 @@ def repeat_step(step: int) -> RepeatedStep:
 
 
 def _run(state: RankState, step: int, factor: float) -> tuple[training_step.Gradients, frozenset[str], bool]:
-    """Run the local step with the output gradient times `factor`.
+    """Run the local step with the gradient of the loss multiplied by `factor`.
 
-    Returns the gradients, the node names of the graph, and True if backward reaches leaves that are no parameters.
+    Returns the gradients, the node names of the graph, and True if backward reaches leaves that are not parameters.
     """
     module = state.reference.module
     state.rewind()
@@ -134,7 +134,7 @@ class _SeededOperations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def random_choices(samples: int) -> Iterator[dict[str, None]]:
-    """Yield operations that draw a permutation or indices other than one per sample."""
+    """Yield a dict that collects draws of permutations and indices, except one per sample."""
     choices: dict[str, None] = {}
 
     def tell(name: str, drawn: Any) -> None:
@@ -170,7 +170,7 @@ def draws(step: int) -> list[SharedDraw]:
 
 @contextlib.contextmanager
 def _seeding_lines() -> Iterator[list[Location | None]]:
-    """Yield None followed by the user lines that seed torch's global generator."""
+    """Yield a list, at first `[None]`, that collects user lines calling `torch.manual_seed`."""
     lines: list[Location | None] = [None]
 
     def seeds(*_args: Any, **_kwargs: Any) -> None:
@@ -191,9 +191,9 @@ _MOST_VALUES = 1 << 14
 
 @replays_step
 def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
-    """Return this rank's reduction inputs for rank 0's shard and random numbers.
+    """Return what this rank would reduce given rank 0's shard and random numbers.
 
-    Nothing is communicated: each collective runs as if this rank were alone, so no rank can hang. Inputs that still
+    Nothing is communicated, so no rank can hang: each collective is answered by `answer_alone`. Inputs that still
     differ between ranks at the same call mean that the program itself depends on the rank.
     """
     state, module = rank_state(), rank_state().reference.module

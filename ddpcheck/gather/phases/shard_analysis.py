@@ -35,8 +35,8 @@ _COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, i
 def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size: int, threads: int) -> ShardAnalysis:
     """Run each of `world_size` shards without a process group to explain a mismatch.
 
-    The files have the ranks' averaged gradients, `exact_file` in float64. `threads`, of a rank, reproduce the rank's
-    values bit by bit: sums split differently round differently, and a deep network can amplify the error by 1000.
+    The files have the ranks' averaged gradients, `exact_file` in float64. `threads`: number of threads of a rank, to
+    get its values bit by bit: sums split differently round differently, and a deep network can amplify this by 1000.
     """
     single: SingleProcess = this_rank.state["single"]
     num_threads = torch.get_num_threads()
@@ -133,7 +133,7 @@ def _add_terms(
 def _with_statistics_of_shards(
     run: ShardRun, compared: Mapping[str, torch.Tensor], batch: Any, norms: Sequence[str], shards: int
 ) -> Fit:
-    """Return the best fit with `norms` seeing one shard each, over view layouts."""
+    """Fit `compared` by gradients with modules `norms` run shard by shard; return the best."""
     best = Fit()
     for views in (False, True):
         with contextlib.suppress(Exception):  # rows may not be samples
@@ -178,7 +178,7 @@ def _rounded(
 def _rounded_on_shards(
     run: ShardRun, averaged: Mapping[str, torch.Tensor], batch: Any, shards: Sequence[Any]
 ) -> tuple[str, ...]:
-    """Apply `_rounded` to gradients that match the local shards, rerun in float64."""
+    """Apply `_rounded` to the averages that equal the mean gradient of the shards."""
     if run.exact is None:
         return ()
     data = run.single_process.step
@@ -188,7 +188,7 @@ def _rounded_on_shards(
 
 
 def _mean_of(run: ShardRun, shards: Sequence[Any]) -> Gradients:
-    """Return the mean of the shards' gradients, keeping one shard at a time."""
+    """Return the mean of the shards' gradients, with one shard's in memory at once."""
     mean: Gradients = {}
     for shard in shards:
         for name, gradient in total_gradient(run, shard)[0].items():

@@ -36,7 +36,7 @@ _MOST_PRECISE = 1e-5  # resolution of weights fitted to float32 gradients
 
 @contextlib.contextmanager
 def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
-    """Run `module` shard by shard, over views of `samples` rows if given."""
+    """Make `module` process its input shard by shard; `samples`: rows per view, if concatenated."""
     original = module.forward
     override = vars(module).get("forward")
 
@@ -60,7 +60,7 @@ def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[N
 
 @dataclass(frozen=True, slots=True)
 class ShardRun:
-    """Configuration of a loss run on a part of the batch."""
+    """Settings to compute the loss on a part of the batch."""
 
     single_process: SingleProcess
     module: nn.Module  # in the model's dtype or in float64
@@ -73,7 +73,7 @@ class ShardRun:
 
     @property
     def exact(self) -> ShardRun | None:
-        """Return the run in float64, or None if the model has no float64 copy."""
+        """Return the same settings in float64; None if the model has no float64 copy."""
         double = self.single_process.double
         return None if double is None else replace(self, module=double)
 
@@ -104,7 +104,7 @@ class ShardRun:
             pass
 
     def terms(self, part: Any) -> tuple[list[Edge], list[str]]:
-        """Return the ends of the loss terms on `part`, and the part names."""
+        """Return the `Edge` of each loss term on `part`, and the names of `Loss.parts`."""
         with counted_backwards() as backwards, self.loss(part) as loss:
             if backwards[0]:  # gradients accumulated inside the loss belong to all terms
                 return [], []
@@ -132,7 +132,7 @@ def total_gradient(run: ShardRun, part: Any) -> tuple[Gradients, float]:
 
 
 def filled(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> Gradients:
-    """Return `gradients` with missing entries filled with zeros."""
+    """Return `gradients` with zeros for names of `like` that are missing."""
     return {name: gradients.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()}
 
 
@@ -169,7 +169,7 @@ class Terms:
         )
 
     def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
-        """Fit shard weights per term to the ranks' average; None if no fit."""
+        """Return per term the weights of shards in the ranks' average; None if unexplained."""
         flat = [_scaled(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
         weights, residual = fit(_scaled(averaged, self.scale), flat)
         count = len(self.parts[0])
@@ -178,7 +178,7 @@ class Terms:
         return [tuple(weights[start : start + count]) for start in range(0, len(weights), count)]
 
     def error(self, number: int, weights: Sequence[float]) -> float:
-        """Return a term's weighted shard error relative to the total gradient."""
+        """Return a term's distance from its weighted shards, relative to the total gradient."""
         residual = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
         total = _length(self.total, self.scale)
         return _length(residual, self.scale) / total if total else 0.0
@@ -280,7 +280,7 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
 
 
 def _what_counts(shards: Sequence[Any], weights: Sequence[float], *, precision: float) -> tuple[str, tuple[float, ...]]:
-    """Return the batch count proportional to `weights`, and its values by rank.
+    """Return the count, e.g. samples, that is proportional to `weights`, with values by shard.
 
     Ratios of small counts are close to each other, so counts must match within `precision`, the accuracy of `weights`;
     the closest count wins.

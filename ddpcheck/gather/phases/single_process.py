@@ -46,7 +46,7 @@ _LARGEST_TOLERANCE = 0.1  # well below the smallest bug measured, a relative err
 
 @dataclass(slots=True)
 class SingleStepData:
-    """Current step of the single process."""
+    """Data of the current step of the single process."""
 
     before: module_state.ModuleState  # module state at the start of the step
     restore_external: module_state.Restore  # restores the external state at the start of the step
@@ -70,12 +70,12 @@ class SingleProcess:
     stack: contextlib.ExitStack  # closed at process exit
     external_state: module_state.ExternalState
     mapped: frozenset[str]  # parameters of a large model mapped from a file (copy-on-write)
-    numbers: RandomNumbers = "drawn"  # other values: reproducible by ranks, if forward draws
+    numbers: RandomNumbers = "drawn"  # if forward draws: another value, which ranks can reproduce
     after: module_state.ModuleState | None = None  # module attributes after the last step's forward passes
     step: SingleStepData = field(init=False)
 
     def global_batch(self, step: int) -> Any:
-        """Return the global batch of a step, built anew."""
+        """Build and return the global batch of a step."""
         return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
 
     def rewind(self, module: nn.Module) -> None:
@@ -143,7 +143,7 @@ def join_alone() -> None:
 
 
 def adopt(module_file: Path) -> None:
-    """Continue with the module made by `wrap` on rank 0, also in float64."""
+    """Replace the module and its float64 copy by rank 0's module after `wrap`."""
     single: SingleProcess = this_rank.state["single"]
     single.module = wire.loads(module_file.read_bytes()).to(single.device)
     single.mapped = _in_file(single.module)
@@ -176,7 +176,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
 
 
 def _other_model(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the first parameter missing or shaped differently on rank 0, or ''."""
+    """Describe the first parameter that rank 0 lacks or has in another shape."""
     for name, parameter in module.named_parameters():
         if name not in rank0_tensors:
             return f"{name} is missing on rank 0"
@@ -225,7 +225,7 @@ def _run(single: SingleProcess, step: int) -> SingleStep:
 
 
 def _comparable_gradients(single: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:
-    """Return gradients and loss with random numbers reproducible by ranks, and backward count."""
+    """Return gradients, loss and backward count, with random numbers that ranks can reproduce."""
     while True:
         try:
             with counted_backwards() as backwards:
@@ -286,7 +286,7 @@ def _exact_gradients(
 
 
 def _rounding_by_change(single: SingleProcess, batch: Any, step: int) -> dict[str, float]:
-    """Return how far gradients move with the last digit of parameters and batch.
+    """Return how far gradients move if the last digit of parameters and batch changes.
 
     All zeros if the change is too large for rounding. Rounding errors are equivalent to such input perturbations
     (backward error analysis: N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.5).

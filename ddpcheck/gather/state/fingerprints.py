@@ -142,7 +142,7 @@ def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
 
 
 def rows_of(small: Mapping[str, torch.Tensor]) -> list[Rows]:
-    """Return tensors that satisfy `is_small` in rows."""
+    """Stack tensors, which must all satisfy `is_small`, into rows."""
     groups: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in small.items():
         groups.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((name, tensor))
@@ -169,7 +169,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
-    """Return the numbers per row by name, all of one dtype, transferred together."""
+    """Return each row's numbers by name; rows have one dtype and are transferred together."""
     numbers: dict[str, tuple[Any, ...]] = {}
     for names, values in _on_cpu(rows):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)
@@ -177,7 +177,7 @@ def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
 
 
 def floats_of(rows: Iterable[_NamedRows]) -> dict[str, array[float]]:
-    """Return the numbers per row in float32 arrays, without Python float objects."""
+    """Return each row's numbers by name in a float32 `array`, without Python floats."""
     numbers: dict[str, array[float]] = {}
     for names, values in _on_cpu((names, values.float()) for names, values in rows):
         flat, width = array("f", bytes(values.numel() * 4)), values.shape[1]

@@ -178,7 +178,7 @@ def _marked(parts: Parts) -> tuple[list[str], list[int]]:
 
 
 def _looks_of(parts: Parts) -> Any:
-    """Return the tensor and module properties in a description, or None if unknown."""
+    """Return the properties on which a description depends, or None if unknown."""
     tensors, modules = [*parts.parameters.values(), *parts.buffers.values()], parts.modules.values()
     try:
         shown = [*map(_LOOKS, tensors)], [*map(torch.Tensor.stride, tensors)]
@@ -259,5 +259,5 @@ def class_name(module: nn.Module) -> str:
 
 
 def _options(module: nn.Module) -> str:
-    """Return `extra_repr` of torch's layers; a user's `extra_repr` may contain the rank."""
+    """Return `extra_repr` of a torch layer; not of user classes: it may contain ranks."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""

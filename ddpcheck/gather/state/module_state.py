@@ -1,7 +1,7 @@
 """Capture and restore state that a training step may change.
 
 State of modules, and state of the recipe outside of modules: counters, averages and generators in globals and closures.
-A step runs several times, and each run must start from the same state.
+A step is executed several times, and must start from the same state each time.
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ def _of_holder(holder: Any, depth: int, visited: set[int]) -> Iterator[Restore]:
 
 
 def _restore_without_new_counters(namespace: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
-    """Return a function that deletes new counters; cached objects and flags stay."""
+    """Return a function that deletes numbers added to `namespace` from now on."""
     before = frozenset(namespace)
 
     def undo() -> None:

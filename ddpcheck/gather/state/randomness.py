@@ -79,7 +79,7 @@ class OwnGenerator:
 
 
 def own_generator(value: Any) -> OwnGenerator | None:
-    """Return access to `value` if it is a random generator, and watch it."""
+    """Return access to `value` and record it in `_watched`, if a random generator."""
     if isinstance(value, torch.Generator):
         source = OwnGenerator("torch", lambda: value.get_state().clone(), value.set_state)
     elif isinstance(value, random.Random):
@@ -204,7 +204,7 @@ _QUIET: dict[str, Callable[[Any, Kwargs], Any]] = {
     "native_dropout": lambda drawn, kwargs: (kwargs["input"].clone(), torch.ones_like(drawn[1])),
     "native_dropout_backward": lambda _drawn, kwargs: kwargs["grad_output"] * kwargs["mask"],
 }
-"""Makes the constant result of an operation, from what it drew and its arguments."""
+"""By operation: a function of what it drew and its arguments that returns the constant result."""
 
 
 def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,7 +237,7 @@ _UNDRAWN: dict[str, Callable[..., Any]] = {
         _without_dropout,
     ),
 }
-"""Called in place of operations that draw and compute at once."""
+"""By operation that draws random numbers and computes with them: the function to call instead."""
 
 for _handler in (*_QUIET.values(), *_UNDRAWN.values()):
     passes_on(_handler)
@@ -245,7 +245,7 @@ for _handler in (*_QUIET.values(), *_UNDRAWN.values()):
 
 @contextlib.contextmanager
 def quiet_modules(module: nn.Module) -> Iterator[None]:
-    """Disable dropout of recurrent layers; their fused kernels draw outside any mode."""
+    """Disable dropout of recurrent layers: no `TorchDispatchMode` sees their fused kernels draw."""
     saved = [(layer, layer.dropout) for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     for layer, _ in saved:
         layer.dropout = 0.0
@@ -260,13 +260,13 @@ _MOST_SAMPLES = 4096
 
 
 class _NoPartsError(Exception):
-    """An operation has no part for each sample."""
+    """Raised if the result of an operation has no part for each sample."""
 
 
 class SampleRandomness(QuietRandomness):
-    """Seed each sample's part of a random tensor by sample; else use constants.
+    """Draw each sample's part of a random tensor from its seed, or use constants.
 
-    Masks and noise are real, yet a rank and the single process draw the same numbers for a sample. A part is one
+    Masks and noise are random, yet a rank and the single process draw the same numbers for a sample. A part is one
     element of the first dimension whose size is the batch size, or an equal share of the first dimension.
 
     Every operation draws exactly one number from its generator, so the parts of the next operation differ, and a

@@ -19,7 +19,7 @@ from ddpcheck.findings.source_lines import file_of_class, file_of_module, is_of_
 PLAIN = (int, float, complex, bool, str, bytes, type(None))  # values without contents
 
 NUMBERS = (int, float, complex)
-"""Types of counters, which are deleted if a step has created them; a new flag may mark something created once."""
+"""Types of counters: those that a step created are deleted. A bool is kept: it may mark what is created only once."""
 
 _MOST_NUMBERS = 1 << 16
 

@@ -1,6 +1,6 @@
 """Tensors in files, read one by one, and weak references invisible to torch.
 
-A file has the second and third copy of a large model.
+Files have the second and third copy of a large model, which need not be in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
 
 
 class _TensorRef:
-    """Owner of the only weakref visible to torch, which it can drop."""
+    """Owner of the weakref that torch sees, which is dropped during `swap_tensors`."""
 
     __slots__ = ("__weakref__", "_visible")
 
@@ -74,7 +74,7 @@ def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:  # no weak reference 
 
 
 LARGE = 1 << 28
-"""Bytes of parameters from which copies of a model are kept in files, and its runs do not overlap.
+"""Bytes of parameters from which copies of a model are kept in files. Ranks and single process then run in turn.
 
 A check of a smaller model fits into memory, and is a third faster without files."""
 

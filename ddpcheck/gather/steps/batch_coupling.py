@@ -69,9 +69,9 @@ class _Operations(TorchFunctionMode):
 def first_coupling(
     module: nn.Module, run_whole: Callable[[], None], run_part: Callable[[], None], *, rounding: float = 0.0
 ) -> Coupling:
-    """Find the first output for a sample that differs between part and batch.
+    """Find where the output for a sample first differs between batch and part.
 
-    `run_whole` and `run_part` run the loss; `rounding` is the relative tolerance (0: by dtype).
+    `run_whole` and `run_part` compute the loss on them; `rounding` is the relative tolerance (0: by dtype).
     """
     whole, part = _recorded(module, run_whole), _recorded(module, run_part)
     whole_inputs = _by_key((name, inputs) for name, inputs, _, _ in whole.calls)
@@ -117,7 +117,7 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
 
 
 def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
-    """Return True if `part` shows coupled samples: rows not in `whole`, or pairs."""
+    """Return True if `whole` lacks rows of `part`; with `pairs`, also for sample-by-sample tensors."""
     for piece in part:
         axes = {shape: len(axes_that_grow(tensors[0], piece)) for shape, tensors in whole.items()}
         grown = [shape for shape, count in axes.items() if count == 1]
@@ -185,7 +185,7 @@ def _lacks_rows(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> boo
 
 
 def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
-    """Return the axes that grow by one common batch factor, or []."""
+    """Return the axes along which `whole` is larger than `part` by one factor."""
     if whole.dim() != part.dim() or any(full < size for full, size in zip(whole.shape, part.shape, strict=True)):
         return []
     grown = [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]
@@ -250,7 +250,7 @@ def _is_data(tensor: torch.Tensor) -> bool:
 
 
 def rows_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask of rows (dim 0) of `whole` in `part`, or None.
+    """Return the mask of rows (dim 0) of `whole` that `part` contains, or None.
 
     Tries consecutive samples first, then several concatenated views of all samples.
     """
@@ -271,10 +271,10 @@ Changes = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, large: bool) -> Changes:
-    """Return changes of the part's rows among first activations.
+    """Return factors that change the rows of the part in the first activations.
 
-    `large` factors negate and grow, to also flip choices: the expert of a sample, or the samples with the largest
-    losses.
+    `large` factors negate and enlarge, to change choices as well: the expert of a sample, or the samples with the
+    largest losses.
     """
     changes = {}
     generator = torch.Generator().manual_seed(0)
@@ -292,7 +292,7 @@ def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, 
 def gradients_changed(
     before: Mapping[int, torch.Tensor], after: Mapping[int, torch.Tensor], changes: Changes
 ) -> bool | None:
-    """Return True if gradients of other samples changed; None if not comparable."""
+    """Return True if gradients of the unchanged rows changed; None if not comparable."""
     compared = False
     for index, (rows, _) in changes.items():
         old, new = before.get(index), after.get(index)

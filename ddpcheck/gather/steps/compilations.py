@@ -26,7 +26,7 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 
 _FRAMES, _GRAPHS, _UTILS = (f"torch._dynamo.{name}" for name in ("convert_frame", "output_graph", "utils"))
 MODULES = (_FRAMES, _GRAPHS)
-"""Those that are changed while compilations are recorded."""
+"""Modules that are patched while compilations are recorded."""
 
 _MOST = 1024
 _LONGEST = 160  # max characters of a reason
@@ -46,7 +46,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
     def __init__(
         self, sink: Callable[[FunctionCompiled], object], trains: Callable[[], bool], steps: Callable[[], int]
     ) -> None:
-        """Create it; `trains` tells if the program is training, `steps` counts optimizer steps."""
+        """Create a recorder; `trains()`: is the program training; `steps()`: number of optimizer steps."""
         self._sink = sink
         self._trains = trains
         self._steps = steps
@@ -106,7 +106,7 @@ def follow_compiler(module: ModuleType) -> None:
 
 
 def _noting(original: Any) -> Any:
-    """Wrap `original`, called during tracing, where `patched` stays silent."""
+    """Wrap `original`, called during tracing, where `patched` calls no recorder."""
     note = guarded(_graphs.append)
 
     @functools.wraps(original)

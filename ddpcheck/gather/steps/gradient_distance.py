@@ -32,7 +32,7 @@ from ddpcheck.gather.state.fingerprints import (
 )
 
 SIZE = 64
-"""How many blocks there are at least; their estimate of a norm is within some 25 %."""
+"""Least number of blocks; they estimate a norm within some 25 %."""
 
 _SEED = 20231
 _KEPT = 4096  # max cached signs; longer vectors are recomputed to save device memory
@@ -46,7 +46,7 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Kept(Struct):
-    """Record of a gradient until the step ends: small copy or sketch."""
+    """Record of a gradient until the step ends: copy if small, else sketch."""
 
     value: torch.Tensor
     is_sketch: bool
@@ -199,7 +199,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def is_subnormal(gradient: torch.Tensor | None) -> bool:
-    """Check if a float16 gradient is in the subnormal range of its dtype."""
+    """Return True for a float16 gradient in the subnormal range of its dtype."""
     if gradient is None or gradient.dtype is not torch.float16:
         return False
     return norm(gradient) <= math.sqrt(gradient.numel()) * float(torch.finfo(torch.float16).smallest_normal)
@@ -323,15 +323,15 @@ def against_average(
     floor: float = 0.0,
     noise: float = 0.0,
 ) -> Difference:
-    """Compare a gradient left by a wrapper with the average of local gradients.
+    """Compare a gradient that a wrapper has reduced with the average of local gradients.
 
     Args:
         name: Parameter name.
-        got: Gradient left by the wrapper.
+        got: Gradient after the wrapper's reduction.
         want: Average of the local gradients.
         world_size: Number of averaged ranks.
         scale: RMS norm of the local gradients; 0 if unknown.
-        lossy: Relative precision of a communication hook; 0 if none.
+        lossy: Relative error of a communication hook; 0 if none.
         floor: Minimum scale if the wrapper rounds differently, to ignore gradients that are pure rounding error.
         noise: Norm of the rounding error of the wrapper's compute dtype; 0 if it is the same dtype.
     """

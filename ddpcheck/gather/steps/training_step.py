@@ -57,7 +57,7 @@ class Loss:
 
 
 def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, phase: str = "") -> Loss:
-    """Seed, and compute the loss, a pytree of scalars, on a copy of `batch`."""
+    """Seed the random generators, and compute the loss on a copy of `batch`."""
     set_status(f"step {step}: {phase}forward")
     seed_everything(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -185,12 +185,12 @@ def clear_gradients(model: nn.Module, *tensors: torch.Tensor) -> None:
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """Return existing gradients as dense tensors by name; not copied, steps replace `.grad`."""
+    """Return existing gradients by name as dense tensors; dense ones are not copied."""
     return {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tuple[list[torch.Tensor], str]:
-    """Return tensors that DDP finds in `outputs`, and the first class without any.
+    """Return tensors that DDP finds in `outputs`, and the first output class without tensors.
 
     DDP searches lists, tuples, dicts and dataclasses (torch/nn/parallel/distributed.py, `_find_tensors`). With
     `static_graph` it searches `torch.utils._pytree` nodes: lists, tuples, dicts, and registered classes
@@ -225,8 +225,8 @@ def batch_seed(seed: int, step: int) -> int:
 def make_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> Any:
     """Build the global batch of `step` under its own seed.
 
-    If ddpcheck shards the batch, it drops samples that do not divide by the world size: with unequal shards, the mean
-    over ranks is not the mean over the batch, which is no bug of the recipe.
+    If ddpcheck shards the batch, it drops the last samples so that shards are equal: with unequal shards, the mean over
+    ranks is not the mean over the batch, which is not a bug of the recipe.
     """
     set_status(f"step {step}: batch")
     seed_everything(batch_seed(seed, step))
