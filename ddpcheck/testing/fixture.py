@@ -109,7 +109,7 @@ class DDPWorld:
         return list(results.values())
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
-        """Check a recipe on as many ranks; fail on findings of severity `fail_on` or above.
+        """Check a recipe on this world size; fail on findings of severity `fail_on`.
 
         Args:
             recipe: A recipe or a TARGET.

@@ -73,7 +73,7 @@ class InStep:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Synchronize with the other ranks if a test needs ranks, before `-k` deselects tests."""
+        """Connect to the other ranks if a test needs ranks, before `-k` deselects tests."""
         if self._config.option.collectonly:
             return
         try:
@@ -176,7 +176,7 @@ class InStep:
     def _agreed(
         self, launched: RankGroup, item: pytest.Item, when: Phase, local_error: BaseException | None
     ) -> BaseException | None:
-        """Return the exception to raise on every rank; `local_error` is this rank's own, if any."""
+        """Return the exception to raise on every rank; `local_error` is this rank's own."""
         local_end = _phase_end(item, local_error, fell=launched.epoch.out_of_step is not None)
         try:
             ends: list[_PhaseEnd] = launched.end(local_end, timeout=self._patience(item))
@@ -273,7 +273,7 @@ class _PhaseEnd:
 
     @property
     def same_as(self) -> tuple[str, str]:
-        """Comparison key of the outcome; if equal on all ranks, each raises its own exception."""
+        """Key of the outcome; if equal on all ranks, each raises its own exception."""
         if self.reply is not None:
             return self.reply["type"], self.reply["text"]
         return ("", self.ended.how) if self.ended is not None else ("", "")
@@ -351,7 +351,7 @@ class Terminal:
 
 
 def silence_files(config: pytest.Config, rank: int) -> None:
-    """Disable JUnit report and cache, and add the rank to the name of the log file."""
+    """Disable JUnit report and cache; add the rank to the log file name."""
     with contextlib.suppress(ImportError):
         from _pytest.junitxml import xml_key
 

@@ -103,7 +103,7 @@ class LaunchedWorld:
 
 
 def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0 only; return its result, or raise its exception, on every rank."""
+    """Run `work` only on rank 0; return its result, or raise, on every rank."""
     data = b""
     if session.rank == 0:
         with session.working():
@@ -145,7 +145,7 @@ class Ranks:
         self.terminal = None if is_worker or launched is not None else PdbTerminal(config)  # for pdb
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> TestWorld:
-        """Return a fresh or module-shared world; skip the test if the launcher has too few ranks."""
+        """Return a fresh or module-shared world; skip the test if ranks are too few."""
         options = dict(options)
         owner = _module(item) if options.pop("reuse", "test") == "module" else None
         if self._launched is None:
@@ -165,7 +165,7 @@ class Ranks:
             world.close()
 
     def drop(self, item: pytest.Item) -> None:
-        """Discard the worlds that the module of a test shares, after a failure in teardown."""
+        """Discard the worlds shared by the test's module, after a failure in teardown."""
         self._pool.end(_module(item))
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
@@ -227,7 +227,7 @@ class Record:
         return artifacts
 
     def add_section(self, what: str, rank: int, world: TestWorld, text: str) -> None:
-        """Add the text of a rank to the report as a section, unless it is empty."""
+        """Add the text of a rank as a report section, unless it is empty."""
         if text.strip():
             self.item.add_report_section("call", f"{what} of rank {rank} of {world.world_size}", text)
 
@@ -241,7 +241,7 @@ def _mismatch(world: TestWorld, error: RankError | None) -> Finding | None:
 
 
 class WorldLease:
-    """Use of a world by a test; the world is acquired on first use and after a failure."""
+    """Lease of a world to a test; acquired on first use and after failures."""
 
     def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
         self._session_ranks = ranks
@@ -305,7 +305,7 @@ class WorldLease:
             sys.stdout.flush()
 
     def _new_output(self, world: TestWorld, up_to: str = "") -> Iterator[tuple[int, str]]:
-        """Yield rank and new output of each rank, up to the last occurrence of `up_to`."""
+        """Yield each rank and its new output, up to the last occurrence of `up_to`."""
         for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]

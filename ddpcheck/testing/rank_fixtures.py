@@ -88,7 +88,7 @@ _CAPTURES = {
 
 
 def converted(name: str, value: Any) -> Any:
-    """Return the fixture value, or a placeholder if it is usable only in pytest's process."""
+    """Return the fixture value, or a placeholder if usable only in pytest's process."""
     if isinstance(value, pytest.MonkeyPatch):
         return OnRank("monkeypatch")
     if isinstance(value, pytest.WarningsRecorder):
@@ -144,14 +144,14 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[On
 
 @dataclass
 class FixtureMaker:
-    """Sets up per-rank fixtures on a rank, each once."""
+    """Maker of per-rank fixture values on a rank; sets up each fixture once."""
 
     teardown: contextlib.ExitStack  # tears down the fixtures
     properties: list[tuple[str, object]]  # name and value of each `record_property` call
     _made: dict[object, Any] = field(default_factory=dict)
 
     def make(self, value: Any) -> Any:
-        """Return `value`, or if it is a placeholder, the value of its fixture on this rank."""
+        """Return `value`, or for a placeholder the value of its fixture on this rank."""
         if not isinstance(value, OnRank):
             return value
         key: object = value if value.find is not None or value.name == "request" else value.name

@@ -117,7 +117,7 @@ class Ended:
 def call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
 ) -> Any:
-    """Call the function given to `ddp_world.run`; return its value, or `Ended` on skip or xfail."""
+    """Call a function for `ddp_world.run`; return its value, or `Ended` on skip or xfail."""
     with _applied(conditions):
         return _outcome_of(functools.partial(function, *args, **kwargs))
 

@@ -28,7 +28,7 @@ _NEXT_WORD = 0.3  # seconds to wait for the next stop of a rank that is being st
 
 
 class _Terminal(io.TextIOBase):
-    """File object for the terminal of the parent; reads single lines, so later input stays unread."""
+    """File object for the parent's terminal; reads single lines, so later input stays unread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -158,7 +158,7 @@ class Session:
 
 
 def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
-    """Raise if pytest-xdist is used under a launcher, or `launcher` is "on" without a launcher."""
+    """Raise if pytest-xdist runs under a launcher, or `launcher` is "on" without one."""
     if launcher == "off" or LAUNCHED in config.stash:
         return
     if launcher == "on":
@@ -188,7 +188,7 @@ def _packed(item: pytest.Function, record: Record) -> bytes:
 
 
 def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
-    """Return the function of a fixture, bound to its instance if it is a method."""
+    """Return the function of a fixture, bound to its instance if a method."""
     try:
         from _pytest.fixtures import resolve_fixture_function
 

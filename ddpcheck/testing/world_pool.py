@@ -48,7 +48,7 @@ class WorldPool:
         self._closing: deque[World] = deque()
 
     def acquire(self, *, owner: Hashable = None, following: Mapping[str, Any] | None = None, **options: Any) -> World:
-        """Return the owner's world with a new process group, the spare world, or a new world.
+        """Return the owner's world (with new process group), the spare, or a new world.
 
         An owner is, for example, a test module; `end` closes its worlds. A shared world is replaced if it failed, was
         released as broken, or does not reset its process group in time. Without an owner, a spare is started for

@@ -76,7 +76,7 @@ def run_as_written() -> None:
 
 @contextlib.contextmanager
 def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
-    """Set the `torch.compiler` stance inside the block; no effect before torch 2.6."""
+    """Set the `torch.compiler` stance of all threads in a block; needs torch 2.6."""
     torch: Any = sys.modules["torch"]
     with contextlib.ExitStack() as stack:
         if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:

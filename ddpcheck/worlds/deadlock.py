@@ -1,4 +1,4 @@
-"""Detection of ranks on CPUs that wait for each other, or for finished ranks; on Linux.
+"""Detection of CPU ranks that wait for each other or finished ranks, on Linux.
 
 Requires all of the following over seconds: every unfinished rank is on the same line inside a `torch.distributed` call,
 a backward pass or DDP; no thread of any rank stays runnable or uses more CPU time than waiting takes; and no rank has
@@ -46,7 +46,7 @@ class DeadlockDetector:
         return max(0.0, self._next - now) if self._possible else math.inf
 
     def verdict(self, now: float) -> str:
-        """Check the ranks if a check is due; return a sentence on a deadlock, or ''."""
+        """Check the ranks if due; return a sentence on a deadlock, or ''."""
         if self.wait(now) > 0.0:
             return ""
         self._next = now + INTERVAL
@@ -77,7 +77,7 @@ class DeadlockDetector:
         return bool(self._stacks) and before in ({}, self._stacks)
 
     def _processor_seconds(self) -> list[float] | None:
-        """Return the CPU seconds per rank, or `None` if a rank is computing or has exited."""
+        """Return the CPU seconds per rank; `None` if a rank computes or has exited."""
         cpu_seconds = []
         for rank in self._processes.ranks:
             if rank.pid is None or rank.ended is not None or (seconds := processor_seconds(rank.pid)) is None:

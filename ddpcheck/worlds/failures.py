@@ -163,7 +163,7 @@ def vanished(rank: int) -> RankFailure:
 
 
 def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> RankFailure:
-    """Return the failure of a rank that was still running when the others had failed."""
+    """Return the failure of a rank that was still running when the run ended."""
     frames = own_stack(dump)
     collective = collective or collective_of(frames) or work_waited_for(dump)
     if collective:
@@ -187,7 +187,7 @@ def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> Ra
 
 
 def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
-    """Return the failure of a rank that waits for its own failed thread, or `None`.
+    """Return the failure of a rank waiting for its own failed thread, or `None`.
 
     `None` also if other threads run user code. `error`: JSON of [name of the thread, data from `described`], or ''.
     """
@@ -201,7 +201,7 @@ def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
 
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """Sort failures by time, with the consequences of a lost rank last, as kind 'fell'.
+    """Sort failures by time; put consequences of a lost rank last, as kind 'fell'.
 
     The exit of a dead rank may be detected, and so timed, after the failures that it caused on other ranks.
     """
@@ -261,7 +261,7 @@ def _summary(rest: Sequence[RankFailure]) -> str:
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:
-    """Return a text with traceback, stack and output of each rank; equal failures are grouped."""
+    """Return a text with traceback, stack and output of each rank, equal failures grouped."""
     groups = group_by(failures, lambda failure: (phrase(failure), failure.traceback, failure.stack))
     lines = []
     for (text, traceback, stack), group in groups.items():
@@ -286,7 +286,7 @@ def _first_line(text: str) -> str:
 
 
 def tail(path: Path) -> str:
-    """Return the last 20 lines of a file, each truncated; `""` if the file is unreadable."""
+    """Return the last 20 lines of a file, each truncated; `""` if unreadable."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -317,7 +317,7 @@ class Server:
 
 
 def _kill(pid: int, number: int) -> None:
-    """Send a signal to a child that is not reaped; SIGKILL goes to its process group."""
+    """Send a signal to an unreaped child; SIGKILL goes to its process group."""
     with contextlib.suppress(OSError):
         is_group = number == signal.SIGKILL and os.getpgid(pid) == pid
         (os.killpg if is_group else os.kill)(pid, number)

@@ -220,7 +220,7 @@ class RankProcesses:
         return True
 
     def request_exit(self, idle: bool) -> None:
-        """Ask idle, ready ranks to exit, and kill others; does not wait."""
+        """Ask ranks to exit if they are `idle` and ready, else kill; non-blocking."""
         if self.exit_requested:
             return
         self.exit_requested = True

@@ -49,7 +49,7 @@ DDP_MODULES = (
 """
 
 NO_PRELOAD = "_DDPCHECK_NO_PRELOAD"
-"""Environment variable for our tests: if set, a fork server imports no modules ahead of requests."""
+"""Environment variable for our tests: if set, a fork server imports no modules while it is idle."""
 
 
 def gloo_interface(one_machine: bool, local_address: str, master_addresses: Iterable[str]) -> str:
@@ -78,7 +78,7 @@ def _leads_nowhere(address: str) -> bool:
 
 
 def route(address: str, port: int) -> tuple[str, str]:
-    """Return the local and remote IPv4 address of a connection to `address`, or ('', '')."""
+    """Return local and remote IPv4 address of a connection to `address`, or ('', '')."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing, but chooses an interface
         return probe.getsockname()[0], probe.getpeername()[0]

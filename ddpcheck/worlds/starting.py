@@ -113,7 +113,7 @@ def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
 def _popen(
     code: str, fd: int, environment: Mapping[str, str], stdout: Any, stderr: Any, *words: str
 ) -> subprocess.Popen[bytes]:
-    """Run `code` in a new Python process, with `fd`, our pid, import path and `words`."""
+    """Run `code` in a new Python process with `fd`, pid, import path and `words`."""
     if not sys.executable:
         raise UsageError(
             "ddpcheck cannot start ranks: sys.executable is empty; run it from a normal Python interpreter."

@@ -36,7 +36,7 @@ MAX_FDS = 100  # file descriptors in one packet to the fork server; the kernel's
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """The parent's state that a rank applies, as if the parent had just started it by exec."""
+    """The parent's current state, applied by a rank as if just started by exec."""
 
     environment: Mapping[str, str]  # including the explicit variables
     explicit: frozenset[str]  # names of the variables set by the `env` option
@@ -178,7 +178,7 @@ def dumps(value: object) -> bytes:
 
 
 def _with_gradient(obj: Any) -> tuple[Any, ...] | None:
-    """Return the reduce tuple of a leaf tensor, with its gradient; `None` for others."""
+    """Return the reduce tuple of a leaf tensor with its gradient; `None` without gradient."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(obj, torch.Tensor) or not obj.is_leaf or obj.grad is None:
         return None
@@ -255,7 +255,7 @@ def put_value(put: Callable[[str, bytes], object], name: str, data: bytes) -> No
 
 
 def get_value(get: Callable[[str], bytes], name: str) -> bytes:
-    """Read a value that exists."""
+    """Read a value written by `put_value`; it must exist."""
     head = bytes(get(name))
     indices = range(1, int.from_bytes(head[:_COUNT], "big"))
     return b"".join([head[_COUNT:], *(bytes(get(f"{name}#{index}")) for index in indices)])

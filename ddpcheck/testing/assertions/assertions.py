@@ -305,7 +305,7 @@ def _difference_between_ranks(
     name: str,
     timeout: float | None,
 ) -> str:
-    """Return a message on differing values, the same on all ranks; '' if values are equal."""
+    """Return a message on different values, identical on all ranks; '' if none differ."""
     __tracebackhide__ = True
     from ddpcheck.gather.state.fingerprints import digest_of
     from ddpcheck.testing.assertions.on_rank import entries_of, items_of, measured

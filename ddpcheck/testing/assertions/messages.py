@@ -97,7 +97,7 @@ def _is_on_gradients(finding: Finding) -> bool:
 
 
 def _not_made(check: str, report: Report) -> str:
-    """Return why the comparison of check line `check` was not made, or '' if it was."""
+    """Return why the comparison of check line `check` was not made, or ''."""
     reference, subject = _REFERENCES[check]
     result = next((result for result in report.checks if result.name == check), None)
     is_skipped = result is not None and result.status == "skipped"
@@ -179,7 +179,7 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One item of the compared value on a rank: a tensor, number, other plain value or container."""
+    """Item of the compared value: a tensor, number, other plain value or container."""
 
     path: str  # Python expression relative to the argument, for example "[0].weight"; '' for the argument
     kind: str  # "tensor", "number", "value", or the kind of container
@@ -238,7 +238,7 @@ class Mismatch:
 
 
 def usage_error(by_rank: Mapping[int, RankValues]) -> str:
-    """Return why the values cannot be compared, or ''; the text is equal on all ranks."""
+    """Return why the values cannot be compared, or ''; identical on all ranks."""
     if error := first_error({rank: values.error for rank, values in by_rank.items()}):
         return error
     options = {rank: values.options for rank, values in by_rank.items()}
@@ -248,7 +248,7 @@ def usage_error(by_rank: Mapping[int, RankValues]) -> str:
 
 
 def first_error(errors: Mapping[int, str]) -> str:
-    """Return the error of the lowest rank; it names the failed ranks unless all failed."""
+    """Return the error of the first failed rank; add ranks unless all failed."""
     failed = [rank for rank, error in errors.items() if error]
     where = "" if len(failed) in (0, len(errors)) else f" ({format_ranks(failed)})"
     return f"{next(filter(None, errors.values()), '')}{where}"
@@ -260,7 +260,7 @@ def holds_nothing(values: RankValues) -> bool:
 
 
 def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
-    """Return items that differ between ranks; a tolerance applies to numbers, not yet to tensors."""
+    """Return items that differ between ranks; the tolerance applies only to numbers here."""
     options = next(iter(by_rank.values())).options
     by_path = {rank: {entry.path: entry for entry in values.entries} for rank, values in by_rank.items()}
     mismatches = []
@@ -277,7 +277,7 @@ def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
 
 
 def _numbers_are_close(entries: Mapping[int, Entry | None], reference: int, options: CompareOptions) -> bool:
-    """Return True if all entries are numbers of one type, within the tolerance of the reference."""
+    """Return True if all entries are numbers of one type, within the tolerance."""
     values = {rank: entry.value for rank, entry in entries.items() if entry and entry.kind == "number"}
     if len(values) < len(entries) or len({*map(type, values.values())}) > 1 or isinstance(values[reference], bool):
         return False
@@ -364,6 +364,6 @@ def _spelled_path(item: Mismatch, name: str) -> str:
 
 
 def _on_ranks(values: Mapping[int, object]) -> str:
-    """Format values by rank, with equal values grouped: "a on rank 0; b on ranks 1 and 2"."""
+    """Format values, grouping ranks: "a on rank 0; b on ranks 1 and 2"."""
     groups: Mapping[str, Sequence[int]] = group_by(values, lambda rank: str(values[rank]))
     return "; ".join(f"{text} on {format_ranks(ranks)}" for text, ranks in groups.items())

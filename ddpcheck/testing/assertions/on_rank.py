@@ -160,7 +160,7 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
 
 
 def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
-    """Return the items of a container, those of a mapping sorted by key, and its kind."""
+    """Return (items, kind) of a container, with items of a mapping sorted by key."""
     if isinstance(value, Mapping):
         for key in value:
             if not all(isinstance(part, _KEYS) for part in (key if isinstance(key, tuple) else (key,))):
@@ -187,7 +187,7 @@ def _item_at(path: str) -> str:
 
 
 def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
-    """Yield the tensor as an item, and if it is not dense, its dense parts."""
+    """Yield the tensor as an item, and the dense parts if not dense."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise UsageError(f"{_item_at(path)} is lazy and has no values yet; run a forward pass first")
     if type(tensor).__module__.startswith("torch.distributed"):
@@ -270,7 +270,7 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
 def measured(
     mismatches: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
 ) -> list[Mismatch]:
-    """Add distances from the reference to mismatches; only to the first if no tolerance is set.
+    """Add distances to mismatches; without a tolerance, only to the first.
 
     Called on every rank of `group`: broadcasts the values of the reference ranks.
     """
@@ -293,7 +293,7 @@ def measured(
 
 
 def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
-    """Broadcast the tensor of rank `source`; return a CPU copy of it if `keep`, else `None`."""
+    """Broadcast the tensor of rank `source`; return a CPU copy if `keep`, else `None`."""
     kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
     device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # "cuda" means the current GPU
     received = torch.empty_like(tensor, device="cpu") if keep else None

@@ -232,7 +232,7 @@ def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: di
 
 
 def _visible_gpus(machine: str) -> list[str]:
-    """Return an id for each visible GPU, in order; on all ranks a GPU has the same id."""
+    """Return an id for each visible GPU, in order, the same on all ranks."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -256,7 +256,7 @@ class RankDevices:
 
 
 def local_ranks(all_devices: Sequence[RankDevices]) -> list[int]:
-    """Return the local rank of each rank, counted per machine unless set by the launcher."""
+    """Return the local rank of each rank, counted per machine if not set."""
     counted: Counter[str] = Counter()
     ranks = []
     for devices in all_devices:
@@ -266,7 +266,7 @@ def local_ranks(all_devices: Sequence[RankDevices]) -> list[int]:
 
 
 def choose_gpus(all_devices: Sequence[RankDevices]) -> list[int | None]:
-    """Return for each rank the index of its GPU among its visible GPUs, or `None`.
+    """Return the index of each rank's GPU among its visible GPUs, or `None`.
 
     Ranks with the same visible GPUs take them in order of local rank, round-robin if there are more ranks than GPUs.
     A rank with a single visible GPU, for example under SLURM, takes that GPU.
@@ -338,7 +338,7 @@ class _Meeting:
             ) from error
 
     def _wait(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
-        """Wait for all keys in `names`; on timeout report ranks whose key in `keys` is missing."""
+        """Wait for all keys in `names`; on timeout report ranks without key in `keys`."""
 
         def check(_missing: list[int]) -> None:
             if self.store.has(_FAILED):

@@ -69,7 +69,7 @@ def _visible(hello: Hello) -> list[str | None]:
 
 
 class Leader:
-    """Launched processes as hosts of worlds; passed as option `hosts`."""
+    """Launched processes that host the ranks of a world: option `hosts` of `WorldOptions`."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Leader:
         return leader
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
-        """Return `config` completed with the context, store and local ranks of its machine."""
+        """Return `config` with the store, and context and local ranks from the rank's machine."""
         hello = self._hellos[config.rank]
         store = None if self.one_machine else (hello.master or "localhost", self._store_port(config.directory))
         masters = tuple(dict.fromkeys(peer.master for peer in self._hellos))
@@ -134,7 +134,7 @@ class Leader:
         return partial(RemoteRanks, self._followers[rank], method) if rank else starting.STARTERS[method]
 
     def close(self) -> None:
-        """Dismiss the followers and wait for the connections to close."""
+        """Ask the followers to exit, and wait for the connections to close."""
         deadline = time.monotonic() + _FAREWELL
         for follower in self._followers.values():
             follower.send("bye")
@@ -268,7 +268,7 @@ class RemoteRanks:
 
 
 class Follower:
-    """Connection of this process to the leader, and the ranks that it starts for the leader."""
+    """Connection to the leader, and the ranks that this process starts for it."""
 
     def __init__(self, launch: LauncherEnv, *, timeout: float = PATIENCE, store: LauncherStore | None = None) -> None:
         """Connect to the leader; arguments and exceptions as in `join`."""
@@ -372,7 +372,7 @@ class _Hosted:
         self._outbox.send(self._sock, data)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank; after SIGUSR1, send its stack dump to another machine."""
+        """Send a signal to the rank; after SIGUSR1, send its dump to the leader."""
         if self._shared or number != signal.SIGUSR1:
             self.launch.signal([self._rank], number)
             return

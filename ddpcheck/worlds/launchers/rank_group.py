@@ -157,7 +157,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Do not raise on SIGTERM inside the block, whose own errors say which rank died."""
+        """Do not raise on SIGTERM inside the block, whose errors say what happened."""
         before, self._busy = self._busy, True
         try:
             yield

@@ -41,7 +41,7 @@ def this_machine() -> str:
 
 
 def how_it_ended(rank: int, pid: int | None) -> str:
-    """Return a sentence on how a rank exited; `pid` is `None` if on another machine."""
+    """Return a sentence on how a rank exited; `pid` is `None` on another machine."""
     if pid is not None:
         wait_until(lambda: process_stat(pid)[:1] in ([], ["Z"], ["X"]), _DEATH, _POLL)
         state, *_, status = process_stat(pid) or ("", "")
