@@ -148,7 +148,7 @@ class NodeLink:
         return self._first.ends
 
     def collect(self, *, interrupted: bool) -> dict[int, bytes]:
-        """Collect logs on the first node; return the encoded `Ending` of other nodes."""
+        """Collect the other nodes' logs on node 0; return the encoded `Ending` by node."""
         since, wait = time.monotonic(), min(WAIT, _WHEN_INTERRUPTED) if interrupted else WAIT
         self._state.standing = "ended"
         self._first.collects = True

@@ -32,7 +32,7 @@ _SHOWN = pytest.StashKey[tuple[str, Any]]()
 
 
 def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
-    """Register `InStep` under a launcher."""
+    """Register `InStep` if a launcher started pytest, and pytest-xdist is not used."""
     xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # these do not synchronize
     launch = detect()
     if launch is not None and not xdist:
@@ -96,7 +96,7 @@ class InStep:
             silence_files(self._config, self._launch.rank)
 
     def _may_be_ours(self, uncollected: str) -> bool:
-        """Return True if an uncollected file mentions tests that need ranks."""
+        """Return True if a file that failed collection mentions tests that need ranks."""
         try:
             text = (self._config.rootpath / uncollected.partition(":")[0]).read_text(errors="replace")
         except OSError:

@@ -58,7 +58,7 @@ class TestOutcome:
 
 
 def judge(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding | None = None) -> TestOutcome:
-    """Merge the outcomes of passed ranks (`ended`) and failed ranks (`error`)."""
+    """Merge the outcomes of ranks without failure (`ended`) and of failed ranks (`error`)."""
     ended = dict(ended)
     failures = list(error.failures) if error is not None else []
     for failure in list(failures):  # module-level skip during import on a rank

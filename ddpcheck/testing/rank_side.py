@@ -123,7 +123,7 @@ def call(
 
 
 def perform(body: bytes, conditions: TestConditions) -> Ended:
-    """Run a test body packed by `rank_fixtures.pack`; raises its exceptions except skip and xfail."""
+    """Run a test body packed by `rank_fixtures.pack`; return skip and xfail, raise other exceptions."""
     with _applied(conditions) as attachment:
         result = _outcome_of(functools.partial(_with_fixtures, body, attachment))
         if isinstance(result, Ended):
@@ -256,7 +256,7 @@ def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
 
 
 def _as_pytest_shows(error: BaseException, conditions: TestConditions) -> Any:
-    """Return pytest's picklable representation of an exception, or `None` for ddpcheck errors."""
+    """Return pytest's representation of an exception; `None` if unpicklable or an error of ddpcheck."""
     info = pytest.ExceptionInfo.from_exception(error)
     if isinstance(error, DDPCheckError) and not _user_entries(info):
         return None

@@ -73,7 +73,7 @@ class _Pdb(pdb.Pdb):
 
 @contextlib.contextmanager
 def available(terminal: bool) -> Iterator[None]:
-    """Enable `breakpoint()` and `pdb.set_trace()` on a rank; raise without a terminal."""
+    """Have `breakpoint()` and `pdb.set_trace()` debug a rank; without `terminal` they raise."""
     hooks = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []
 

@@ -107,7 +107,7 @@ class WorldPool:
             self._closing.popleft().close()
 
     def _prepare(self, options: Mapping[str, Any] | None) -> None:
-        """Start a spare world with these options and close any other spare."""
+        """Start a spare world with these options, if any, and close other spares."""
         kind = None
         with contextlib.suppress(UsageError):  # reported by the test that needs the world
             kind = None if options is None else _kind(options)

@@ -67,7 +67,7 @@ class DeadlockDetector:
         )
 
     def _is_still(self, used: list[float], seconds: float) -> bool:
-        """Return True if no rank used CPU time and all unfinished ranks wait."""
+        """Return True if ranks used almost no CPU time and all unfinished ranks wait."""
         allowed = 0.02 + _SHARE * seconds  # first term: the kernel counts in steps of 10 ms
         if any(after - before > allowed for before, after in zip(self._used, used, strict=True)):
             return False

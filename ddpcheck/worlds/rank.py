@@ -114,7 +114,7 @@ def read_slots(directory: Path, rank: int) -> Slots:
 
 
 def own_slots() -> Slots:
-    """Return the slots of this rank."""
+    """Return the slots of this rank, or empty slots outside a rank."""
     return _slots or Slots()
 
 

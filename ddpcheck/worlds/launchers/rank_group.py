@@ -107,7 +107,7 @@ class RankGroup:
             self.gone[0] = how_it_ended(0, follower.welcome.pid if follower.welcome.shared else None)
 
     def _watch_launcher(self, launcher: int) -> None:
-        """Terminate this process when its launcher is gone, even if hung."""
+        """Terminate this process, even if it hangs, when its launcher is gone."""
         while os.getppid() == launcher or self.launch.launcher == BY_HAND:
             if self._released.wait(_LOOK):
                 return
@@ -191,7 +191,7 @@ class RankGroup:
 
     def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
         def came(rank: int) -> bool:
-            """Check again if a rank wrote its key before moving on."""
+            """Return True if the rank wrote its key before it left or exited."""
             return self.store.has(names[rank])
 
         def check(missing: list[int]) -> None:
@@ -256,7 +256,7 @@ class RankGroup:
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        """Delay termination after SIGTERM to report which rank died."""
+        """Handle SIGTERM: note the time; raise KeyboardInterrupt unless `working` or broken."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills
         self.terminated = time.monotonic()
         if not self._busy and self.broken is None:
