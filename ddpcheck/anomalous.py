@@ -41,7 +41,7 @@ def detect_anomalous_params(
     Parameters used in a re-entrant checkpoint are not in the graph of the loss and are reported too.
 
     Args:
-        loss: A tensor or a nested structure of tensors; every tensor is summed.
+        loss: A tensor or a nested structure of tensors; the loss is the sum of all their elements.
         model: The module, wrapped or not; reported names are relative to the bare module.
         replay: Function that recomputes the loss. If set, the cause (DDP101, 102 or 103) and the line where a path is
             cut are reported; if not, every missing parameter is reported as DDP101.

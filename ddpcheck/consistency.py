@@ -71,9 +71,9 @@ def check_consistency(
 
 
 def gather_if_different(value: Any, group: Any, purpose: str, timeout: float, absence: str) -> list[Any]:
-    """Return the plain data of all ranks, or [] if all digests are equal.
+    """Return the `value` of every rank, or [] if the values have equal digests.
 
-    Raises HangError if a rank does not answer in `timeout` seconds: "ranks ... did not" and `absence`, with advice.
+    Raises HangError if a rank does not answer in `timeout` seconds; its message is "ranks ... did not {absence}".
     """
     from ddpcheck.gather.state.fingerprints import digest_of
 

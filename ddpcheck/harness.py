@@ -28,14 +28,15 @@ Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
 
 
 class World:
-    """Ranks with a process group; functions and arguments may contain lambdas and local classes.
+    """Rank processes with a process group, on which `run` calls functions.
 
-    `world_size`, `backend`, `device`, `timeout`, `startup_timeout` and `start_method` are attributes, too.
+    Functions and their arguments may contain lambdas and local classes. `world_size`, `backend`, `device`, `timeout`,
+    `startup_timeout` and `start_method` are attributes, too.
 
     Attributes:
         directory: Scratch directory, removed when the world closes.
         closed: True if the world is closed.
-        failed: True if a run failed; a failed world cannot run again.
+        failed: True if a call of `run` failed; a failed world cannot run again.
     """
 
     closed = True  # for `__del__`, if `__init__` raises
@@ -61,11 +62,11 @@ class World:
             world_size: Number of ranks.
             backend: `gloo` or `nccl`.
             device: `cpu`, or `cuda`: rank r gets GPU r modulo the number of GPUs.
-            timeout: Maximum seconds per run, without start-up.
+            timeout: Maximum seconds per call of `run`, without start-up.
             startup_timeout: Maximum seconds from construction until every rank is ready.
             start_method: `fork` (from a server that has imported torch; the default on Linux) or `spawn`.
             process_group: `False` for one rank without a process group.
-            threads: Torch threads per rank; default: the cores divided among the ranks.
+            threads: Torch threads per rank; default: number of cores divided by number of ranks.
             env: Environment variables for the ranks, added to the variables of this process.
             preload: Names of slow-to-import modules, imported once in the server from which ranks are forked.
 
@@ -146,7 +147,7 @@ class World:
     def start(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> RunFuture[Result]:
-        """Start `run` without waiting; several worlds can run concurrently."""
+        """Start what `run` does, and return a future; several worlds can run concurrently."""
         self._check_open()
         return self._begin([validation.pack_task(fn, args, kwargs)] * self.world_size, timeout)
 
@@ -162,7 +163,7 @@ class World:
         return self._begin([validation.pack_task(fn, tuple(args), {}) for args in arguments], timeout).result()
 
     def output(self, rank: int) -> str:
-        """Return the stdout and stderr of a rank so far."""
+        """Return what a rank has written to stdout and stderr so far."""
         return self._file(rank, "out").decode("utf-8", "replace")
 
     def attachment(self, rank: int) -> bytes:
@@ -224,14 +225,14 @@ class World:
         env: Mapping[str, str] | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """Change the options of a started world and resend the context of this process.
+        """Change options of a started world, and send the current context to its ranks.
 
-        The context is the environment, working directory, import path and `sys.argv`; random generators are reseeded,
-        and output and attachments of the ranks are cleared. Environment variables that are read when a process or
-        process group starts have no effect. `startup_timeout` counts from now.
+        The context is the environment, working directory, import path and `sys.argv` of this process. Random generators
+        are reseeded, and output and attachments of the ranks are cleared. Changes of variables that are read only when
+        a process or process group starts have no effect. `startup_timeout` counts from now.
 
         Raises:
-            DDPCheckError: The world cannot run, or a run is in progress.
+            DDPCheckError: The world has failed or is closed, or a call of `run` is in progress.
         """
         self._check_open()
         self._options = replace(self._options, timeout=timeout, startup_timeout=startup_timeout, env=env, watch=watch)
@@ -241,12 +242,12 @@ class World:
         self._processes.update_context(starting.process_context(self._options.env))
 
     def reset_process_group(self) -> None:
-        """Replace the default process group without waiting, and destroy all subgroups.
+        """Have the ranks replace the default process group and destroy subgroups; does not wait.
 
-        Clears `ddpcheck.rank.state`. The next run waits for the new group, within the start-up timeout.
+        Clears `ddpcheck.rank.state`. The next `run` waits for the new group, within the start-up timeout.
 
         Raises:
-            DDPCheckError: The world cannot run, or a run is in progress.
+            DDPCheckError: The world has failed or is closed, or a call of `run` is in progress.
             UsageError: The world has no process group.
         """
         self._check_open()
@@ -263,7 +264,7 @@ class World:
         return not self._processes.has_failed
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait up to `seconds` for process groups; return True if every rank is ready."""
+        """Wait up to `seconds` for the process group; return True if every rank is ready."""
         deadline = time.monotonic() + seconds
         while (usable := self.usable) and not self._processes.ready and (wait := deadline - time.monotonic()) > 0:
             self._processes.poll(wait)

@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and the launched session if launcher variables are set."""
+    """Register the marker, and the hooks for a launcher if launcher variables are set."""
     config.addinivalue_line("markers", _MARKER)
     if any(name in os.environ for name in _SIGNS):
         from ddpcheck.testing import launched_session
@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Store the next test, so that its ranks can be started early."""
+    """Note which test comes next, so that its ranks can be started early."""
     item.stash[_NEXT] = nextitem
 
 
@@ -95,7 +95,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> object:
-    """Defer fixtures that depend on per-rank values to the ranks."""
+    """Have the ranks set up fixtures that depend on per-rank values."""
     if fixturedef.scope == "function" and isinstance(item := request.node, pytest.Item) and _is_ours(item):
         return _session(item.config).defer_to_ranks(item, fixturedef, request)
     return None

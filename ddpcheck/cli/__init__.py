@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; `run` skips imports of other commands for faster startup."""
+    """Parse the command line; for `run`, without imports of other commands (faster)."""
     if words[:1] == ["run"]:
         from ddpcheck.cli.run import run_script
 
@@ -51,7 +51,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _exit_on_sigterm() -> Callable[[int, FrameType | None], object] | int | None:
-    """Raise SystemExit on SIGTERM, for cleanup; return the previous handler."""
+    """Make SIGTERM raise SystemExit, so that cleanup runs; return the previous handler."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -35,7 +35,7 @@ function without arguments that returns one; without attr, the module has functi
 """
 
 _RULES = "rules by code, prefix or name; comma separated or repeated"
-OPTIONS: Mapping[str, tuple[str, str]] = {  # metavar and help
+OPTIONS: Mapping[str, tuple[str, str]] = {  # option -> (metavar, help)
     "--steps": ("N", "training steps (default 3)"),
     "--world-size": ("N", "ranks (default 2)"),
     "--backend": ("NAME", "gloo or nccl (default: by device)"),
@@ -63,7 +63,7 @@ _OF_A_CHECK = ("--steps", "--world-size", "--backend", "--device", "--timeout", 
 _REPEATED = ("--preload", "--select", "--ignore")
 
 _SHELLS = ("bash", "zsh", "fish")
-_COMPLETIONS: Mapping[str, Sequence[str]] = {  # values by the name of an option or argument
+_COMPLETIONS: Mapping[str, Sequence[str]] = {  # name of an option or argument -> values to complete
     "backend": ("gloo", "nccl"),
     "device": ("cpu", "cuda"),
     "launcher": ("auto", "on", "off"),
@@ -82,7 +82,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser; parsed arguments have `command`, a function of the arguments."""
+    """Return the parser; it sets `command`, the function to call with the parsed arguments."""
     parser = Parser(
         prog="ddpcheck",
         description="Checks that a model and its training loop are correct under PyTorch DistributedDataParallel.",

@@ -30,7 +30,7 @@ _OF_REAL_RANKS = ("world_size", "backend", "device")
 
 
 def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Leader | None) -> Settings:
-    """Return the settings of a command, with the launcher's world size, if any."""
+    """Return the settings of a command; under a launcher with the launcher's world size."""
     settings = load_settings({name: getattr(arguments, name, None) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
         complain(sentence, kind="warning")
@@ -80,7 +80,7 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
 
 
 def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: Leader | None) -> None:
-    """Raise a UsageError for options that do not apply to simulated ranks."""
+    """Raise a UsageError if options that do not apply to simulated ranks accompany `--schedule`."""
     options = {"--matrix": arguments.matrix, "--repro": arguments.repro}
     options |= {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_REAL_RANKS}
     if refused := [option for option, value in options.items() if value]:
@@ -143,7 +143,7 @@ def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
 
 
 def run_hang(arguments: argparse.Namespace) -> int:
-    """Show the report on dumps or a job; return 4 on a hang."""
+    """Show the report on Flight Recorder dumps or a job; return 4 if hung."""
     from ddpcheck.report.hang.hang_report import report_on_hang
 
     _, code = _show(arguments, report_on_hang, arguments.folder)
@@ -151,7 +151,7 @@ def run_hang(arguments: argparse.Namespace) -> int:
 
 
 def run_live(arguments: argparse.Namespace) -> int:
-    """Show the report on an active run; return 4 on a hang."""
+    """Show the report on an active run; return 4 if it hangs."""
     from ddpcheck.run.script_report import report_on_run, the_run
 
     try:
@@ -162,7 +162,7 @@ def run_live(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], source: str | Path) -> tuple[Report, int]:
-    """Show the report on `source`; return the report and its exit code."""
+    """Show the report that `report_on` makes of `source`; return it and its exit code."""
     settings = load_settings({name: getattr(arguments, name) for name in ("select", "ignore", "fail_on")})
     with ReportOutput(arguments, settings.format) as output:
         report = report_on(source, settings)
@@ -171,7 +171,7 @@ def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], sourc
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Write a recipe and check it; return 3 if no inputs were found."""
+    """Write a recipe with guessed inputs, check it; return 3 if no guess worked."""
     path = place_of_recipe(arguments.model, arguments.output)
     maker = load_object(arguments.model)  # report a wrong name before an existing file
     if path.exists() and not arguments.force:

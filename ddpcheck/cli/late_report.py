@@ -28,7 +28,7 @@ from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import read_logs
 
 _LOOK = 0.1  # seconds between two polls
-_QUIET = 2.0  # seconds without ranks, in which a live launcher may restart ranks
+_QUIET = 2.0  # seconds without live ranks to wait, since a live launcher may restart ranks
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def _end(folder: Path) -> None:
 
 
 def _ending(folder: Path, watch: HangWatch) -> Ending:
-    """Infer the ending from the logs: only the launcher knows the exit codes."""
+    """Infer from the logs how ranks ended: only the launcher knows exit codes."""
     if watch.unended is not None:
         return Ending(unended=watch.unended)
     if watch.hang is not None:

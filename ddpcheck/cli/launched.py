@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 _LAST_WORDS = 2.0  # seconds for rank 0 to report after SIGTERM
-_WITHOUT_LEADER = 3.0  # seconds for other ranks, longer than for rank 0
+_WITHOUT_LEADER = 3.0  # seconds for the other ranks to exit after SIGTERM: longer than for rank 0
 _LOOK = 0.25  # seconds between polls of the launcher
 
 
 def on_launched_ranks(run: Callable[[argparse.Namespace, Leader | None], int]) -> Callable[[argparse.Namespace], int]:
-    """Wrap a command to run on rank 0 of a launcher, if any."""
+    """Wrap a command so that under a launcher only rank 0 runs it."""
 
     def command(arguments: argparse.Namespace) -> int:
         launch = _launch(arguments)
@@ -55,7 +55,7 @@ def on_launched_ranks(run: Callable[[argparse.Namespace, Leader | None], int]) -
 
 
 def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
-    """Return the environment of the launcher; `None` to start new processes."""
+    """Return the environment of the launcher; `None` if the command starts its own ranks."""
     try:
         launcher = load_settings({"launcher": arguments.launcher}).launcher
     except DDPCheckError:
@@ -68,7 +68,7 @@ def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
 
 
 def _follow(launch: LauncherEnv) -> int:
-    """Serve rank 0 silently; only rank 0 returns the report's exit code."""
+    """Serve rank 0 without output; return the exit code, which is not the report's."""
     from ddpcheck.worlds.launchers.leader import Follower
 
     try:
@@ -84,10 +84,10 @@ def _follow(launch: LauncherEnv) -> int:
 
 @contextlib.contextmanager
 def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
-    """Raise SystemExit some seconds after SIGTERM, or at the exit of the launcher.
+    """Raise SystemExit `seconds` after SIGTERM, or when the launcher has exited.
 
-    A launcher ends all ranks as soon as one rank dies; the delay is for the report. Ranks started by hand do not watch
-    their parent, since a shell may exit before its children.
+    A launcher ends all ranks as soon as one rank dies; the delay leaves time to report. If the user started the ranks
+    in a shell, its exit is ignored, since a shell may exit before its children.
     """
     from ddpcheck.worlds.launchers.detection import BY_HAND
 
@@ -118,7 +118,7 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
 
 
 def explain_exit(code: int, sentence: str) -> None:
-    """Explain an exit code in torchrun's error file, for its failure summary."""
+    """Write the reason of a nonzero exit to torchrun's error file, for its summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not path or code == 0 or os.path.exists(path):
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OutputFile:
-    """Output file, checked for write access on entering the context."""
+    """Output file, whose write access is checked when the context is entered."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -164,12 +164,12 @@ def say(text: str) -> None:
 
 
 def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
-    """Print an error or a warning to standard error."""
+    """Print a message that begins with its kind, such as "error", to standard error."""
     _tell(f"ddpcheck: {kind}: {message}", textwrap.indent(fold_traceback(detail.rstrip()), "  "))
 
 
 def complain_of(error: Exception) -> int:
-    """Print the error that ends a command and return its exit code."""
+    """Print the error that ended a command and return the exit code for it."""
     if isinstance(error, DDPCheckError):
         complain(str(error), error.detail)
         return error.exit_code

@@ -16,10 +16,10 @@ _CHOICE = re.compile(r"^argument (\S+): invalid choice: '([^']*)' \(choose from 
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser with one-sentence errors, as for all errors of ddpcheck."""
+    """Argument parser that reports errors in one sentence, as ddpcheck reports others."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse; unrecognized arguments are an error of the subcommand."""
+        """Parse; unrecognized arguments are reported with the usage of the subcommand."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             owner: Parser = getattr(parsed, "parser", self)
@@ -83,7 +83,7 @@ def better(message: str) -> str:
     return f"there is no {kind} {value!r}; {hint}"
 
 
-# options by their names in other commands
+# option -> its name in other commands
 SYNONYMS = {"-o": "--output", "--nproc-per-node": "--world-size", "--world-size": "--nproc-per-node"}
 
 
@@ -98,7 +98,7 @@ def near_option(parser: argparse.ArgumentParser, words: Iterable[str]) -> str:
     return ""
 
 
-EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {  # by command; each with a few words on what it does
+EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {  # command -> (example, description)
     "": (
         ("ddpcheck init net.py:Net", "write a first recipe for a model, and check it"),
         ("ddpcheck report recipe.py", "check a recipe on two ranks"),

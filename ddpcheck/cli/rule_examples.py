@@ -1,4 +1,4 @@
-"""`ddpcheck test-rule`: run the examples of rules of others."""
+"""`ddpcheck test-rule`: run the examples of rules that are not part of ddpcheck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpcheck.run.checked_script import check_script
 
 
 def run_test_rule(arguments: argparse.Namespace) -> int:
-    """Run a file's rule examples; return 1 if one is missing or misjudged."""
+    """Run the rule examples of a file; return 1 on missing or failed examples."""
     from ddpcheck.rules.others import load_rules
 
     file = Path(arguments.file).absolute()
@@ -40,7 +40,7 @@ def run_test_rule(arguments: argparse.Namespace) -> int:
 
 
 def _run_example(file: Path, function: str, code: str, expected: int) -> tuple[bool, str]:
-    """Run an example on two ranks; return True if misjudged, and a description."""
+    """Run an example on two ranks; return (True if it fails, description)."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         script = Path(folder, f"{function}.py")
         script.write_text(f"import {file.stem}\n\n{file.stem}.{function}()\n", encoding="utf-8")
@@ -66,6 +66,6 @@ def _run_example(file: Path, function: str, code: str, expected: int) -> tuple[b
 
 
 def _obstacles(report: Report, code: str) -> list[str]:
-    """Return reasons why a rule may not have been judged."""
+    """Return what may have prevented the rule from being evaluated."""
     errors = [f"{check.name}: {check.detail}" for check in report.checks if check.status == "error"]
     return [*errors, *(note for note in report.world.get("notes", ()) if note.startswith(f"{code} "))]

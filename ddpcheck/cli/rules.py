@@ -26,7 +26,7 @@ from ddpcheck.report.settings import load_rules_of_others
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """Explain rules."""
+    """Print explanations of rules."""
     load_rules_of_others()
     rules = {rule.code: rule for pattern in arguments.rules for rule in matching_rules(pattern)}
     print_out("\n\n".join(_explanation(rule) for rule in rules.values()))
@@ -45,11 +45,11 @@ def _explanation(rule: Rule) -> str:
     return "\n".join(parts)
 
 
-_INTERNAL = ("repeats", "repro", "color")  # fields that JSON does not have
+_INTERNAL = ("repeats", "repro", "color")  # fields of a rule that are not written to JSON
 
 
 def run_rules(arguments: argparse.Namespace) -> int:
-    """List all rules."""
+    """Print a list of all rules."""
     load_rules_of_others()
     if arguments.format == "json":
         rules = [

@@ -46,7 +46,7 @@ from ddpcheck.worlds.failures import has_lost_another
 if TYPE_CHECKING:
     from ddpcheck.run.parity_run import ParityRuns, SingleRun
 
-_AHEAD = 0.5  # seconds; by then the agent has started the ranks, which are importing torch
+_AHEAD = 0.5  # seconds after which the agent has started the ranks, which then import torch
 
 
 def examine_options(args: argparse.Namespace) -> None:
@@ -78,7 +78,7 @@ def run_agent(
 ) -> Ending:
     """Run the script with torchrun's agent and return its ending.
 
-    Exit code: of the first failed rank, or 128 + signal. `limit`: seconds of a single-process run, without messages.
+    Exit code: of the first failed rank, or 128 + signal. `limit`: maximum seconds; if set, no messages are printed.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -122,7 +122,7 @@ def run_agent(
 def code_of_first(failures: Mapping[int, Any]) -> int:
     """Return the exit code of the first rank that failed on its own.
 
-    A rank ended by the agent after an exception counts as failed by the exception.
+    If a rank raised and was then ended by the agent, the exception counts.
     """
     ordered = sorted(failures.values(), key=lambda proc: proc.timestamp)
     raised = {proc.pid: str(proc.message) for proc in ordered if isinstance(proc.message, dict)}  # from an error file
@@ -154,7 +154,7 @@ def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Restore the signal handlers: handlers of the agent raise even after its end."""
+    """Restore the signal handlers after the block: handlers of the agent raise even later."""
     handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
     try:
         yield
@@ -260,7 +260,7 @@ def run_script(arguments: argparse.Namespace) -> int:
 
 
 def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, debug: bool) -> tuple[SingleRun, ...]:
-    """Run the script in a single process; signals end only this run."""
+    """Run the script in a single process; a signal ends only this run."""
     from ddpcheck.run.parity_run import INTERRUPTED, SingleRun
 
     with _handlers_kept():
@@ -277,7 +277,7 @@ def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, d
 
 
 def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
-    """Run in a single process; on differences also measure noise."""
+    """Run in a single process; if it differs, run again to measure noise."""
     from ddpcheck.run.parity_run import SingleRun
     from ddpcheck.trace.divergences import Parity
 
@@ -316,7 +316,7 @@ def show_report(
     baseline: Report | None,
     singles: Sequence[SingleRun] = (),
 ) -> Report:
-    """Show the report on a finished script; one line if clean, by default."""
+    """Show the report on a finished script; by default one line if clean."""
     from ddpcheck.run.script_report import report_on_script
 
     ranks = read_logs(folder)
@@ -350,7 +350,7 @@ def show_report(
 def keep_record(
     path: str, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource, report: Report
 ) -> None:
-    """Write a run to a file, and note findings lost by the pseudonyms."""
+    """Write a run to a file, with pseudonyms; note findings that need real names."""
     try:
         judged = load_extra("run_record").write_record(Path(path), script, ending, ranks, source)
     except OSError as error:

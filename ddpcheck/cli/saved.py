@@ -22,7 +22,7 @@ from ddpcheck.render.page.page import data_in
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.settings import load_settings
 
-DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {  # class, and schemas of what it writes beside its fields
+DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {  # class, and schemas of keys that are not fields of it
     "report": (Report, {"status": literal(Status)}),
     "matrix": (Matrix, {"kind": {"const": "matrix"}}),
     "difference": (ReportDifference, {"kind": {"const": "difference"}}),
@@ -72,7 +72,7 @@ def run_render(arguments: argparse.Namespace) -> int:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Show new, fixed and remaining findings; return 1 for new findings (--fail-on)."""
+    """Show new, fixed and remaining findings; return 1 if new ones reach `--fail-on`."""
     settings = load_settings({"fail_on": arguments.fail_on})
     if arguments.old == arguments.new == "-":
         raise UsageError("only one of the two reports can come from standard input")

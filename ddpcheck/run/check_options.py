@@ -11,7 +11,7 @@ from ddpcheck.report.settings import Settings, load_settings
 
 
 class Once(argparse.Action):
-    """Action that stores a value and rejects a second one."""
+    """Action that stores a value and rejects the option if it is repeated."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         if (first := getattr(namespace, self.dest)) is not None:
@@ -20,7 +20,7 @@ class Once(argparse.Action):
 
 
 def add_display_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options on verbosity and color of a printed report."""
+    """Add the options for verbosity and color of a printed report."""
     parser.add_argument("-q", "--quiet", action="store_true", help="print the verdict only")
     whole = "print all names, all evidence and all frames of tracebacks"
     parser.add_argument("-v", "--verbose", action="store_true", help=whole)
@@ -29,7 +29,7 @@ def add_display_options(parser: argparse._ActionsContainer) -> None:
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
-    """Add the `--check-` options to a parser, without abbreviations."""
+    """Add the `--check-` options to a parser, and forbid abbreviations."""
     rules = "by code, prefix or name; may be repeated"
     group = parser.add_argument_group("ddpcheck")
     add = group.add_argument

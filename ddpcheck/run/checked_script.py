@@ -49,7 +49,7 @@ def check_script(
         The report, with findings or without.
 
     Raises:
-        HangError: The runs took longer than `timeout`.
+        HangError: All runs together took longer than `timeout`.
         TargetError: There is no report, e.g. because the script does not exist; has the last line of the output.
     """
     command = [sys.executable, "-m", "ddpcheck", "run", "--standalone", f"--nproc-per-node={world_size}"]

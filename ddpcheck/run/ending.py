@@ -48,24 +48,24 @@ from ddpcheck.worlds import failures
 class Ending:
     """End of a script: exit codes, signals and hangs of its ranks."""
 
-    exit_code: int = 0  # of the whole script
+    exit_code: int = 0  # exit code of the whole script
     # exit codes of the failed ranks, by rank; negative for a signal
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     hang: Hang | None = None  # None if no hang was detected
     interrupted: bool = False  # True if a signal of a user or scheduler ended the script
     unended: Unended | None = None  # ranks that finished the script but did not exit
-    # processes still in `init_process_group`, if one raised there and none joined a group
+    # processes that did not return from `init_process_group`, if one raised and none returned
     unmet: tuple[Joining, ...] = ()
-    unwatched: tuple[str, ...] = ()  # reasons why ranks are not watched, one sentence each
+    unwatched: tuple[str, ...] = ()  # reasons why ranks are not observed, one sentence each
     restart: int = 0  # number of restarts by torchrun
-    # activity by rank if the script is still running, such as "is at train.py:12"
+    # rank -> activity, such as "is at train.py:12", if the script is still running
     doing: Mapping[int, str] = field(default_factory=dict)
 
 
 def judge_ending(
     ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding], source: ProgramSource | None = None
 ) -> list[Finding]:
-    """Return DDP401 to 404 unless a `known` finding explains the failed ranks."""
+    """Return findings DDP401 to 404 on failed ranks, unless a `known` finding explains them."""
     if ending.hang is not None and ending.hang.joining:
         return diagnose(FailureFacts(joining=ending.hang.joining, hang_seconds=ending.hang.seconds))
     if not ranks:
@@ -79,7 +79,7 @@ def judge_ending(
 def _failure_facts(
     ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding], source: ProgramSource
 ) -> FailureFacts:
-    """Return the facts of failed ranks, and of ranks still computing."""
+    """Return facts on the failed ranks, and on ranks that were still computing."""
     failed = failures_of(ranks, ending)
     ordered = failures.in_order(failed)
     first = ranks[ordered[0].rank if ordered else 0]
@@ -135,7 +135,7 @@ def _with_option_of_run(finding: Finding) -> Finding:
 
 
 def _positions(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> EndingFacts:
-    """Return the ranks' positions when the job stopped, and code blocks around all lines."""
+    """Return where ranks were when the job stopped, and code blocks around these lines."""
     at_end = ranks_at_end(ranks, ending, source)
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}
@@ -145,7 +145,7 @@ def _positions(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSour
 
 
 def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[RankAtEnd]:
-    """Return the position of each rank when the job stopped."""
+    """Return where each rank was when the job stopped."""
     failures_by_rank = {failed.rank: failed for failed in failures_of(ranks, ending)}
     at_end = []
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
@@ -203,7 +203,7 @@ def _exit_of(rank: WatchedRank, ending: Ending, source: ProgramSource) -> str:
 
 
 def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
-    """Append an unlogged DDP forward pass in which a rank waits."""
+    """Append the DDP forward pass in which a rank waits, if it is unlogged."""
     backward_calls = [call for call in log if call.operation == DDP_BACKWARD]
     in_forward = failure.collective.startswith(FORWARD)
     if failure.kind == "raised" and follows_from_another_rank(failure):
@@ -215,7 +215,7 @@ def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, .
 
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
-    """Return the failures of the ranks, without the ranks that torchrun ended."""
+    """Return the failures of ranks, except ranks that torchrun ended after another failure."""
     failed, vanished = list[RankFailure](), list[RankFailure]()
     # SIGKILL of ranks that the script started itself; torchrun reports an exit code for its own
     is_killed = bool(ending.exit_code) and not ending.exit_codes and ending.hang is None
@@ -256,7 +256,7 @@ def _died(rank: WatchedRank, code: int) -> RankFailure:
 
 
 def _with_last_call(failure: RankFailure, rank: WatchedRank) -> RankFailure:
-    """Add the last logged collective to a failure whose line is unknown."""
+    """Mention the last logged collective in a failure whose line is unknown."""
     if failure.location or not rank.calls:
         return failure
     return replace(failure, noticed=f"the last collective of rank {failure.rank} was {described_call(rank.calls[-1])}")
@@ -287,7 +287,7 @@ def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
 def timelines_of(
     ranks: Sequence[WatchedRank], ending: Ending, findings: Sequence[Finding]
 ) -> tuple[CollectiveTimeline, ...]:
-    """Return the last collectives of the ranks if some ranks failed or diverged."""
+    """Return the last collectives of all ranks, if a rank failed or collectives diverged."""
     rank_failures = failures_of(ranks, ending)
     failed = {failure.rank: describe_failure(failure) for failure in rank_failures}
     local = {rank.started.rank for rank in ranks}

@@ -20,7 +20,7 @@ from ddpcheck.run.ending import Ending, still_in_a_call
 from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
 
 _VERSION = "2.10"  # version of Flight Recorder in torch 2.13
-_OPERATIONS = (  # names in Flight Recorder; prefixes of names in torch.distributed
+_OPERATIONS = (  # names in Flight Recorder, which are prefixes of names in torch.distributed
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"),
     "barrier",
 )

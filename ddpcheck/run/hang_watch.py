@@ -43,16 +43,16 @@ from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import processor_seconds
 
 _INTERVAL = 0.5  # seconds between two polls
-_FOR_STACKS = 1.0  # seconds
+_FOR_STACKS = 1.0  # seconds to wait for stack dumps
 _GRACE = 3.0  # seconds for a rank to exit after SIGTERM
-_LOCKED = 5.0  # seconds without a context switch, for a process that waits for a lock
-_MISMATCH = 5.0  # seconds without progress, if collectives are known to mismatch
+_LOCKED = 5.0  # seconds without a context switch after which a process that waits for a lock is deadlocked
+_MISMATCH = 5.0  # seconds without progress after which ranks count as hung, if collectives mismatch
 _FOR_NODES = 1.0  # seconds for other nodes to receive the order to end their ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Ranks without progress, with the `stacks` of the live ranks, by rank."""
+    """Hang: `seconds` without progress, and `stacks` of the live ranks by rank."""
 
     seconds: float
     stacks: dict[int, str]
@@ -90,7 +90,7 @@ class HangWatch:
             folder: Log folder.
             timeout: Seconds without progress after which ranks count as hung.
             end: Called once if the ranks are hung; ends the script.
-            tell: Called with a message on a failed rank if torchrun waits for the other ranks.
+            tell: Called with messages: why the script is ended, or that torchrun waits after a rank has failed.
             nodes: Link to the other nodes, if their ranks are watched as well.
             limit: Seconds after which the ranks are ended in any case.
         """
@@ -161,7 +161,7 @@ class HangWatch:
                 seen = {}
 
     def _report_raised(self, living: dict[int, int]) -> None:
-        """Report an exception once if torchrun waits (30 seconds) for the other ranks."""
+        """Report a rank's exception once, if torchrun waits (30 s) for the other ranks."""
         if self._has_reported_raised or not living or living.keys() == rank_processes(self._folder).keys():
             self._failed_since = 0.0
         elif not self._failed_since:
@@ -183,7 +183,7 @@ class HangWatch:
             self._tell(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
 
     def _report_end(self, living: Collection[int]) -> None:
-        """Report why the script is ended, before the launcher prints about the signal."""
+        """Report why the script is ended, before the launcher's message on the signal."""
         why = "all ranks wait for each other"
         if self.unended is not None:
             why = f"{format_ranks(living)} {agreeing('has', [*living])} run to the end of the script, and not ended"
@@ -192,7 +192,7 @@ class HangWatch:
         self._tell(f"{why}; ending the script")
 
     def _are_hung(self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool) -> bool:
-        """Set `hang`, `unended`, or `_stuck` (other nodes may make progress) if the ranks hang."""
+        """Return True if the ranks hang; set `hang`, `unended`, or `_stuck` (on several nodes)."""
         if not all(state.may_wait for state in facts.values()):
             return False
         stacks = self._ranks.stacks(ranks)
@@ -225,7 +225,7 @@ class HangWatch:
         return True
 
     def _nodes_must_end(self, living: dict[int, int], *, is_stuck: bool) -> bool:
-        """Publish the state of this node; return True if the job hangs."""
+        """Publish this node's state; return True if the job hangs and ranks must end."""
         if self._nodes is None or not self._nodes.is_joined:
             return False
         ranks, world_size = self._ranks.joined()
@@ -239,7 +239,7 @@ class HangWatch:
         return True
 
     def forget_end(self) -> None:
-        """Discard log entries after the hang: ranks may fail with other nodes."""
+        """Discard log entries made after the hang, when other nodes ended their ranks."""
         if self._stuck is None or self.hang is not self._stuck:
             return
         for path in self._folder.glob("*-*.*"):
@@ -258,7 +258,7 @@ class HangWatch:
         return bool(locked.items() & living_ranks.locked_children(pid).items())
 
     def _waits_for_threads(self, pid: int, stack: str, *, has_thread_error: bool) -> bool:
-        """Return True if the main thread waits for threads that failed or await ranks."""
+        """Return True if the main thread waits for failed threads, or threads awaiting ranks."""
         threads = program_threads(stack)
         if not lock_waited_for(own_stack(stack)) or not (has_thread_error or any(map(waits_for_others, threads))):
             return False
@@ -286,14 +286,14 @@ class HangWatch:
                 return
 
     def _diverge_now(self, living: Collection[int]) -> bool:
-        """Return True if a live rank's last collective is the first mismatch."""
+        """Return True if collectives mismatch only since the last collective of a live rank."""
         logs = comparable_logs(read_logs(self._folder))
         previous = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
         return bool(judge_collectives(logs, living)) and not judge_collectives(previous, living)
 
 
 def unmet(folder: Path) -> tuple[Joining, ...]:
-    """Return the processes left in `init_process_group`, by rank, if any of them raised."""
+    """Return the processes that did not return from `init_process_group`, if one raised."""
     return tuple(_notes(folder, RAISED, SUFFIX)) if _notes(folder, RAISED) else ()
 
 
@@ -306,7 +306,7 @@ def _notes(folder: Path, *suffixes: str) -> list[Joining]:
 
 
 class _MeetingWatch:
-    """Poll the processes in `init_process_group` for a hang: all others of torchrun have ended."""
+    """Detect that processes in `init_process_group` wait for processes that have ended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

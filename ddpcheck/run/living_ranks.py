@@ -23,8 +23,8 @@ from ddpcheck.worlds.deadlock import processor_seconds
 from ddpcheck.worlds.starting import ask_for_stacks
 
 _SHARE = 0.02  # fraction of a core that a waiting rank may use
-_FOR_STACKS = 1.0  # seconds
-_QUIET = 0.05  # seconds without new stack output
+_FOR_STACKS = 1.0  # seconds to wait for stack dumps
+_QUIET = 0.05  # seconds without new output after which a stack dump is complete
 _LOCAL_SOCKET = "__skb_wait_for_more_packets"  # kernel function in which a torch thread of each worker waits
 _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 
@@ -33,15 +33,15 @@ _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 class RankFacts:
     """State of a rank that has made no logged progress for some time."""
 
-    is_idle: bool  # the process used almost no processor time
-    spins: bool = False  # waiting ranks may use processor time: not under gloo
-    others_idle: bool = True  # threads except the main thread used almost no processor time
-    is_inside: bool = False  # the log shows the main thread in a collective or waiting for one
-    diverged: bool = False  # the last collectives of the ranks are known to mismatch
+    is_idle: bool  # True if the process used almost no processor time
+    spins: bool = False  # True if a waiting rank may use processor time: backends other than gloo
+    others_idle: bool = True  # True if threads other than the main thread used almost none
+    is_inside: bool = False  # True if the log shows the main thread in a collective
+    diverged: bool = False  # True if the last collectives of the ranks are known to mismatch
 
     @property
     def may_wait(self) -> bool:
-        """Return True if the rank may be waiting, judged without its stack."""
+        """Return True if the rank may be waiting; its stack is not considered."""
         return self.is_idle or (self.spins and (self.diverged or (self.is_inside and self.others_idle)))
 
     def waits(self, stack: Sequence[Frame]) -> bool:
@@ -57,13 +57,13 @@ class RankFacts:
 
 
 class LivingRanks:
-    """Processes of the ranks with logs in a folder."""
+    """Processes of the ranks whose logs are in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def living(self) -> tuple[dict[int, int], bool]:
-        """Return live processes by rank, and True if all ranks have logs.
+        """Return PIDs of live ranks, by rank, and True if all ranks have logs.
 
         A rank without a log has not joined yet, or is on another machine.
         """
@@ -71,14 +71,14 @@ class LivingRanks:
         return {rank: pid for rank, pid in ranks.items() if lives(pid)}, len(ranks) >= world_size
 
     def joined(self) -> tuple[dict[int, int], int]:
-        """Return the PIDs of joined ranks by rank, and the world size."""
+        """Return PIDs of ranks that joined a process group, and the world size."""
         sizes = [int(path.stem.split("-")[2]) for path in self._folder.glob("*-*-*-*.log")]
         return rank_processes(self._folder), max(sizes, default=1)
 
     def facts(
         self, ranks: dict[int, int], before: dict[int, Used], seconds: float, *, diverged: bool = False
     ) -> dict[int, RankFacts]:
-        """Return the state of the ranks, given processor times `before`, `seconds` ago."""
+        """Return the state of the ranks; `before`: their processor times `seconds` ago, by PID."""
         spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
         facts = {}
         for rank, pid in ranks.items():
@@ -92,7 +92,7 @@ class LivingRanks:
         return facts
 
     def progress(self) -> dict[str, bytes]:
-        """Return the progress counters by file: steps, batches, collectives and log sizes."""
+        """Return file name -> progress (steps, batches, collectives, log size), to compare later."""
         counters = {}
         for path in sorted(self._folder.glob("*.*")):
             if path.suffix == ".log":
@@ -102,7 +102,7 @@ class LivingRanks:
         return counters
 
     def stacks(self, ranks: dict[int, int]) -> dict[int, str]:
-        """Return the stack dumps by rank, if the process handles the signal."""
+        """Return stack dumps by rank, of processes that handle the dump signal."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
         asked_pids = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
 
@@ -141,17 +141,17 @@ def used(ranks: dict[int, int]) -> dict[int, Used]:
 
 
 def is_idle(before: float, now: float | None, seconds: float) -> bool:
-    """Return True if a process was idle; `now=None` means a busy process."""
+    """Return True if a process was idle, given processor times; `now=None`: it is busy."""
     return now is not None and now - before <= 0.1 + _SHARE * seconds
 
 
 def _catches_signal(pid: int) -> bool:
-    """Return True if a process handles the stack signal (interpreter not finalized)."""
+    """Return True if a process handles the dump signal: its interpreter is not finalized."""
     return bool(int(status_value(str(pid), "SigCgt") or "0", 16) >> (STACK_SIGNAL - 1) & 1)
 
 
 def gloo_wants_gil(pid: int) -> bool:
-    """Return True if a gloo thread waits for the GIL (wakes every 5 ms)."""
+    """Return True if a gloo thread waits for the GIL, waking every 5 ms."""
     threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read(f"{pid}/task/{thread}/comm") == _GLOO]
     before = [switches(f"{pid}/task/{thread}") for thread in threads]
     time.sleep(_FOR_GIL)
@@ -159,8 +159,8 @@ def gloo_wants_gil(pid: int) -> bool:
     return any(late - early >= _LOOKS_FOR_GIL for early, late in zip(before, after, strict=True))
 
 
-_GLOO = "pt_gloo_runloop"  # name of a thread
-_FOR_GIL = 0.5  # seconds, up to 100 wakeups
+_GLOO = "pt_gloo_runloop"  # name of the threads of gloo
+_FOR_GIL = 0.5  # seconds to count wakeups of a thread, up to 100 if it waits for the GIL
 _LOOKS_FOR_GIL = 10
 
 
@@ -181,7 +181,7 @@ def _read(file: str) -> str:
 
 
 def locked_children(pid: int) -> dict[int, int]:
-    """Return children blocked on a lock: pid -> voluntary context switches.
+    """Return child processes blocked on a lock, as pid -> voluntary context switches.
 
     Excludes a child with any thread that computes, sleeps, reads or waits for the network.
     """

@@ -27,11 +27,11 @@ from ddpcheck.worlds.launchers.store import LauncherStore, connect
 from ddpcheck.worlds.starting import wait_until
 
 WAIT = 30.0  # seconds that a node waits for a silent node
-_WHEN_INTERRUPTED = 5.0  # seconds; a scheduler soon sends SIGKILL
+_WHEN_INTERRUPTED = 5.0  # seconds instead of `WAIT` after a signal: a scheduler soon sends SIGKILL
 _FRESH = 5.0  # seconds after which the state of a node is stale
 _FAREWELL = 3.0  # seconds for the other nodes to read the exit code
-_LOOK = 0.25  # seconds between two turns
-_BUSY = 0.02  # seconds between two turns during a transfer
+_LOOK = 0.25  # seconds between two updates
+_BUSY = 0.02  # seconds between two updates during a transfer
 _AHEAD = 4  # maximum number of pending parts in the store
 _LONGEST = 4 * LARGEST_PART  # maximum bytes of a value
 
@@ -43,7 +43,7 @@ class NodeState(msgspec.Struct):
     """Published state of a node."""
 
     beat: int = 0  # number of updates
-    standing: Standing = "on"  # or unknown; "stuck": all ranks wait in vain; "ended": all ranks have ended
+    standing: Standing = "on"  # "on": running or unknown; "stuck": all ranks wait in vain; "ended": all have ended
     ranks: tuple[int, ...] = ()  # ranks of the node that joined the process group
     world_size: int = 0  # size of the process group; 0 before joining
     has_left: bool = False  # True if the node no longer waits for the first node
@@ -114,7 +114,7 @@ class NodeLink:
     # Called by the launching process
 
     def meet(self, store: Any, number: int, size: int) -> None:
-        """Restart the link on a rendezvous store; no link without a TCPStore."""
+        """Restart the link on the store of a rendezvous, if it is a TCPStore."""
         self.close()
         self._over = threading.Event()
         self._reset()
@@ -136,11 +136,11 @@ class NodeLink:
         return self._thread is not None and self.size > 1
 
     def stands(self, standing: Standing, ranks: tuple[int, ...], world_size: int) -> None:
-        """Set the state of the ranks of this node."""
+        """Set the state of this node's ranks, to be published."""
         self._state.world_size, self._state.ranks, self._state.standing = world_size, ranks, standing
 
     def must_end(self) -> bool:
-        """Return True if node 0, or node 1 stuck alone, ends this node's ranks."""
+        """Return True if this node must end its ranks, since the job hangs."""
         if self.number:
             is_last = self.size == 2 and (self._gone or self._first.exit_code is not None)
             return self._first.ends or (is_last and self._state.standing == "stuck")
@@ -148,7 +148,7 @@ class NodeLink:
         return self._first.ends
 
     def collect(self, *, interrupted: bool) -> dict[int, bytes]:
-        """Collect logs on the first node; return the encoded `Ending` of other nodes."""
+        """Collect the other nodes' logs on node 0; return the encoded `Ending` by node."""
         since, wait = time.monotonic(), min(WAIT, _WHEN_INTERRUPTED) if interrupted else WAIT
         self._state.standing = "ended"
         self._first.collects = True
@@ -167,7 +167,7 @@ class NodeLink:
 
     @property
     def refused(self) -> dict[int, str]:
-        """Return the reason by node for logs that were not accepted."""
+        """Return node -> reason why its logs were not accepted."""
         return {number: node.refused for number, node in self._nodes.items() if node.refused}
 
     def hand_over(self, ending: bytes) -> int | None:
@@ -188,7 +188,7 @@ class NodeLink:
         return (self._first.exit_code or 0) if self._has_sent else None
 
     def finish(self, exit_code: int) -> None:
-        """Send the exit code of the report to other nodes; close the link."""
+        """Publish the exit code of the report, let other nodes read it, then close."""
         self._first.exit_code = exit_code
         wait_until(lambda: self._gone or not any(node.listens for node in self._nodes.values()), _FAREWELL, _BUSY)
         self.close()

@@ -27,11 +27,11 @@ from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.worlds import failures
 
 VARIABLE = "DDPCHECK_PARITY"
-"""Is "1" in the environment of a single process, so that a script can leave out what must not happen twice."""
+"""Environment variable, "1" in the single process, so that a script can skip what must not happen twice."""
 
 INTERRUPTED = "it was interrupted"
 _TIMES = 3  # time limit of the single process, in multiples of world size x duration of the run on ranks
-_MOST_OUTPUT = 1 << 16  # characters kept of the end
+_MOST_OUTPUT = 1 << 16  # characters of output kept, from its end
 _OF_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|OutOfMemory")
 _MEMORY = (
     "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
@@ -86,7 +86,7 @@ class ParityRuns:
         )
 
     def begin(self, ranks: Sequence[WatchedRank]) -> str:
-        """Set the time limit and return a message on the single-process run."""
+        """Set the time limit of the single process; return a message announcing it."""
         elapsed = time.time() - self._began
         self._limit = max(self._args.check_timeout, _TIMES * len(ranks) * elapsed)
         sizes = [
@@ -100,8 +100,8 @@ class ParityRuns:
     def run(self, ranks: Sequence[WatchedRank], *, measures_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process on the samples of the ranks.
 
-        Run again with its own random numbers if the script fails with those of the ranks, or on one batch per rank in
-        turn if the script accumulates more micro-batches in a smaller world.
+        If the script fails with the random numbers of the ranks, it runs again with its own. If it accumulates more
+        micro-batches in a smaller world, it runs again on the batches of single ranks, in turn.
         """
         result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):
@@ -161,7 +161,7 @@ def _single_options(args: argparse.Namespace, folder: Path) -> argparse.Namespac
 
 
 def _signal_of(ending: Ending) -> int:
-    """Return the number of the signal that ended the process; 0 for none."""
+    """Return the number of the signal that ended the process, or 0."""
     code = next(iter(ending.exit_codes.values()), 0)
     return -code if code < 0 else ending.exit_code - 128 if ending.exit_code == 128 + signal.SIGKILL else 0
 

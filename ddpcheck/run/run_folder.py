@@ -19,11 +19,11 @@ from ddpcheck.stream.rank_log import FOLDER
 from ddpcheck.worlds.launchers.rendezvous import this_machine
 
 _MACHINE = "machine"  # file with the name of the machine: only local processes can be seen
-_MOST_TAKEN = 9  # names to try if other users created the folder
+_MOST_TAKEN = 9  # maximum number of names to try, if other users own the folders
 
 
 def shared_folder(name: str) -> Path:
-    """Create or return a launch's log folder; raise `UsageError` if others own it."""
+    """Return a launch's log folder, created if missing; raise `UsageError` if others own it."""
     for number in range(_MOST_TAKEN):
         folder = Path(tempfile.gettempdir(), f"{FOLDER}{name}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
@@ -40,7 +40,7 @@ def own_folders() -> list[Path]:
 
 @contextlib.contextmanager
 def holding(folder: Path) -> Iterator[None]:
-    """Own a folder while the block runs; remove folders without owner first."""
+    """Remove folders that have no owner, then own `folder` while the block runs."""
     for old_folder in own_folders():
         with contextlib.suppress(OSError):
             processes = list(Path("/proc").glob("[0-9]*"))  # empty if not on Linux

@@ -46,7 +46,7 @@ from ddpcheck.trace.wrappers import describe_missing_ranks
 from ddpcheck.worlds import failures
 
 _USUAL = Settings()
-_WITHOUT_RANK_PARAMS = ("replicas", "reducer", "optimizers")  # check lines on values, gradients and optimizer state
+_WITHOUT_RANK_PARAMS = ("replicas", "reducer", "optimizers")  # check lines that leave out parameters of single ranks
 
 
 def report_on_script(
@@ -64,11 +64,11 @@ def report_on_script(
     Args:
         script: Command line.
         ending: Exit codes, signals and hangs of the script.
-        ranks: Logs of the ranks, of the last start.
+        ranks: Logs of the ranks since the last start or restart.
         settings: Selected, ignored and suppressed rules.
-        baseline: Earlier report, whose findings do not count.
+        baseline: Earlier report; findings that it contains do not fail the check.
         source: Recorded answers on the source of the script, if the source is not on this machine.
-        singles: Single-process runs: the one to compare, one to measure noise, and one with another rank number.
+        singles: Single-process runs: one to compare, one that measures noise, one as another rank; or fewer.
     """
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
@@ -112,7 +112,7 @@ def report_on_script(
 def _add_parity(
     judged: Judged, parity: Verdict | Exception | None, script: str, settings: Settings
 ) -> tuple[Judged, str]:
-    """Add differences from a single process, unless explained; return the codes that explain."""
+    """Add findings of the parity check unless others explain them; return those codes."""
     if not isinstance(parity, Verdict) or not parity.findings:
         return judged, ""
     kept = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore).kept
@@ -123,7 +123,7 @@ def _add_parity(
 def _check_of(
     heading: str, facts: ScriptFacts, judged: Judged, kept: Sequence[Finding], equal: Mapping[str, str]
 ) -> tuple[CheckStatus, str] | None:
-    """Return status and detail of a check; `equal`: single-process confirmations by heading."""
+    """Return status and detail of a check line; `equal`: heading -> confirmation by parity."""
     if (why := facts.unwatched.get(heading)) is not None:
         return "error", why
     if heading == "collectives":
@@ -187,7 +187,7 @@ def _world(facts: ScriptFacts, ending: Ending, more_notes: Sequence[str]) -> dic
 
 
 def _script_check(ranks: Sequence[WatchedRank], ending: Ending) -> list[CheckResult]:
-    """Return the check line of a script still running or ended early."""
+    """Return a check line if the script still runs or ended early, else []."""
     if ending.doing:
         activities = "; ".join(told_together(ending.doing.items()))
         if ending.hang is None:
@@ -225,7 +225,7 @@ def _of_unended(unended: Unended) -> str:
 
 
 def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
-    """Return the ranks aborted after the script finished; empty if another rank failed."""
+    """Return the ranks that aborted after the script finished; [] if any failed differently."""
     to_the_end = {rank.started.rank for rank in ranks if rank.has_ended}
     aborted = sorted(rank for rank, code in ending.exit_codes.items() if code == -signal.SIGABRT)
     others = set(ending.exit_codes.values()) - {-signal.SIGABRT, -signal.SIGTERM}
@@ -296,7 +296,7 @@ def _of_collectives(
     return status_of(Verdict((), passed, lacking), explained, kept)
 
 
-_BETWEEN = 3.0  # seconds between the two samples
+_BETWEEN = 3.0  # seconds between two looks at the ranks of an active run
 
 
 def report_on_run(folder: Path, settings: Settings) -> Report:
@@ -332,7 +332,7 @@ def _doing(log: WatchedRank, stacks: dict[int, str], moving: set[int], waiting: 
 
 
 def the_run(folder: str | None) -> Path:
-    """Return the folder of an active run, by default of the user's only one.
+    """Return the log folder of an active run, by default the user's only one.
 
     Raises `UsageError` if no run or several runs match, or the system is not Linux.
     """

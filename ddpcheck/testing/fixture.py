@@ -39,7 +39,7 @@ _SETTINGS = (
 
 
 class DDPWorld:
-    """Real ranks for a test whose body runs in the parent process.
+    """Real ranks for a test whose body runs in pytest's process.
 
     The ranks start with the first `run` and end with the test. A call such as `ddp_world(world_size=4)` returns
     another world for the same test.
@@ -73,7 +73,7 @@ class DDPWorld:
     def world(self) -> TestWorld:
         """The `ddpcheck.World` behind this fixture.
 
-        Fresh on first use and after a failure. On ranks started by torchrun, mpirun or srun, a `LaunchedWorld`.
+        Started on first use and after a failure. A `LaunchedWorld` if torchrun, mpirun or srun started the ranks.
         """
         return self._lease.world
 
@@ -109,7 +109,7 @@ class DDPWorld:
         return list(results.values())
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
-        """Check a recipe on a world of this size; fail on findings (`fail_on`).
+        """Check a recipe on this world size; fail on findings of severity `fail_on`.
 
         Args:
             recipe: A recipe or a TARGET.

@@ -32,7 +32,7 @@ _SHOWN = pytest.StashKey[tuple[str, Any]]()
 
 
 def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
-    """Register `InStep` under a launcher."""
+    """Register `InStep` if a launcher started pytest, and pytest-xdist is not used."""
     xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # these do not synchronize
     launch = detect()
     if launch is not None and not xdist:
@@ -41,7 +41,7 @@ def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], opti
 
 @dataclass(eq=False)
 class InStep:
-    """pytest hooks of one rank.
+    """pytest hooks on a rank of a launcher.
 
     The ranks synchronize after collection if a test needs ranks, and then after every phase of every test: a test that
     fails on one rank fails on all, so that all ranks stop after the same test. Rank 0 reports; the other ranks are
@@ -73,7 +73,7 @@ class InStep:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Join the other ranks if a test needs ranks, before `-k` deselects tests."""
+        """Connect to the other ranks if a test needs ranks, before `-k` deselects tests."""
         if self._config.option.collectonly:
             return
         try:
@@ -96,7 +96,7 @@ class InStep:
             silence_files(self._config, self._launch.rank)
 
     def _may_be_ours(self, uncollected: str) -> bool:
-        """Return True if an uncollected file mentions tests that need ranks."""
+        """Return True if a file that failed collection mentions tests that need ranks."""
         try:
             text = (self._config.rootpath / uncollected.partition(":")[0]).read_text(errors="replace")
         except OSError:
@@ -176,7 +176,7 @@ class InStep:
     def _agreed(
         self, launched: RankGroup, item: pytest.Item, when: Phase, local_error: BaseException | None
     ) -> BaseException | None:
-        """Return the common exception of this phase; `local_error`: this rank's exception."""
+        """Return the exception to raise on every rank; `local_error` is this rank's own."""
         local_end = _phase_end(item, local_error, fell=launched.epoch.out_of_step is not None)
         try:
             ends: list[_PhaseEnd] = launched.end(local_end, timeout=self._patience(item))
@@ -211,7 +211,7 @@ class InStep:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Show the failure of another rank as reported there."""
+        """Put the failure of another rank into the report as that rank reports it."""
         report = yield
         when, longrepr = item.stash.get(_SHOWN, ("", None))
         if when == call.when and report.failed and call.excinfo is not None:
@@ -265,15 +265,15 @@ class InStep:
 class _PhaseEnd:
     """Outcome of a test phase on one rank, sent to the other ranks."""
 
-    ended: Ended | None = None  # set if not failed
-    reply: dict[str, Any] | None = None  # `failures.described`, set if failed
-    fell: bool = False  # failed only because other ranks did not synchronize
-    shown: bytes = b""  # pickled failure representation of pytest
+    ended: Ended | None = None  # outcome if the phase did not fail
+    reply: dict[str, Any] | None = None  # data from `failures.described` if it failed
+    fell: bool = False  # True if it failed only because other ranks did not synchronize
+    shown: bytes = b""  # pickled pytest representation of the failure
     output: list[tuple[str, str]] = field(default_factory=list)  # captured output as (section name, text)
 
     @property
     def same_as(self) -> tuple[str, str]:
-        """Comparison key; if equal on all ranks, each raises its own exception."""
+        """Key of the outcome; if equal on all ranks, each raises its own exception."""
         if self.reply is not None:
             return self.reply["type"], self.reply["text"]
         return ("", self.ended.how) if self.ended is not None else ("", "")
@@ -299,7 +299,7 @@ def _pack_longrepr(item: pytest.Item, error: BaseException) -> bytes:
 
 
 def _failure(rank: int, end: _PhaseEnd, caused: bool) -> RankFailure:
-    """Return the failure of a rank; `caused`: another rank may be the cause."""
+    """Return the failure of a rank; `caused`: another rank's failure may have caused it."""
     assert end.reply is not None
     failure = failures.raised(rank, {**end.reply, "when": 0.0})  # clocks differ between machines
     if end.fell and caused:
@@ -351,7 +351,7 @@ class Terminal:
 
 
 def silence_files(config: pytest.Config, rank: int) -> None:
-    """Disable JUnit report and cache, and add the rank to the log file."""
+    """Disable JUnit report and cache; add the rank to the log file name."""
     with contextlib.suppress(ImportError):
         from _pytest.junitxml import xml_key
 
@@ -379,7 +379,7 @@ def give_up_coverage(plugin: Any) -> bytes:
 
 
 def share_temporary_folders(config: pytest.Config, base: str) -> None:
-    """Share numbered temporary folders in `base` between all ranks."""
+    """Have `tmp_path` return the same folder, in `base`, on all ranks."""
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None or not base:
         return

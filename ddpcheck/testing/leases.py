@@ -33,15 +33,15 @@ PATIENCE = 3600.0  # seconds to wait for ranks that run code without a timeout
 
 
 class LaunchedWorld:
-    """World of a session's first ranks, each a child process of its launched rank.
+    """World whose ranks are child processes of the session's first launched processes.
 
-    Every launched process creates, runs and closes the world at the same points, even without a rank in the world. All
-    ranks run rank 0's function, arguments and test conditions; environment, working directory and import path come
-    from each launched process.
+    Every launched process creates, runs and closes the world at the same points, even if the world has no rank there.
+    All ranks use function, arguments and test conditions of rank 0, but environment, working directory and import path
+    of their launched process.
     """
 
     def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:
-        """Reserve the first ranks, which start with the first run; options as in `WorldOptions`."""
+        """Initialize; the ranks start with the first `run`. Options as in `WorldOptions`."""
         self._world_options = WorldOptions(**options)
         self.world_size = self._world_options.world_size
         self.failed = False
@@ -75,10 +75,7 @@ class LaunchedWorld:
     def _run(
         self, contexts: Sequence[wire.ProcessContext], fn: Callable[..., Any], *args: Any, timeout: float
     ) -> tuple[list[Any], RankError | None, list[tuple[bytes, str]]]:
-        """Run `fn` on all ranks, called on rank 0; return results, error and files.
-
-        The files are (attachment, output) of each rank.
-        """
+        """Run `fn` on all ranks, from rank 0; return results, error, (attachment, output) pairs."""
         assert self._session.leader is not None
         if self._world is None:
             self._world = start_world(
@@ -106,7 +103,7 @@ class LaunchedWorld:
 
 
 def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0; return its result or raise on every rank."""
+    """Run `work` only on rank 0; return its result, or raise, on every rank."""
     data = b""
     if session.rank == 0:
         with session.working():
@@ -148,7 +145,7 @@ class Ranks:
         self.terminal = None if is_worker or launched is not None else PdbTerminal(config)  # for pdb
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> TestWorld:
-        """Return a fresh or module-shared world; skip the test if the launcher lacks ranks."""
+        """Return a fresh or module-shared world; skip the test if ranks are too few."""
         options = dict(options)
         owner = _module(item) if options.pop("reuse", "test") == "module" else None
         if self._launched is None:
@@ -168,11 +165,11 @@ class Ranks:
             world.close()
 
     def drop(self, item: pytest.Item) -> None:
-        """Discard the shared worlds of a test's module after a late failure."""
+        """Discard the worlds shared by the test's module, after a failure in teardown."""
         self._pool.end(_module(item))
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
-        """Run `work`, which starts its own ranks, once; `what` describes the work."""
+        """Run `work`, which starts its own ranks; under a launcher only on rank 0."""
         return work() if self._launched is None else once(self._launched, what, work)
 
     def check_controller(self) -> None:
@@ -200,14 +197,14 @@ class Record:
 
     item: pytest.Item
     seeds: Mapping[str, Any] = field(default_factory=dict)  # states of the random number generators at the start
-    setups: list[OnRank] = field(default_factory=list)  # fixtures set up on the ranks
+    setups: list[OnRank] = field(default_factory=list)  # fixtures that the ranks set up
     leases: list[WorldLease] = field(default_factory=list)
-    shown: Any = None  # report content that replaces the parent's traceback
-    # error of `ddp_world.run`, and report sections shown beside the parent's traceback
+    shown: Any = None  # content of the report, instead of the traceback in pytest's process
+    # error of `ddp_world.run`, and report sections to add to the traceback in pytest's process
     explained: tuple[BaseException | None, list[tuple[str, str]]] = (None, [])
     report_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of kept HTML reports
     failed: bool = False  # the ranks of a failed test are not reused
-    quitting: bool = False  # user quit the debugger to end the session
+    quitting: bool = False  # True if the user quit the debugger, which ends the session
     _warned: set[object] = field(default_factory=set)
 
     def unpack(self, world: TestWorld) -> dict[int, RankArtifacts]:
@@ -230,13 +227,13 @@ class Record:
         return artifacts
 
     def add_section(self, what: str, rank: int, world: TestWorld, text: str) -> None:
-        """Add non-empty text of a rank to the report."""
+        """Add the text of a rank as a report section, unless it is empty."""
         if text.strip():
             self.item.add_report_section("call", f"{what} of rank {rank} of {world.world_size}", text)
 
 
 def _mismatch(world: TestWorld, error: RankError | None) -> Finding | None:
-    """Return the DDP403 finding if mismatched collectives caused the failure, else `None`."""
+    """Return a DDP403 finding if mismatched collectives caused the failure, else `None`."""
     if error is None or not isinstance(world, World):
         return None
     logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
@@ -244,7 +241,7 @@ def _mismatch(world: TestWorld, error: RankError | None) -> Finding | None:
 
 
 class WorldLease:
-    """Lease of a world, acquired on first use and after a failure."""
+    """Lease of a world to a test; acquired on first use and after failures."""
 
     def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
         self._session_ranks = ranks
@@ -267,7 +264,7 @@ class WorldLease:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> tuple[dict[int, Any], TestOutcome, RankError | None]:
-        """Call a function of `ddpcheck.testing.rank_side` on every rank, adding the test conditions.
+        """Call a function of `ddpcheck.testing.rank_side` with the test conditions on every rank.
 
         Returns:
             Return values by rank, outcome of the test, and the error if ranks failed.
@@ -308,7 +305,7 @@ class WorldLease:
             sys.stdout.flush()
 
     def _new_output(self, world: TestWorld, up_to: str = "") -> Iterator[tuple[int, str]]:
-        """Yield the new output of each rank, up to the last `up_to`."""
+        """Yield each rank and its new output, up to the last occurrence of `up_to`."""
         for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]

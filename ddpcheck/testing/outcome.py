@@ -23,7 +23,7 @@ _LONGEST = 150
 
 
 def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: Report) -> Path | None:
-    """Write the next HTML report of node id `test`; return its path."""
+    """Write the next HTML report of a test (node id `test`); return its path."""
     if folder is None:
         return None
     from ddpcheck.render import renderer_for
@@ -52,13 +52,13 @@ class TestOutcome:
 
     how: Literal["passed", "skipped", "xfailed", "failed"]
     headline: str = ""  # one sentence, or the reason of a skip
-    lines: tuple[str, ...] = ()  # one per group of equal ranks, followed by the stack if stuck
-    first: RankFailure | None = None  # failure in the headline
+    lines: tuple[str, ...] = ()  # one per group of ranks with equal outcome; the stack follows if they are stuck
+    first: RankFailure | None = None  # failure that the headline describes
     mismatch: Finding | None = None  # DDP403, if it caused the failure
 
 
 def judge(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding | None = None) -> TestOutcome:
-    """Merge the outcomes of passed ranks (`ended`) and failed ranks (`error`)."""
+    """Merge the outcomes of ranks without failure (`ended`) and of failed ranks (`error`)."""
     ended = dict(ended)
     failures = list(error.failures) if error is not None else []
     for failure in list(failures):  # module-level skip during import on a rank
@@ -86,9 +86,9 @@ def judge(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding
 
 
 def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None) -> BaseException:
-    """Return the exception to raise in the parent: the rank's own, for `xfail(raises=...)`.
+    """Return the exception to raise in pytest's process: if possible the rank's own.
 
-    Exceptions that are not `expected` have precedence.
+    `expected` is the `raises` of an xfail mark; exceptions of other types have precedence.
     """
     first = verdict.first
     if expected is not None and error is not None:
@@ -129,7 +129,7 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
 
 
 def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
-    """Return report sections on the failures, if the first has a pytest representation."""
+    """Return report sections on the failures; [] if pytest cannot represent the first."""
     first = verdict.first
     longrepr = attachment[first.rank].failure if first is not None and first.rank in attachment else None
     if first is None or longrepr is None:

@@ -33,9 +33,9 @@ class OnRank:
     """Placeholder in the pytest process for a fixture value that each rank creates."""
 
     name: str
-    detail: Any = None  # capture class for `capsys` etc.; (param, name, nodeid) for `request`
-    find: Callable[[], Any] | None = None  # returns the fixture function of a user; `None` for other fixtures
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the fixture function
+    detail: Any = None  # for `capsys` etc. its capture class; for `request` (param, name, nodeid)
+    find: Callable[[], Any] | None = None  # returns the function of a user-defined fixture; `None` for other fixtures
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the fixture function
 
     def _refuse(self, *_: object) -> Any:
         raise UsageError(
@@ -70,7 +70,7 @@ def _function_of(holder: Any) -> Any:
 def picklable_getter(function: Any) -> Callable[[], Any]:
     """Return a picklable function that returns this fixture function.
 
-    If its module can be imported, it is found by name, and so keeps the module's globals; else it is pickled.
+    If its module can be imported, the function is found by name, and so uses the globals of the module.
     """
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__name__", "")
@@ -88,7 +88,7 @@ _CAPTURES = {
 
 
 def converted(name: str, value: Any) -> Any:
-    """Return a fixture value, or a placeholder if bound to the process."""
+    """Return the fixture value, or a placeholder if usable only in pytest's process."""
     if isinstance(value, pytest.MonkeyPatch):
         return OnRank("monkeypatch")
     if isinstance(value, pytest.WarningsRecorder):
@@ -106,7 +106,7 @@ def converted(name: str, value: Any) -> Any:
 
 
 def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[OnRank]) -> bytes:
-    """Pickle a test's function, arguments and fixtures together; shared objects stay shared.
+    """Pickle function, arguments and fixtures of a test together; shared objects stay shared.
 
     Raises:
         UsageError: A value cannot be pickled; names the fixture.
@@ -144,14 +144,14 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[On
 
 @dataclass
 class FixtureMaker:
-    """Creates the per-rank fixture values on a rank, each once."""
+    """Maker of per-rank fixture values on a rank; sets up each fixture once."""
 
     teardown: contextlib.ExitStack  # tears down the fixtures
     properties: list[tuple[str, object]]  # name and value of each `record_property` call
     _made: dict[object, Any] = field(default_factory=dict)
 
     def make(self, value: Any) -> Any:
-        """Return the value, or the per-rank value if `value` is a placeholder."""
+        """Return `value`, or for a placeholder the value of its fixture on this rank."""
         if not isinstance(value, OnRank):
             return value
         key: object = value if value.find is not None or value.name == "request" else value.name

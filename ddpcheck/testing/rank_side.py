@@ -33,7 +33,7 @@ _COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_t
 
 
 def drawn_generators() -> dict[str, Any]:
-    """Draw from each generator and return the states, to detect later reseeding."""
+    """Draw a random number from each generator; return the states, to detect later reseeding."""
     random.random()
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.random_sample()
@@ -44,12 +44,12 @@ def drawn_generators() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TestConditions:
-    """Conditions for test code on a rank."""
+    """State and options of pytest's process that test code on a rank needs."""
 
     filters: tuple[Any, ...]  # `warnings.filters`
     log_level: int
     log_format: tuple[str, str]  # (log_format, log_date_format)
-    seeds: Mapping[str, Any]  # generator states changed since the test began
+    seeds: Mapping[str, Any]  # random generator states that changed since the test began
     coverage: CoverageOptions | None
     traceback: str  # --tb
     show_locals: bool
@@ -57,9 +57,9 @@ class TestConditions:
     verbosity: int
     assert_verbosity: int
     comparisons: Mapping[str, Any]  # ini options for assertion explanations
-    directory: str  # base of relative paths
-    debugger: bool  # terminal available: `breakpoint()` works
-    post_mortem: bool  # a failure opens the debugger
+    directory: str  # working directory of pytest, for relative paths in output
+    debugger: bool  # True if there is a terminal, so that `breakpoint()` works
+    post_mortem: bool  # True if a failure opens the debugger (`--pdb`)
 
     @classmethod
     def of(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
@@ -92,9 +92,9 @@ def _ini(config: pytest.Config, name: str) -> Any:
 
 @dataclass(slots=True)
 class RankArtifacts:
-    """Artifacts of a test on a rank, besides the outcome."""
+    """Data that a test produced on a rank, apart from its outcome."""
 
-    warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)  # last: file, line
+    warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)  # str, int: file, line
     log: str = ""
     coverage: bytes = b""  # `CoverageData.dumps()`, b"" if not measured
     properties: list[tuple[str, object]] = field(default_factory=list)  # from `record_property`
@@ -117,13 +117,13 @@ class Ended:
 def call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
 ) -> Any:
-    """Call `ddp_world.run`'s function; return its value, or `Ended` on skip or xfail."""
+    """Call a function for `ddp_world.run`; return its value, or `Ended` on skip or xfail."""
     with _applied(conditions):
         return _outcome_of(functools.partial(function, *args, **kwargs))
 
 
 def perform(body: bytes, conditions: TestConditions) -> Ended:
-    """Run a test body packed by `rank_fixtures.pack`; raises its exceptions except skip and xfail."""
+    """Run a test body packed by `rank_fixtures.pack`; return skip and xfail, raise other exceptions."""
     with _applied(conditions) as attachment:
         result = _outcome_of(functools.partial(_with_fixtures, body, attachment))
         if isinstance(result, Ended):
@@ -191,7 +191,7 @@ def _applied(conditions: TestConditions) -> Iterator[RankArtifacts]:
 
 
 def _log_collectives() -> None:
-    """Start or reset the collective log, from which the parent detects mismatches."""
+    """Start the log of collectives, or clear it; the parent detects mismatches from it."""
     rank = this_rank.current()
     if not (path := log_path(rank.directory, rank.rank)).exists():
         record_collectives(rank.directory, rank.rank)
@@ -227,7 +227,7 @@ def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
 
 
 def _packed(attachment: RankArtifacts) -> bytes:
-    """Pickle the attachment without its unpicklable parts."""
+    """Pickle the artifacts, except those that cannot be pickled."""
     try:
         return wire.dumps(attachment)
     except Exception:
@@ -256,7 +256,7 @@ def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
 
 
 def _as_pytest_shows(error: BaseException, conditions: TestConditions) -> Any:
-    """Return pytest's picklable representation of an exception, or `None` for ddpcheck errors."""
+    """Return pytest's representation of an exception; `None` if unpicklable or an error of ddpcheck."""
     info = pytest.ExceptionInfo.from_exception(error)
     if isinstance(error, DDPCheckError) and not _user_entries(info):
         return None

@@ -24,11 +24,11 @@ import pytest
 from ddpcheck.worlds import rank as this_rank
 
 _ANSWER = 5.0  # seconds for a rank to continue
-_NEXT_WORD = 0.3  # seconds until a rank being stepped reconnects
+_NEXT_WORD = 0.3  # seconds to wait for the next stop of a rank that is being stepped
 
 
 class _Terminal(io.TextIOBase):
-    """File object of the parent's terminal; reads line by line to keep typeahead."""
+    """File object for the parent's terminal; reads single lines, so later input stays unread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -73,7 +73,7 @@ class _Pdb(pdb.Pdb):
 
 @contextlib.contextmanager
 def available(terminal: bool) -> Iterator[None]:
-    """Enable `breakpoint()` and `pdb.set_trace()` on a rank; raise without a terminal."""
+    """Have `breakpoint()` and `pdb.set_trace()` debug a rank; without `terminal` they raise."""
     hooks = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []
 

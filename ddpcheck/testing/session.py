@@ -34,7 +34,7 @@ class Session:
         self._session_ranks = Ranks(config, launched)
 
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
-        """Prepare for a test that needs ranks; `following`: next test or `None`."""
+        """Prepare for a test that needs ranks; `following` is the next test, if any."""
         self._session_ranks.following = following
         self._session_ranks.next_options = None if following is None else self._fresh_ranks_of(following)
         item.stash[_RECORD] = record = Record(item)
@@ -43,7 +43,7 @@ class Session:
             _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
     def _fresh_ranks_of(self, item: pytest.Item) -> dict[str, Any] | None:
-        """Return the world options of a test with fresh ranks, else `None`."""
+        """Return the world options of a test if it uses fresh ranks, else `None`."""
         if not self._is_ours(item):
             return None
         try:
@@ -158,7 +158,7 @@ class Session:
 
 
 def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
-    """Raise for pytest-xdist under a launcher, and for `launcher` "on" without one."""
+    """Raise if pytest-xdist runs under a launcher, or `launcher` is "on" without one."""
     if launcher == "off" or LAUNCHED in config.stash:
         return
     if launcher == "on":
@@ -188,7 +188,7 @@ def _packed(item: pytest.Function, record: Record) -> bytes:
 
 
 def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
-    """Return the function of a fixture, bound if a method."""
+    """Return the function of a fixture, bound to its instance if a method."""
     try:
         from _pytest.fixtures import resolve_fixture_function
 

@@ -24,7 +24,7 @@ Kind = Hashable  # worlds of equal kind are interchangeable
 
 
 def _kind(options: Mapping[str, Any]) -> Kind:
-    """Return options and variables fixed after the start; raise `UsageError` if invalid."""
+    """Return the options and variables that a running world cannot change; validate them."""
     checked = validation.WorldOptions(**options)
     env = checked.env or {}
     environment = {**starting.inherited_environment(), **env}
@@ -48,7 +48,7 @@ class WorldPool:
         self._closing: deque[World] = deque()
 
     def acquire(self, *, owner: Hashable = None, following: Mapping[str, Any] | None = None, **options: Any) -> World:
-        """Return the owner's world (process group reset), the spare, or a new world.
+        """Return the owner's world (with new process group), the spare, or a new world.
 
         An owner is, for example, a test module; `end` closes its worlds. A shared world is replaced if it failed, was
         released as broken, or does not reset its process group in time. Without an owner, a spare is started for
@@ -77,7 +77,7 @@ class WorldPool:
     def release(self, world: World, *, broken: bool = False) -> None:
         """Take a world back without waiting; `broken` worlds are not reused.
 
-        Shared worlds reset their process group; others are closed in the background.
+        A world with an owner resets its process group; others are closed in the background.
         """
         self._enter()
         key = self._leased.pop(world, None)
@@ -107,7 +107,7 @@ class WorldPool:
             self._closing.popleft().close()
 
     def _prepare(self, options: Mapping[str, Any] | None) -> None:
-        """Start a spare world with these options and close any other spare."""
+        """Start a spare world with these options, if any, and close other spares."""
         kind = None
         with contextlib.suppress(UsageError):  # reported by the test that needs the world
             kind = None if options is None else _kind(options)

@@ -43,7 +43,7 @@ def rewrite_on_import(names: Iterable[str]) -> None:
 
 
 def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None) -> None:
-    """Explain failed `left == right` on a rank as pytest does."""
+    """Have a failed `assert left == right` on a rank explained as in pytest."""
     try:
         from _pytest import assertion
         from _pytest.assertion import truncate, util

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ddpcheck.findings.tracebacks import passes_on
 
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""For the environment of a rank: inductor then compiles in it, and starts no processes that would outlive it."""
+"""Environment of a rank that keeps inductor from starting compile processes, which would outlive the rank."""
 
 
 _state = SimpleNamespace(
@@ -26,16 +26,16 @@ _state = SimpleNamespace(
     eager=False,  # run compiled code eagerly
     times=SimpleNamespace(compiled=0.0, compiles_since=0.0),  # a rank's `Slots`
 )
-_contexts = contextlib.ExitStack()  # contexts for the life of the process; an unreferenced context would exit at once
+_contexts = contextlib.ExitStack()  # contexts that are never exited; an unreferenced context would exit immediately
 
 
 def is_asked_for() -> bool:
-    """Return True if user code has called `torch.compile`, or may have before `watch_compiling`."""
+    """Return True if user code has called `torch.compile`, or possibly did before `watch_compiling`."""
     return bool(_state.asked)
 
 
 def watch_compiling(times: Any) -> None:
-    """Track compilations and compile time in a rank's `Slots`; requires torch to be imported."""
+    """Record compilations and compile time in `times`, a rank's `Slots`; torch must be imported."""
     torch: Any = sys.modules["torch"]
     _state.times = times
     if "torch._inductor.config" in sys.modules and os.environ.items() >= ONE_THREAD.items():
@@ -59,7 +59,7 @@ def watch_compiling(times: Any) -> None:
 
 
 def forget_time() -> None:
-    """Reset the compile time to 0."""
+    """Reset the recorded compile time to 0."""
     _state.times.compiled = _state.times.compiles_since = 0.0
 
 
@@ -76,7 +76,7 @@ def run_as_written() -> None:
 
 @contextlib.contextmanager
 def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
-    """Set the `torch.compiler` stance for all threads; no effect before torch 2.6."""
+    """Set the `torch.compiler` stance of all threads in a block; needs torch 2.6."""
     torch: Any = sys.modules["torch"]
     with contextlib.ExitStack() as stack:
         if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:
@@ -86,7 +86,7 @@ def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
 
 
 def _apply_to_dynamo() -> None:
-    """Register the timing callbacks and apply the eager stance; repeatable, for `torch._dynamo.reset`."""
+    """Register timing callbacks and apply the eager stance; called again after `torch._dynamo.reset`."""
     import torch
     import torch._dynamo
 
@@ -111,7 +111,7 @@ def _compile_ended(_arguments: Any = None) -> None:
 
 
 def _is_internal_call(caller: FrameType, torch: Any) -> bool:
-    """Return True for internal calls of torch, such as control flow and flex attention."""
+    """Return True if torch itself called `torch.compile`, such as for flex attention."""
     file = caller.f_code.co_filename
     is_wrapper = caller.f_code.co_name in ("compile", "fn")  # `Module.compile`, and `torch.compile` as a decorator
     return file.startswith(os.path.dirname(torch.__file__) + os.sep) and not is_wrapper

@@ -18,15 +18,15 @@ from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.rank_processes import RankProcesses
 
 INTERVAL = 0.5  # seconds between two checks
-_SECONDS = 3.0  # without activity before a deadlock is reported
+_SECONDS = 3.0  # seconds without activity before a deadlock is reported
 _QUIET = 1.0  # seconds without activity before stacks are dumped, which disturbs ranks
-_SHARE = 0.02  # of a core: waiting gloo threads and stores poll every 10 ms
+_SHARE = 0.02  # fraction of a core that a waiting rank may use: gloo and stores poll every 10 ms
 _GLANCES = 10  # samples per runnable thread: a waiting thread sleeps in some, even if cores are busy
 _BETWEEN = 0.003  # seconds between samples
 
 
 class DeadlockDetector:
-    """Periodic deadlock check of the ranks of one run."""
+    """Periodic deadlock check of the ranks during one call of `World.run`."""
 
     def __init__(self, processes: RankProcesses, device: str) -> None:
         self._processes = processes
@@ -42,11 +42,11 @@ class DeadlockDetector:
         self._stacks: dict[int, tuple[Frame, ...]] = {}
 
     def wait(self, now: float) -> float:
-        """Return the seconds until the next check, or inf if unsupported."""
+        """Return the seconds until the next check, or inf if ranks cannot be checked."""
         return max(0.0, self._next - now) if self._possible else math.inf
 
     def verdict(self, now: float) -> str:
-        """Check if due; return the headline of a detected deadlock, or ''."""
+        """Check the ranks if due; return a sentence on a deadlock, or ''."""
         if self.wait(now) > 0.0:
             return ""
         self._next = now + INTERVAL
@@ -67,7 +67,7 @@ class DeadlockDetector:
         )
 
     def _is_still(self, used: list[float], seconds: float) -> bool:
-        """Return True if no rank used CPU time and all unfinished ranks wait."""
+        """Return True if ranks used almost no CPU time and all unfinished ranks wait."""
         allowed = 0.02 + _SHARE * seconds  # first term: the kernel counts in steps of 10 ms
         if any(after - before > allowed for before, after in zip(self._used, used, strict=True)):
             return False
@@ -77,7 +77,7 @@ class DeadlockDetector:
         return bool(self._stacks) and before in ({}, self._stacks)
 
     def _processor_seconds(self) -> list[float] | None:
-        """Return the CPU seconds per rank, or `None` if any is running or exited."""
+        """Return the CPU seconds per rank; `None` if a rank computes or has exited."""
         cpu_seconds = []
         for rank in self._processes.ranks:
             if rank.pid is None or rank.ended is not None or (seconds := processor_seconds(rank.pid)) is None:
@@ -86,7 +86,7 @@ class DeadlockDetector:
         return cpu_seconds
 
     def _waiting_stacks(self) -> dict[int, tuple[Frame, ...]]:
-        """Return the stacks of the unfinished ranks, or {} unless all wait."""
+        """Return the stacks of the unfinished ranks if all of them wait, else {}."""
         waiting = [rank for rank in self._processes.ranks if rank.answer is None]
         dumps = self._processes.dump_stacks(everyone=True)
         stacks = {rank.number: own_stack(dumps.get(rank.number, "")) for rank in waiting}
@@ -96,9 +96,9 @@ class DeadlockDetector:
 
 
 def processor_seconds(pid: int, *, exclude_main_thread: bool = False) -> float | None:
-    """Return the CPU seconds used if all threads sleep, else `None`.
+    """Return the CPU seconds that a process has used, if all its threads sleep.
 
-    `None` if a thread runs or the process has exited. `exclude_main_thread`: ask about the other threads only.
+    Return `None` if a thread runs or the process has exited. `exclude_main_thread`: consider only the other threads.
     """
     try:
         threads = [

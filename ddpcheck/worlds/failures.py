@@ -49,7 +49,7 @@ _WIDEST = 1000  # characters of an output line
 
 
 def described(error: BaseException, status: str, collective: str) -> dict[str, Any]:
-    """Return the fields of a `RankFailure` on a rank, for `raised`."""
+    """Return data on an exception, from which the parent makes a `RankFailure` (`raised`)."""
     when = time.monotonic()
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -110,7 +110,7 @@ def _format(error: BaseException) -> str:
 
 
 def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
-    """Describe a rank that reported its own failure."""
+    """Return the failure of a rank that sent an exception, as `described` returns it."""
     exception = None
     with contextlib.suppress(Exception):  # missing, or class not importable here: use the text
         exception = wire.loads(reply["exception"])
@@ -132,9 +132,9 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
 
 
 def died(rank: int, code: int | None, when: float, output: str = "", dump: str = "") -> RankFailure:
-    """Describe a rank whose process died.
+    """Return the failure of a rank whose process died.
 
-    `code`: negative for a signal, `None` if unknown. `dump`: output of `faulthandler`, which may predate the exit.
+    `code`: exit code, negative for a signal, `None` if unknown. `dump`: `faulthandler` output, perhaps from before.
     """
     frames = own_stack(dump[dump.rindex(_FATAL) :]) if _FATAL in dump else ()
     if code is None:
@@ -157,13 +157,13 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
 
 
 def vanished(rank: int) -> RankFailure:
-    """Describe a dead rank without exit code, exception or stack dump."""
+    """Return the failure of a dead rank without exit code, exception or stack dump."""
     message = f"rank {rank} ended without an exception, an exit or a stack, as by SIGKILL"
     return RankFailure(rank, "died", f"{message} (the system sends that when memory runs out)", 0.0)
 
 
 def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> RankFailure:
-    """Describe a rank that was still running."""
+    """Return the failure of a rank that was still running when the run ended."""
     frames = own_stack(dump)
     collective = collective or collective_of(frames) or work_waited_for(dump)
     if collective:
@@ -187,9 +187,9 @@ def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> Ra
 
 
 def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
-    """Describe a rank waiting for a failed thread, unless other threads run user code.
+    """Return the failure of a rank waiting for its own failed thread, or `None`.
 
-    `error`: JSON list of the thread's name and its fields for `raised`, or ''.
+    `None` also if other threads run user code. `error`: JSON of [name of the thread, data from `described`], or ''.
     """
     waits_in = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
     if not error or not waits_in:
@@ -201,9 +201,9 @@ def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
 
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """Sort failures by time; consequences of a lost rank become 'fell' and go last.
+    """Sort failures by time; put consequences of a lost rank last, as kind 'fell'.
 
-    The time of a dead rank is when its exit was detected, which may be later than the failures that it caused.
+    The exit of a dead rank may be detected, and so timed, after the failures that it caused on other ranks.
     """
     causes = [failure for failure in failures if failure.kind != "stuck" and not looks_fallen(failure)]
     marked = []
@@ -217,7 +217,7 @@ def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
 
 
 def looks_fallen(failure: RankFailure) -> bool:
-    """Return True if a rank raised because another rank was lost."""
+    """Return True if the rank raised because it lost its connection to another rank."""
     return failure.kind == "raised" and has_lost_another(f"{failure.type} {failure.message} {failure.cause}")
 
 
@@ -261,7 +261,7 @@ def _summary(rest: Sequence[RankFailure]) -> str:
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:
-    """Return traceback, stack and output of each rank, with equal failures grouped."""
+    """Return a text with traceback, stack and output of each rank, equal failures grouped."""
     groups = group_by(failures, lambda failure: (phrase(failure), failure.traceback, failure.stack))
     lines = []
     for (text, traceback, stack), group in groups.items():
@@ -286,7 +286,7 @@ def _first_line(text: str) -> str:
 
 
 def tail(path: Path) -> str:
-    """Return the last 20 lines of a file, truncated, or `""`."""
+    """Return the last 20 lines of a file, each truncated; `""` if unreadable."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

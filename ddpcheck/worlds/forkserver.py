@@ -37,7 +37,7 @@ _LOOK = 0.02  # seconds between checks of ranks and parent during an import
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
-_PART = 16 << 20  # bytes to collapse per madvise call
+_PART = 16 << 20  # bytes of memory to merge into huge pages per madvise call
 _HUGE_PAGE = 2 << 20
 
 _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
@@ -45,12 +45,12 @@ _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
 
 @dataclass
 class _World:
-    """World to fork once the sockets of all its ranks are here."""
+    """World whose ranks are forked after the sockets of all ranks have arrived."""
 
     notify: socket.socket
     awaited: list[int]  # ranks not forked yet
     preload: tuple[str, ...]
-    ahead: bool  # do not fork before all deferred modules are imported
+    ahead: bool  # the ranks are not needed yet: fork only after all deferred imports
     fds: list[int]  # sockets of the ranks to fork
     outbox: wire.Outbox = field(default_factory=wire.Outbox)
 
@@ -89,7 +89,7 @@ class Server:
         self._libc = ctypes.CDLL(None)
 
     def preload(self, names: Sequence[str]) -> None:
-        """Import the modules of every rank; later worlds get any error."""
+        """Import the modules that every rank needs; report an error with the next world."""
         gc.disable()  # collection takes 20% of the time to import torch
         try:
             with self._interrupted():
@@ -106,8 +106,8 @@ class Server:
 
         The first world of a session does not wait for this work. Later worlds start faster: most ranks need the modules
         imported here, and huge pages make fork and exit several times faster. But live ranks keep the small pages, so
-        collapsing would double the memory until they exit. Worlds created ahead of use always keep ranks alive, so
-        there the work does not wait.
+        merging pages doubles the memory until these ranks exit. If worlds are started ahead of use, some rank is always
+        alive, so the work does not wait for exits.
         """
         if not self._broken and not os.environ.get(rank_setup.NO_PRELOAD):
             for name in rank_setup.DDP_MODULES:
@@ -153,7 +153,7 @@ class Server:
         self._end()
 
     def _attend(self, has_request: bool) -> bool:
-        """Reap ranks, receive a request if `has_request`; return False to stop."""
+        """Reap exited ranks and receive a request if `has_request`; return False to stop."""
         self._reap()
         if os.getppid() != self._parent or (has_request and not self._receive()):
             return False
@@ -317,7 +317,7 @@ class Server:
 
 
 def _kill(pid: int, number: int) -> None:
-    """Signal an unreaped child; SIGKILL goes to the whole process group."""
+    """Send a signal to an unreaped child; SIGKILL goes to its process group."""
     with contextlib.suppress(OSError):
         is_group = number == signal.SIGKILL and os.getpgid(pid) == pid
         (os.killpg if is_group else os.kill)(pid, number)
@@ -333,7 +333,7 @@ def _children() -> list[int]:
 
 
 def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
-    """Collapse memory into huge pages stepwise, for cheaper forks; no effect on older kernels."""
+    """Merge memory pages into huge pages stepwise, for cheaper forks; needs a recent kernel."""
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()

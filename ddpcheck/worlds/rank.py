@@ -36,10 +36,10 @@ class RankContext:
     backend: str  # of the default process group
     device: str  # `cpu`, or `cuda:<index>`
     directory: Path  # the world's scratch directory; removed when the world closes
-    shared_gpu: bool  # several ranks use this rank's GPU
+    shared_gpu: bool  # True if other ranks use the same GPU
 
 
-state: dict[str, Any] = {}  # kept between runs of the same world
+state: dict[str, Any] = {}  # for user code; kept between calls of `World.run`
 
 _context: RankContext | None = None
 _slots: Slots | None = None
@@ -62,7 +62,7 @@ def current() -> RankContext:
 
 
 class Slots(ctypes.Structure):
-    """Last reported position and compile time of a rank."""
+    """Memory-mapped file with the last reported position and the compile time of a rank."""
 
     # Longer texts are truncated.
     _fields_ = (
@@ -76,7 +76,7 @@ class Slots(ctypes.Structure):
     collective_bytes: bytes
     compiled: float  # compile seconds in this run, without the current compilation
     compiles_since: float  # start of the current compilation by `time.monotonic()`; 0 if none
-    turns: int  # number of `set_status` calls
+    turns: int  # number of `set_status` calls; increases while the rank makes progress
 
     @property
     def status(self) -> str:
@@ -88,12 +88,12 @@ class Slots(ctypes.Structure):
         return self.collective_bytes.decode("utf-8", "replace")
 
     def compiling(self, now: float) -> float:
-        """Return the compile seconds of the last run until `now`."""
+        """Return the compile seconds in this run until `now`, with the current compilation."""
         return self.compiled + max(0.0, now - self.compiles_since if self.compiles_since else 0.0)
 
 
 def set_status(text: str) -> None:
-    """Record the position of this rank, such as `step 1: backward`."""
+    """Record what this rank is doing, such as `step 1: backward`."""
     if _slots is not None:
         _slots.status_bytes = text.encode("utf-8", "replace")[:2048]
         _slots.turns += 1
@@ -114,7 +114,7 @@ def read_slots(directory: Path, rank: int) -> Slots:
 
 
 def own_slots() -> Slots:
-    """Return the slots of this rank."""
+    """Return the slots of this rank, or empty slots outside a rank."""
     return _slots or Slots()
 
 
@@ -203,7 +203,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
 def announce(error: BaseException) -> None:
     """Report the failure of this run to the parent before slow error handling.
 
-    Preserves the time and message of the failure if another rank's failure ends the run meanwhile. No effect outside a
+    Keeps time and message of this failure even if another rank's failure ends the run first. No effect outside a
     rank of a `World`.
     """
     if _task is not None and _task.pid == os.getpid():
@@ -301,7 +301,7 @@ def _reset_process_group(config: wire.RankConfig, number: int) -> None:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Return the fields of a `RankFailure` for `error`, read by the parent."""
+    """Return data on `error`, from which the parent makes a `RankFailure`."""
     return failures.described(error, own_slots().status, own_slots().collective)
 
 
@@ -318,7 +318,7 @@ def save_attachment(data: bytes) -> None:
 
 
 def save_thread_error(name: str, error: BaseException) -> None:
-    """Save the exception of the first failed thread for `failures.in_thread`."""
+    """Save the exception of a thread, unless one is saved, for `failures.in_thread`."""
     if not (path := _path("thread")).exists():
         _save_whole(path, json.dumps([name, {**describe(error), "exception": None}]).encode())
 

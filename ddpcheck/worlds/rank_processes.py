@@ -66,7 +66,7 @@ class RankProcesses:
     ) -> None:
         """Start each rank with its starter and hash seed, without waiting.
 
-        With `ahead`, other worlds may start first. Raises `OSError` if the system is out of resources.
+        With `ahead`, worlds started later may be ready first. Raises `OSError` if the system is out of resources.
         """
         with contextlib.ExitStack() as stack:
             fds = []
@@ -107,7 +107,7 @@ class RankProcesses:
 
     @property
     def gone(self) -> bool:
-        """True if the exit of every rank is reported."""
+        """True if every rank has exited."""
         return all(rank.ended is not None for rank in self.ranks)
 
     def update_context(self, context: wire.ProcessContext) -> None:
@@ -132,7 +132,7 @@ class RankProcesses:
             self.post(rank, data)
 
     def post(self, rank: Rank, data: bytes) -> None:
-        """Send a packed message to a rank; `poll` sends the remainder."""
+        """Send a packed message to a rank without waiting; `poll` sends what remains."""
         if rank.connected:
             rank.outbox.send(rank.sock, data)
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outbox else 0)
@@ -185,7 +185,7 @@ class RankProcesses:
     # --- Ending ------------------------------------------------------------------------------------------------
 
     def dump_stacks(self, everyone: bool = False) -> dict[int, str]:
-        """Return the stack dumps of unfinished ranks, or of `everyone` alive."""
+        """Return stack dumps of the unfinished ranks, or with `everyone` of all live ranks."""
         self.poll(0)
         living = [rank for rank in self.ranks if rank.ended is None and rank.pid is not None]
         busy = [rank.number for rank in living if everyone or rank.answer is None]
@@ -220,7 +220,7 @@ class RankProcesses:
         return True
 
     def request_exit(self, idle: bool) -> None:
-        """Request exit if `idle` and ready, else kill; does not wait."""
+        """Ask ranks to exit if they are `idle` and ready, else kill; non-blocking."""
         if self.exit_requested:
             return
         self.exit_requested = True
@@ -231,13 +231,13 @@ class RankProcesses:
             self._signal(self._running(), signal.SIGKILL)
 
     def terminate(self, idle: bool) -> None:
-        """Request exit of every rank and wait; kill on timeout."""
+        """End every rank as `request_exit` does, wait, and kill on timeout."""
         self.request_exit(idle)
         if not self._await_ends():
             self.kill()
 
     def release(self, ours: bool) -> None:
-        """Close all sockets; in a fork (`ours` false) leave the launches open."""
+        """Close all sockets, and if `ours` (not after a fork) the descriptors of `StartedRanks`."""
         for rank in self.ranks:
             rank.sock.close()
         self._selector.close()

@@ -45,11 +45,11 @@ DDP_MODULES = (
 )
 """Modules that ranks with DDP import. The fork server imports them when it has time.
 
-`World(preload=...)` names them for ranks that need them at once: these are forked after the import.
+`World(preload=...)` names them for ranks that need them immediately: these are forked after the import.
 """
 
 NO_PRELOAD = "_DDPCHECK_NO_PRELOAD"
-"""Environment variable for our tests: a fork server then imports nothing by itself."""
+"""Environment variable for our tests: if set, a fork server imports no modules while it is idle."""
 
 
 def gloo_interface(one_machine: bool, local_address: str, master_addresses: Iterable[str]) -> str:
@@ -78,7 +78,7 @@ def _leads_nowhere(address: str) -> bool:
 
 
 def route(address: str, port: int) -> tuple[str, str]:
-    """Return local and remote IPv4 address of a connection, or ('', '')."""
+    """Return local and remote IPv4 address of a connection to `address`, or ('', '')."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing, but chooses an interface
         return probe.getsockname()[0], probe.getpeername()[0]
@@ -106,7 +106,7 @@ def redirect_output(path: Path) -> None:
 
 
 def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
-    """Apply the parent's environment, working directory and import path."""
+    """Apply the parent's environment, working directory and import path to this process."""
     environment = {
         **compilation.ONE_THREAD,
         **context.environment,
@@ -164,7 +164,7 @@ def generators(*, thorough: bool) -> dict[str, Any]:
 
 
 def changed_since(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states that differ from `before`, except the GPU's."""
+    """Return the generator states that differ from `before`, except GPU generators."""
     now = generators(thorough=True)
     return {name: now[name] for name in now if name != "cuda" and _spelled(now[name]) != _spelled(before.get(name))}
 
@@ -251,7 +251,7 @@ def import_named(name: str) -> str:
 
 
 def _import_dynamo() -> None:
-    """Import `torch._dynamo` and remove the cache directory created on import."""
+    """Import `torch._dynamo` with a temporary cache directory, removed after the import."""
     global _scratch
     _scratch = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddpcheck-")
     try:
@@ -265,6 +265,6 @@ _scratch = ""
 
 
 def clean_up() -> None:
-    """Remove the scratch directory of an import, also before an early exit."""
+    """Remove the cache directory of `_import_dynamo`; also called before an early exit."""
     if _scratch:
         shutil.rmtree(_scratch, ignore_errors=True)

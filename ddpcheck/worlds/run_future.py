@@ -19,12 +19,12 @@ from ddpcheck.worlds.rank_processes import RankProcesses
 Result = TypeVar("Result")
 
 _GRACE = 0.3  # seconds after the first failure, for independent failures on other ranks
-_LOST = 5.0  # seconds for the exit code of a lost rank, which other ranks may notice earlier
+_LOST = 5.0  # seconds to wait for the exit code of a rank that has closed its connection
 _TICK = 0.25  # seconds between calls of `watch`
-_BRIEF = 0.05  # seconds in `watch` below which the deadline stays
+_BRIEF = 0.05  # seconds in `watch` up to which the deadline is not extended
 _LOOK = 0.5  # seconds between reads of the ranks' positions
-_FIRST = 2 * _LOOK  # seconds until their first reported positions
-_LAST_CHANCE = 5.0  # minimum seconds to start if the fork server still owes another world an answer
+_FIRST = 2 * _LOOK  # seconds after a start until ranks report their first positions
+_LAST_CHANCE = 5.0  # minimum seconds for start-up if the fork server is busy with another world
 _LONGEST_COMPILATION = 900.0  # maximum compile seconds added to the deadline
 
 
@@ -104,7 +104,7 @@ class RunFuture(Generic[Result]):
             raise
 
     def _advance(self) -> float:
-        """Complete the run if possible; return the maximum seconds until the next check."""
+        """Set the result or error if known; return maximum seconds until the next call."""
         ranks = self._processes.ranks
         now = time.monotonic()
         if all(rank.answer is not None and rank.answer[0] == "result" for rank in ranks):

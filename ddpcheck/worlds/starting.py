@@ -1,4 +1,4 @@
-"""Start, signals and waits of ranks: fork (milliseconds), or exec (imports torch) if unsafe."""
+"""Start and signal ranks, by fork (milliseconds), or by exec if fork is unsafe."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TEST_MODULES = (  # preloaded if imported here: saves each rank of a test tens 
     "coverage",
     "ddpcheck.testing.rank_side",
 )
-_NOT_INHERITED = ("TORCH_DISTRIBUTED_DEBUG",)  # not inherited: DETAIL adds extra collectives
+_NOT_INHERITED = ("TORCH_DISTRIBUTED_DEBUG",)  # variables not inherited: DETAIL adds collectives
 
 # Under a launcher each rank has its own hash seed, so the order of a set of strings differs between ranks. Two fixed
 # seeds keep the verdict deterministic: of all pairs below 400, the pair under which most pairs of common module names
@@ -54,15 +54,15 @@ _STOPPED = 3.0  # seconds after which a fork server stopped by a signal is disca
 Event = tuple[Any, ...]
 """`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`.
 
-The code of an exit is `None` where the process that had started the rank was lost with it.
+The exit code is `None` if the process that started the rank is lost, too.
 """
 
 
 class StartedRanks(Protocol):
     """Ranks started with one hash seed."""
 
-    channel: socket.socket | None  # readable if there may be events; `None`: to be polled
-    over: bool  # no more events
+    channel: socket.socket | None  # readable if there may be events; if `None`, poll `events`
+    over: bool  # True if no more events will follow
 
     def events(self) -> list[Event]:
         """Return the events since the last call; does not wait."""
@@ -79,19 +79,19 @@ Starter = Callable[[str, Mapping[int, int], str, Sequence[str], bool], StartedRa
 
 
 def import_path() -> tuple[str, ...]:
-    """Return our `sys.path` with absolute entries, including the parent directory of ddpcheck."""
+    """Return `sys.path` with absolute entries, including the parent directory of ddpcheck."""
     paths = [os.path.abspath(entry) for entry in sys.path]
     home = str(Path(__file__).resolve().parents[2])
     return (*paths, *([] if home in paths else [home]))
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return our environment without the variables that ranks must not inherit."""
+    """Return the environment of this process without variables that ranks must not inherit."""
     return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
 
 
 def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessContext:
-    """Return the state of this process for ranks, updated with `variables`."""
+    """Return environment and paths of this process for its ranks, updated with `variables`."""
     variables = variables or {}
     return wire.ProcessContext(
         environment={**inherited_environment(), **variables},
@@ -103,7 +103,7 @@ def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessC
 
 
 def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
-    """Return `PYTHONHASHSEED` per rank; with `differ`, odd ranks get another unless already set."""
+    """Return a `PYTHONHASHSEED` per rank: the user's if set, else two seeds if `differ`."""
     hash_seed = os.environ.get("PYTHONHASHSEED", "random")
     if hash_seed not in ("", "random"):
         return [hash_seed] * world_size
@@ -113,7 +113,7 @@ def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
 def _popen(
     code: str, fd: int, environment: Mapping[str, str], stdout: Any, stderr: Any, *words: str
 ) -> subprocess.Popen[bytes]:
-    """Run `code` in Python with arguments `fd`, our pid, import path and `words`."""
+    """Run `code` in a new Python process with `fd`, pid, import path and `words`."""
     if not sys.executable:
         raise UsageError(
             "ddpcheck cannot start ranks: sys.executable is empty; run it from a normal Python interpreter."
@@ -139,7 +139,7 @@ def wait_until(holds: Callable[[], object], seconds: float, pause: float = 0.01)
 
 
 def ask_for_stacks(files: Sequence[Path], ask: Callable[[], object], seconds: float, quiet: float) -> None:
-    """Request stack dumps and wait until no file grows for `quiet` seconds."""
+    """Call `ask`, then wait until no dump file has grown for `quiet` seconds."""
     for file in files:
         if file_size(file):
             os.truncate(file, 0)

@@ -60,9 +60,9 @@ class WorldOptions:
     Attributes:
         hash_seeds: Use different hash seeds on even and odd ranks, as under a launcher, so that the order of a set of
             strings differs; needs a second fork server. The user's `PYTHONHASHSEED` wins.
-        watch: Called every 0.25 s during a run with the world, the finished and the unfinished ranks; a returned
-            sentence ends the run with a `HangError`. Its own run time does not count towards the timeout.
-        ahead: The ranks are not needed yet; they may start late, with more modules imported.
+        watch: Function of (world, finished ranks, unfinished ranks), called every 0.25 s during a run. A sentence that
+            it returns ends the run with a `HangError`. The time in the function does not count towards the timeout.
+        ahead: The ranks are not needed yet; they may start late, after more imports in the fork server.
         hosts: Processes started by a launcher, each of which starts one rank.
 
     Raises:
@@ -125,13 +125,13 @@ def cores() -> int:
 
 
 def threads(world_size: int) -> int:
-    """Return the threads per rank: the cores divided by ranks and pytest-xdist workers."""
+    """Return the threads per rank: cores / (ranks * pytest-xdist workers), at least 1."""
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
     return max(1, cores() // (world_size * max(1, int(workers) if workers.isdecimal() else 1)))
 
 
 def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whose: str = "World.run") -> bytes:
-    """Pickle a task; raise `UsageError` naming an unpicklable argument of `whose`."""
+    """Pickle a function with arguments; raise `UsageError` that names an unpicklable one."""
     if not callable(fn):
         raise WrongTypeError(f"The first argument of {whose} must be a function, got {type(fn).__qualname__}.")
     try:
@@ -150,7 +150,7 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _part_that_stays(value: object) -> str:
-    """Return the unpicklable dataclass field (also inside a partial), or ''."""
+    """Return the dataclass field that makes `value` unpicklable, even in a partial, or ''."""
     if isinstance(value, partial):
         return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()

@@ -26,9 +26,9 @@ _HEADER = struct.Struct("!Q")
 _CHUNK = 1 << 18
 
 NO_LAUNCH = "_DDPCHECK_RANK_OF"
-"""Environment variable: id of the process that `RANK` and the other variables belong to.
+"""Environment variable with the pid of the process for which `RANK` etc. were set.
 
-What that process starts inherits the variables and is no rank. Our own ranks have not been launched: they say 0.
+A child process with another pid inherits the variables, but is not a rank. It is 0 in ranks that ddpcheck starts.
 """
 
 MAX_FDS = 100  # file descriptors in one packet to the fork server; the kernel's limit is 253
@@ -36,7 +36,7 @@ MAX_FDS = 100  # file descriptors in one packet to the fork server; the kernel's
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """The parent's state that a rank applies, as if started by exec now."""
+    """The parent's current state, applied by a rank as if just started by exec."""
 
     environment: Mapping[str, str]  # including the explicit variables
     explicit: frozenset[str]  # names of the variables set by the `env` option
@@ -62,7 +62,7 @@ class RankConfig:
     sharing: tuple[int, int]  # (index, count) among the ranks that see the same GPUs
     preload: tuple[str, ...] = ()
     store: tuple[str, int] | None = None  # host and port of the TCPStore; `None`: FileStore on one machine
-    masters: tuple[str, ...] = ()  # addresses under which ranks reach the machine of rank 0
+    masters: tuple[str, ...] = ()  # addresses at which ranks reach the machine of rank 0
 
 
 def pack(message: object) -> bytes:
@@ -100,7 +100,7 @@ class Outbox:
         return bool(self._parts)
 
     def send(self, sock: socket.socket, data: bytes = b"") -> None:
-        """Send as much as possible, `data` last; discard if disconnected."""
+        """Append `data` and send as much as possible; discard all if disconnected."""
         if data:
             self._parts.append(memoryview(data))
         try:
@@ -121,7 +121,7 @@ class Inbox:
         self._data = bytearray()
 
     def drain(self, sock: socket.socket) -> tuple[list[Any], bool]:
-        """Return complete messages without waiting, and False if disconnected."""
+        """Return the complete messages, without waiting, and False if disconnected, else True."""
         connected = False
         try:
             while chunk := sock.recv(_CHUNK):
@@ -147,7 +147,7 @@ _registry = threading.Lock()
 
 
 def dumps(value: object) -> bytes:
-    """Pickle with cloudpickle; code not importable on ranks goes by value."""
+    """Pickle with cloudpickle; code that ranks cannot import is pickled by value."""
     import cloudpickle
 
     by_value: list[types.ModuleType] = []
@@ -178,7 +178,7 @@ def dumps(value: object) -> bytes:
 
 
 def _with_gradient(obj: Any) -> tuple[Any, ...] | None:
-    """Return the reduce tuple of a leaf tensor with gradient, or `None`."""
+    """Return the reduce tuple of a leaf tensor with its gradient; `None` without gradient."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(obj, torch.Tensor) or not obj.is_leaf or obj.grad is None:
         return None
@@ -207,7 +207,7 @@ def loads(data: bytes) -> Any:
 
 
 def importable(module: types.ModuleType) -> bool:
-    """Return True if our `sys.path` finds this module in the same file."""
+    """Return True if an import by name finds this module in the same file."""
     name = module.__name__
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:
@@ -255,7 +255,7 @@ def put_value(put: Callable[[str, bytes], object], name: str, data: bytes) -> No
 
 
 def get_value(get: Callable[[str], bytes], name: str) -> bytes:
-    """Read a value that exists."""
+    """Read a value written by `put_value`; it must exist."""
     head = bytes(get(name))
     indices = range(1, int.from_bytes(head[:_COUNT], "big"))
     return b"".join([head[_COUNT:], *(bytes(get(f"{name}#{index}")) for index in indices)])

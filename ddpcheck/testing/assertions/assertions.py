@@ -51,10 +51,10 @@ def assert_parity(
 
     Called in an ordinary test or script; runs `ddpcheck.check` on its own ranks. Fails on
 
-    - gradients that differ between ranks, from the average of the local gradients, or from single-process gradients of
+    - gradients that differ between ranks, or from the average of local gradients, or from single-process gradients of
       the global batch: every DDP3xx finding, of any severity;
-    - every other finding of severity error, which means wrong gradients or stopped training, and every finding with a
-      DDP3xx finding as consequence;
+    - every other finding of severity error, which means wrong gradients or stopped training, and every finding that
+      explains a DDP3xx finding;
     - an incomplete check or a skipped comparison: the reducer did not run because of an unused parameter, there is no
       single-process reference, every gradient was zero (DDP307), or repeating a step gave different gradients
       (DDP308). Ignoring the finding does not make the assertion pass in these cases.
@@ -250,7 +250,7 @@ def _tolerance_error(rtol: float | None, atol: float | None) -> str:
 
 
 def _attempt(what: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result | None, str]:
-    """Return (result, '') or (None, error) to send to the waiting ranks."""
+    """Call `function`; return (result, ''), or (None, error) to send to the waiting ranks."""
     try:
         return function(*args, **kwargs), ""
     except UsageError as error:
@@ -282,7 +282,7 @@ def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
 
 @contextlib.contextmanager
 def _exchange(what: str, group: Any, purpose: str, timeout: float | None) -> Iterator[StoreExchange]:
-    """Open an exchange that raises `HangError` if ranks miss `what`."""
+    """Open an exchange; raise `HangError` if some ranks do not call the assertion `what`."""
     exchange = StoreExchange.over(group, purpose, timeout)
     before = this_rank.own_slots().collective
     this_rank.set_collective(what)
@@ -305,7 +305,7 @@ def _difference_between_ranks(
     name: str,
     timeout: float | None,
 ) -> str:
-    """Return the message, equal on all ranks; '' for equal values."""
+    """Return a message on different values, identical on all ranks; '' if none differ."""
     __tracebackhide__ = True
     from ddpcheck.gather.state.fingerprints import digest_of
     from ddpcheck.testing.assertions.on_rank import entries_of, items_of, measured

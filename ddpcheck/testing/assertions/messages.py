@@ -15,7 +15,7 @@ from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, sel
 from ddpcheck.findings.rules import RULES, is_selected
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, plural_verb
 
-_REFERENCES = {  # by check: the reference, and what to say if it was not compared
+_REFERENCES = {  # check line -> (reference of the comparison, subject of the message if it was not made)
     "reducer": ("local", "DDP's gradients were not compared with the average of the ranks' own"),
     "parity": ("single-process", "the gradients were not compared with those of a single process"),
 }
@@ -29,7 +29,7 @@ def parity_failure_message(
     ignore: Sequence[str] = (),
     tolerance: tuple[float, float] | None = None,
 ) -> str:
-    """Return the message of `ddpcheck.assert_parity`, or '' if it holds.
+    """Return the failure message of `ddpcheck.assert_parity`, or '' if it passes.
 
     `tolerance` is (rtol, atol) and replaces the measured tolerances.
     """
@@ -74,7 +74,7 @@ def _beyond(far: Sequence[tuple[float, float, str]], count: int) -> list[str]:
 def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tuple[float, float, str]:
     """Return the gradient error, the allowed error, and both as text.
 
-    With a tolerance, the bound on the norm follows from |g - r| <= atol + rtol * |r| for every element.
+    If |g - r| <= atol + rtol * |r| for every element, the norm is within the allowed error.
     """
     where = f"{entry.parameter} in step {entry.step}, against {entry.reference}"
     if tolerance is None:
@@ -87,7 +87,7 @@ def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tupl
 
 
 def _rules_on_gradients(check: str) -> list[str]:
-    """Return codes of rules on differing gradients whose last report check is `check`."""
+    """Return codes of rules on differing gradients that belong to the check line `check`."""
     return [code for code, rule in RULES.items() if rule.gradients_differ and rule.checks["report"][-1] == check]
 
 
@@ -97,7 +97,7 @@ def _is_on_gradients(finding: Finding) -> bool:
 
 
 def _not_made(check: str, report: Report) -> str:
-    """Return a message if a comparison was skipped or not made, else ''."""
+    """Return why the comparison of check line `check` was not made, or ''."""
     reference, subject = _REFERENCES[check]
     result = next((result for result in report.checks if result.name == check), None)
     is_skipped = result is not None and result.status == "skipped"
@@ -117,7 +117,7 @@ def _finding_lines(finding: Finding) -> list[str]:
 class Anomaly:
     """Parameter without gradient, or unregistered tensor with a gradient."""
 
-    name: str  # all names, comma-separated, if tied
+    name: str  # name of the parameter; a tied parameter has several, comma-separated
     shape: tuple[int, ...] = ()
     registered: bool = True  # registered as a parameter of the model
     location: str = ""  # "path:line" of its creation, or '' if unknown
@@ -147,7 +147,7 @@ def anomalies_message(by_rank: Mapping[int, Sequence[Anomaly]]) -> str:
 
 _UNUSED = "from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or detached)"
 _ON_SOME = "on some ranks only, on which DDP hangs (DDP104)"
-_ANOMALIES = {  # singular and plural, by (is no parameter of the model, is on some ranks only)
+_ANOMALIES = {  # (not a parameter of the model, on some ranks only) -> singular and plural
     (False, False): (f"parameter gets no gradient {_UNUSED}", f"parameters get no gradient {_UNUSED}"),
     (False, True): (f"parameter contributes {_ON_SOME}", f"parameters contribute {_ON_SOME}"),
     (True, False): (
@@ -157,9 +157,9 @@ _ANOMALIES = {  # singular and plural, by (is no parameter of the model, is on s
 }
 
 _MOST_ITEMS = 8  # maximum number of further mismatches listed
-_MOST_GROUPS = 4  # maximum number of rank groups with distances
+_MOST_GROUPS = 4  # maximum number of groups of ranks whose distances are listed
 _NAN_ADVICE = "NaN does not equal NaN; pass equal_nan=True if NaN is expected."
-_TITLES = {"tensor": "Tensor-likes", "number": "Scalars", "value": "Values"}  # all kinds except containers
+_TITLES = {"tensor": "Tensor-likes", "number": "Scalars", "value": "Values"}  # by kind of `Entry`; as in torch.testing
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Item on a rank: a tensor, number, other plain value or container."""
+    """Item of the compared value: a tensor, number, other plain value or container."""
 
     path: str  # Python expression relative to the argument, for example "[0].weight"; '' for the argument
     kind: str  # "tensor", "number", "value", or the kind of container
@@ -202,7 +202,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class RankValues:
-    """Items of one rank."""
+    """Items of the compared value on one rank."""
 
     options: CompareOptions
     entries: tuple[Entry, ...] = ()
@@ -238,7 +238,7 @@ class Mismatch:
 
 
 def usage_error(by_rank: Mapping[int, RankValues]) -> str:
-    """Return why values cannot be compared, or ''; the same text on every rank."""
+    """Return why the values cannot be compared, or ''; identical on all ranks."""
     if error := first_error({rank: values.error for rank, values in by_rank.items()}):
         return error
     options = {rank: values.options for rank, values in by_rank.items()}
@@ -248,7 +248,7 @@ def usage_error(by_rank: Mapping[int, RankValues]) -> str:
 
 
 def first_error(errors: Mapping[int, str]) -> str:
-    """Return the first error, with the failed ranks unless all failed."""
+    """Return the error of the first failed rank; add ranks unless all failed."""
     failed = [rank for rank, error in errors.items() if error]
     where = "" if len(failed) in (0, len(errors)) else f" ({format_ranks(failed)})"
     return f"{next(filter(None, errors.values()), '')}{where}"
@@ -260,7 +260,7 @@ def holds_nothing(values: RankValues) -> bool:
 
 
 def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
-    """Return the items that differ; tensors may be within the tolerance."""
+    """Return items that differ between ranks; the tolerance applies only to numbers here."""
     options = next(iter(by_rank.values())).options
     by_path = {rank: {entry.path: entry for entry in values.entries} for rank, values in by_rank.items()}
     mismatches = []
@@ -277,7 +277,7 @@ def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
 
 
 def _numbers_are_close(entries: Mapping[int, Entry | None], reference: int, options: CompareOptions) -> bool:
-    """Return True for numbers of one type within the tolerance."""
+    """Return True if all entries are numbers of one type, within the tolerance."""
     values = {rank: entry.value for rank, entry in entries.items() if entry and entry.kind == "number"}
     if len(values) < len(entries) or len({*map(type, values.values())}) > 1 or isinstance(values[reference], bool):
         return False
@@ -338,7 +338,7 @@ def _details(item: Mismatch, how: str) -> list[str]:
 
 
 def _numbers(item: Mismatch) -> list[str]:
-    """Describe the distances, largest first, and the NaNs by rank."""
+    """Return lines on the distances, largest first, and on the NaNs of each rank."""
     worst_first = sorted(item.far if item.distances else (), key=lambda rank: -item.distances[rank][0])
     groups = list(group_by(worst_first, lambda rank: item.distances[rank][1]).items())
     lines = [
@@ -364,6 +364,6 @@ def _spelled_path(item: Mismatch, name: str) -> str:
 
 
 def _on_ranks(values: Mapping[int, object]) -> str:
-    """Format values grouped: "a on rank 0; b on ranks 1 and 2"."""
+    """Format values, grouping ranks: "a on rank 0; b on ranks 1 and 2"."""
     groups: Mapping[str, Sequence[int]] = group_by(values, lambda rank: str(values[rank]))
     return "; ".join(f"{text} on {format_ranks(ranks)}" for text, ranks in groups.items())

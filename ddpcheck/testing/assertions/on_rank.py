@@ -30,7 +30,7 @@ from ddpcheck.testing.assertions.messages import Anomaly, CompareOptions, Entry,
 
 
 def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Callable[[], Any] | None) -> list[Anomaly]:
-    """Return the anomalous parameters of `model`, except ignored or checkpointed (re-entrant) parameters.
+    """Return the anomalies of `model`, except parameters ignored or in re-entrant checkpoints.
 
     Raises:
         UsageError: `loss` requires no grad, no parameter requires grad, or a pattern in `ignore` matches nothing.
@@ -75,7 +75,7 @@ def _is_ignored(names: Iterable[str], ignore: Sequence[str]) -> bool:
 
 
 def _hidden_in_checkpoints(loss: Any) -> set[int]:
-    """Return ids of parameters in re-entrant checkpoints (not in the graph yet)."""
+    """Return ids of parameters used in re-entrant checkpoints, which the graph lacks before backward."""
     param_ids: set[int] = set()
     roots = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
     for node in LossGraph(roots).functions:
@@ -86,7 +86,7 @@ def _hidden_in_checkpoints(loss: Any) -> set[int]:
 
 
 def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
-    """Yield the modules reachable from a function: bound, in partial arguments or variables."""
+    """Yield modules that a function refers to: as `self`, partial argument or variable."""
     children: Iterable[Any] = ()
     if isinstance(value, nn.Module):
         yield value
@@ -160,7 +160,7 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
 
 
 def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
-    """Return the items (mappings sorted by key) and kind of a container."""
+    """Return (items, kind) of a container, with items of a mapping sorted by key."""
     if isinstance(value, Mapping):
         for key in value:
             if not all(isinstance(part, _KEYS) for part in (key if isinstance(key, tuple) else (key,))):
@@ -187,7 +187,7 @@ def _item_at(path: str) -> str:
 
 
 def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
-    """Yield the tensor, and its dense parts if not dense."""
+    """Yield the tensor as an item, and the dense parts if not dense."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise UsageError(f"{_item_at(path)} is lazy and has no values yet; run a forward pass first")
     if type(tensor).__module__.startswith("torch.distributed"):
@@ -270,7 +270,7 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
 def measured(
     mismatches: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
 ) -> list[Mismatch]:
-    """Add distances to the first mismatch if exact, else to all.
+    """Add distances to mismatches; without a tolerance, only to the first.
 
     Called on every rank of `group`: broadcasts the values of the reference ranks.
     """
@@ -293,7 +293,7 @@ def measured(
 
 
 def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
-    """Broadcast `tensor` from rank `source`; return a CPU copy if `keep`, else `None`."""
+    """Broadcast the tensor of rank `source`; return a CPU copy if `keep`, else `None`."""
     kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
     device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # "cuda" means the current GPU
     received = torch.empty_like(tensor, device="cpu") if keep else None
@@ -308,7 +308,7 @@ def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> t
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) -> tuple[float, str]:
-    """Return maximum difference and text of `torch.testing.assert_close`, or (0.0, '')."""
+    """Return maximum difference and message of `torch.testing.assert_close`; (0.0, '') if close."""
     if got.is_complex() or got.is_floating_point():
         min_dtype = torch.complex64 if got.is_complex() else torch.float32
         dtype = got.dtype if got.dtype.itemsize >= min_dtype.itemsize else min_dtype

@@ -1,4 +1,4 @@
-"""Detect this process's launcher (torchrun, `mpirun`, `srun`) from environment variables. Pure and light.
+"""Detect this process's launcher (torchrun, `mpirun`, `srun`) from environment variables; without torch.
 
 Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of Open MPI, section
 "Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT VARIABLES";
@@ -47,7 +47,7 @@ def tasks_of_node(layout: str, node: str) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Return the port for "<job id> <step id>"; another program may use it."""
+    """Return a port computed from "<job id> <step id>"; other programs may use it."""
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS
 
@@ -57,14 +57,14 @@ class LauncherEnv:
     """Parsed environment variables of a launcher."""
 
     launcher: str  # name for messages
-    rank: int  # of this process
+    rank: int  # rank of this process
     world_size: int  # number of processes started
     local_rank: int | None  # `None` if unknown
     local_world_size: int | None  # ranks on this machine; `None` if unknown
     job: str  # job id, unique on this machine and equal on all ranks, or '' if unknown
     address: str  # host of rank 0, or '' if unknown
     port: int  # free port on the host of rank 0, or 0 if unknown
-    agent: bool = False  # the torchrun agent runs a TCPStore at that address
+    agent: bool = False  # True if the agent of torchrun runs a TCPStore at `address`
     nodes: str = ""  # SLURM only: compressed host list, host of rank 0 first
     node: str = ""  # SLURM only: host of this process
 
@@ -82,10 +82,10 @@ class _Names(NamedTuple):
     world_size: str
     local_rank: str
     local_world_size: str
-    job: str  # all set variables count
+    job: str  # job id; joined from all of these variables that are set
 
 
-# By precedence: a launcher may run inside a later one in this list.
+# In order of precedence: a launcher may have been started by a later one in this list.
 _TORCHRUN = _Names(
     "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT"
 )
@@ -131,9 +131,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
 
 
 def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None) -> LauncherEnv:
-    """Return the launcher environment, also with world size 1.
+    """Return the launcher environment, even for world size 1.
 
-    Uses the innermost launcher, or only `launcher`, a key of `LAUNCHERS`.
+    Uses the innermost launcher whose variables are set, or `launcher`, a key of `LAUNCHERS`.
 
     Raises:
         UsageError: No launcher started this process, or its variables are incomplete or invalid (rule DDP603).

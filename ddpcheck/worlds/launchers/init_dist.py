@@ -49,7 +49,7 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
     """Decorate a function to run only on rank 0 and return `None` elsewhere.
 
     The rank is read at each call; without a process group, it is 0. Other ranks do not wait for rank 0: call
-    `torch.distributed.barrier()` if they need its effects, and no collective inside. Supports coroutine functions.
+    `torch.distributed.barrier()` if they need its effects. No collective may be called inside. Supports coroutines.
 
     Raises:
         UsageError: The argument is not a function.
@@ -72,7 +72,7 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
     return on_master
 
 
-_PATIENCE = 600.0  # seconds: machines of one job may come up minutes apart
+_PATIENCE = 600.0  # seconds to wait for ranks: machines of a job may start minutes apart
 _PAUSE = 0.05
 _LAST_WORD = 1.0
 _FAILED = "given up"
@@ -208,7 +208,7 @@ def _join(
 
 
 def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: dict[str, Any]) -> None:
-    """Initialize the group with these environment variables; roll back on failure."""
+    """Set the environment variables `values` and initialize the group; undo both on failure."""
     launch = meeting.launch
     if backend != "mpi":  # which has its own rank and rendezvous
         group = PrefixStore("group", meeting.store.store)
@@ -232,7 +232,7 @@ def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: di
 
 
 def _visible_gpus(machine: str) -> list[str]:
-    """Return an id for each visible GPU in order, comparable between ranks."""
+    """Return an id for each visible GPU, in order, the same on all ranks."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -256,7 +256,7 @@ class RankDevices:
 
 
 def local_ranks(all_devices: Sequence[RankDevices]) -> list[int]:
-    """Return the local ranks, counted per machine if not set."""
+    """Return the local rank of each rank, counted per machine if not set."""
     counted: Counter[str] = Counter()
     ranks = []
     for devices in all_devices:
@@ -318,9 +318,9 @@ class _Meeting:
         self._deadline = time.monotonic() + seconds
 
     def gather(self, what: str, data: str = "", close_file: Callable[[], None] = lambda: None) -> list[str]:
-        """All-gather `data` in rank order; raise for late, failed and lost ranks.
+        """All-gather `data` in rank order; raise if a rank is late, failed or lost.
 
-        Rank 0 calls `close_file` when all ranks have arrived, before any rank can continue or start another attempt.
+        Rank 0 calls `close_file` when all ranks have arrived, before any rank can continue or retry.
         """
         keys = [f"{what}/{rank}" for rank in range(self.launch.world_size)]
         try:
@@ -338,7 +338,7 @@ class _Meeting:
             ) from error
 
     def _wait(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
-        """Wait for all keys in `names`; on timeout report ranks missing in `keys`."""
+        """Wait for all keys in `names`; on timeout report ranks without key in `keys`."""
 
         def check(_missing: list[int]) -> None:
             if self.store.has(_FAILED):
@@ -357,13 +357,13 @@ class _Meeting:
         )
 
     def give_up(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
-        """Raise an error on this rank and on all other ranks."""
+        """Raise an error on this rank, and have all other ranks raise it."""
         with contextlib.suppress(StoreGoneError):
             self.store.put(_FAILED, json.dumps([isinstance(error, HangError), str(error)]).encode())
         raise error from cause
 
     def leave(self, seconds: float) -> None:
-        """Leave the store; rank 0 waits up to `seconds` for readers."""
+        """Leave the store; rank 0 waits up to `seconds` until all ranks have left."""
         with contextlib.suppress(StoreGoneError):
             if self.store.next("left") == self.launch.world_size:
                 self.store.put("left/all", b"")

@@ -43,12 +43,12 @@ _TICK = 0.1
 _POLL = 0.01  # seconds between polls of ranks without a channel
 _DEATH = 2.0
 _DUMP = 1.5  # seconds for a stack dump; the leader waits slightly longer
-_STUCK = 60.0  # seconds without the leader reading from the socket
+_STUCK = 60.0  # seconds after which a leader that does not read its socket is given up
 _numbers = itertools.count(1)  # of worlds
 
 
 def local_fields(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
-    """Return the `RankConfig` fields local_rank, local_world_size and sharing of each rank. Pure.
+    """Return the `RankConfig` fields local_rank, local_world_size and sharing, for each rank.
 
     Launchers that bind a GPU to each process, such as `srun --gpus-per-task=1`, hide the other GPUs.
     """
@@ -69,7 +69,7 @@ def _visible(hello: Hello) -> list[str | None]:
 
 
 class Leader:
-    """Launched processes as hosts of worlds; passed as option `hosts`."""
+    """Launched processes that host the ranks of a world: option `hosts` of `WorldOptions`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Leader:
         self.sharing = self._local_fields[0]["sharing"][1]  # number of ranks that see the same GPUs as rank 0
 
     def first(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
-        """Return a leader for the first `len(contexts)` ranks, with their current contexts."""
+        """Return a leader for only the first `len(contexts)` ranks, with these process contexts."""
         leader = copy.copy(self)
         leader.world_size = len(contexts)
         leader._hellos = [replace(hello, context=item) for hello, item in zip(self._hellos, contexts, strict=False)]
@@ -105,7 +105,7 @@ class Leader:
         return leader
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
-        """Return the config of a rank with its process context and store."""
+        """Return `config` with the store, and context and local ranks from the rank's machine."""
         hello = self._hellos[config.rank]
         store = None if self.one_machine else (hello.master or "localhost", self._store_port(config.directory))
         masters = tuple(dict.fromkeys(peer.master for peer in self._hellos))
@@ -134,7 +134,7 @@ class Leader:
         return partial(RemoteRanks, self._followers[rank], method) if rank else starting.STARTERS[method]
 
     def close(self) -> None:
-        """Dismiss the followers and wait for the connections to close."""
+        """Ask the followers to exit, and wait for the connections to close."""
         deadline = time.monotonic() + _FAREWELL
         for follower in self._followers.values():
             follower.send("bye")
@@ -241,7 +241,7 @@ class RemoteRanks:
                 self._end.shutdown(socket.SHUT_WR)
 
     def lose(self, when: float) -> None:
-        """Report the exit of the rank when its follower is lost."""
+        """Record that the rank has exited, since the connection to its follower is lost."""
         if not self._ended:
             self.take("event", ("exit", self._rank, None, when))
         self.take("over")
@@ -268,7 +268,7 @@ class RemoteRanks:
 
 
 class Follower:
-    """Connection of this process to the leader, with the ranks started for it."""
+    """Connection to the leader, and the ranks that this process starts for it."""
 
     def __init__(self, launch: LauncherEnv, *, timeout: float = PATIENCE, store: LauncherStore | None = None) -> None:
         """Connect to the leader; arguments and exceptions as in `join`."""
@@ -372,7 +372,7 @@ class _Hosted:
         self._outbox.send(self._sock, data)
 
     def signal(self, number: int) -> None:
-        """Signal the rank; send the dump after SIGUSR1 if on another machine."""
+        """Send a signal to the rank; after SIGUSR1, send its dump to the leader."""
         if self._shared or number != signal.SIGUSR1:
             self.launch.signal([self._rank], number)
             return
@@ -384,7 +384,7 @@ class _Hosted:
     # --- Reports to the leader ---------------------------------------------------------------------------------------
 
     def attend(self) -> bool:
-        """Send files, messages and events to the leader; return True at the end."""
+        """Send files, messages and events to the leader; return True if none will follow."""
         self._outbox.send(self._sock)
         self._send_files()
         self._forward_messages()
@@ -424,7 +424,7 @@ class _Hosted:
             self._send_file(f"collectives-{self._rank}.log")
 
     def _send_file(self, name: str) -> None:
-        """Send the changes of a file to the leader."""
+        """Send the new content of a file to the leader."""
         try:
             data = (self._directory / name).read_bytes()
         except OSError:

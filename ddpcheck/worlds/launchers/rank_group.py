@@ -1,4 +1,4 @@
-"""Group of launched processes: membership, all-gather, lost ranks. Light until a session is joined.
+"""Group of launched processes: membership, all-gather, lost ranks. Joining imports torch, if needed.
 
 Each rank runs the same tests and gathers values at the same points, one epoch per test: `begin`, any number of
 `gather`, `end`. A rank that fails early goes directly to `end`; a rank waiting in `gather` then raises, and all ranks
@@ -41,7 +41,7 @@ class Epoch:
     number: int
     label: str
     steps: int = 0
-    out_of_step: str | None = None  # why `gather` raises
+    out_of_step: str | None = None  # reason with which `gather` raises on this rank
 
 
 class RankGroup:
@@ -54,7 +54,7 @@ class RankGroup:
             that this rank has waited for.
         terminated: `time.monotonic()` of SIGTERM or loss of the launcher; `None` before.
         leader: Leader of worlds on rank 0; `None` on other ranks.
-        broken: Message why the ranks can no longer synchronize, or `None`.
+        broken: Reason why the ranks can no longer synchronize, or `None`.
     """
 
     def __init__(self, launch: LauncherEnv, *, timeout: float = 120.0) -> None:
@@ -107,7 +107,7 @@ class RankGroup:
             self.gone[0] = how_it_ended(0, follower.welcome.pid if follower.welcome.shared else None)
 
     def _watch_launcher(self, launcher: int) -> None:
-        """Terminate this process when its launcher is gone, even if hung."""
+        """Terminate this process, even if it hangs, when its launcher is gone."""
         while os.getppid() == launcher or self.launch.launcher == BY_HAND:
             if self._released.wait(_LOOK):
                 return
@@ -141,9 +141,9 @@ class RankGroup:
             raise
 
     def end(self, value: object, *, timeout: float) -> list[Any]:
-        """End the current epoch with a `gather` that includes ranks out of step.
+        """End the epoch with a `gather`, even on ranks whose earlier `gather` raised.
 
-        A timeout marks the session as broken.
+        A timeout sets `broken`.
         """
         self._check()
         self.epoch.out_of_step = None
@@ -157,7 +157,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Mark a block that raises the reason for a SIGTERM itself."""
+        """Do not raise on SIGTERM inside the block, whose errors say what happened."""
         before, self._busy = self._busy, True
         try:
             yield
@@ -191,7 +191,7 @@ class RankGroup:
 
     def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
         def came(rank: int) -> bool:
-            """Check again if a rank wrote its key before moving on."""
+            """Return True if the rank wrote its key before it left or exited."""
             return self.store.has(names[rank])
 
         def check(missing: list[int]) -> None:
@@ -229,7 +229,7 @@ class RankGroup:
         return self.broken
 
     def why_not(self, ranks: Sequence[int], came: Callable[[int], bool] = lambda rank: False) -> str | None:
-        """Return why `ranks` will never arrive (marks the session broken), or `None`."""
+        """Return why `ranks` will never arrive, and set `broken`; else return `None`."""
         try:
             for rank in ranks:
                 if rank not in self.gone and self.store.has(f"gone/{rank}"):
@@ -256,7 +256,7 @@ class RankGroup:
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        """Delay termination after SIGTERM to report which rank died."""
+        """Handle SIGTERM: note the time; raise KeyboardInterrupt unless `working` or broken."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills
         self.terminated = time.monotonic()
         if not self._busy and self.broken is None:
@@ -289,7 +289,7 @@ class RankGroup:
             self._release()
 
     def _any_reads(self) -> bool:
-        """Return True on rank 0 if another rank has not left or exited."""
+        """Return True if a rank other than 0 has neither left nor exited."""
         return not all(rank in self.gone or self.store.has(f"left/{rank}") for rank in range(1, self.world_size))
 
     def _release(self) -> None:

@@ -41,7 +41,7 @@ def this_machine() -> str:
 
 
 def how_it_ended(rank: int, pid: int | None) -> str:
-    """Return how a rank exited; `pid` is `None` on another machine."""
+    """Return a sentence on how a rank exited; `pid` is `None` on another machine."""
     if pid is not None:
         wait_until(lambda: process_stat(pid)[:1] in ([], ["Z"], ["X"]), _DEATH, _POLL)
         state, *_, status = process_stat(pid) or ("", "")
@@ -51,7 +51,7 @@ def how_it_ended(rank: int, pid: int | None) -> str:
 
 
 PATIENCE = 120.0  # seconds that launched processes wait for each other at startup
-_HANDSHAKE = 10.0  # seconds per handshake
+_HANDSHAKE = 10.0  # seconds for the handshake of one connection
 _ANSWER = 5.0  # seconds for the leader's reply; an unrelated silent process may own the port by now
 _HALF = 32  # characters per token half: the first authenticates a follower, the second the leader
 _PAUSE = 0.02
@@ -84,7 +84,7 @@ class Hello:
 class Welcome:
     """Reply of the leader to a process."""
 
-    shared: bool  # on the same machine as the leader
+    shared: bool  # True if the process is on the same machine as the leader
     offset: float  # leader's clock minus this process's clock, in seconds
     pid: int  # of the leader
 
@@ -105,7 +105,7 @@ Joined = tuple[socket.socket, Hello, Welcome]  # the leader's side of a connecti
 def gather(
     launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
 ) -> tuple[Hello, list[Joined]]:
-    """Accept one connection per rank; return the leader's `Hello` and connections by rank.
+    """Accept a connection from each other rank; return the leader's `Hello` and the connections.
 
     `store` is an existing store shared by all ranks. Raises `UsageError` without a rendezvous address, and `HangError`
     if some ranks did not connect in time.

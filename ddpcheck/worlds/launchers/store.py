@@ -120,7 +120,7 @@ class LauncherStore:
 def open_store(
     launch: LauncherEnv, timeout: float, *, uses_port: bool = False
 ) -> tuple[LauncherStore, Callable[[], None]]:
-    """Open the store of a launch; return (store, callback for full attendance).
+    """Open the store of a launch; return (store, function to call after all joined).
 
     `uses_port` uses the port of the launch even on one machine, where a rendezvous file would do. Raises `UsageError`
     without a rendezvous address, and `DDPCheckError` if the store cannot be created or reached.
