@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 
 _VARIABLE = "_DDPCHECK_FUNCTIONS"
-"""In the environment of ranks: wrapper functions, separated by ",", then ";" and the step function."""
+"""Environment variable of ranks: wrapper functions separated by ",", then ";" and the step function."""
 
-wrappers: tuple[str, ...] = ()  # functions that only wrap calls of torch; lines are those of their callers
+wrappers: tuple[str, ...] = ()  # functions that only wrap calls of torch; reports show the lines of their callers
 step: tuple[str, ...] = ()  # function that makes a training step
 
 
@@ -36,7 +36,7 @@ def _spellings(names: str) -> tuple[str, ...]:
 
 @functools.cache
 def is_wrapper(file: str, function: str) -> bool:
-    """Return True for a function that only wraps calls of torch."""
+    """Return True if the user has named a function in `wrapper-functions`."""
     return is_one_of(wrappers, file, function)
 
 

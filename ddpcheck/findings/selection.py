@@ -165,12 +165,12 @@ def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence
 
 
 def fingerprint(finding: Finding) -> tuple[str, str, tuple[str, ...]]:
-    """Return code, file and subjects: stable if lines or numbers change."""
+    """Return code, file and subjects of a finding, which outlast changed lines and numbers."""
     return finding.code, finding.location.path if finding.location else "", finding.subjects
 
 
 def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
-    """Map the marks of findings to the rank of the worst severity."""
+    """Map each mark of the findings to the rank of its worst severity."""
     worst_ranks: dict[Mark, int] = {}
     for finding in findings:
         code, path, subjects = fingerprint(finding)
@@ -196,6 +196,6 @@ def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Se
 
 
 def not_found(before: Sequence[Finding], now: Sequence[Finding], hidden: Sequence[str]) -> tuple[Finding, ...]:
-    """Return the findings of `before` with no mark in `now`, except `hidden` codes."""
+    """Return the findings of `before` without any mark in `now`, except `hidden` codes."""
     current = marks(now)
     return tuple(old for old in before if old.code not in hidden and not any(mark in current for mark in marks([old])))

@@ -1,4 +1,4 @@
-"""Ledger of the gradients of each backward pass around a wrapper.
+"""Ledger of the gradients of each backward pass through a wrapped module.
 
 A rank keeps a ledger while its loop runs, and a judge builds one from a rank's logged events. The ledger records facts,
 such as a step with gradients that were not reduced, without judging.
@@ -83,7 +83,7 @@ class Ledger:
 
     @property
     def unpaired(self) -> list[Contribution]:
-        """Return unreduced gradients without a forward pass, added after the reduction."""
+        """Return unreduced gradients of backward passes that follow a reduction without a forward pass."""
         return [entry for entry in self.contributions if entry.after is not None and not entry.reduced]
 
     @property

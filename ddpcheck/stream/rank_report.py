@@ -90,11 +90,11 @@ class ReplicaState(Struct, frozen=True):
     values: DdpStepEvidence
     # fingerprints of the parameters after construction of the wrapper; empty if unknown
     constructed: Mapping[str, int] = field(default_factory=dict)
-    at_first_forward: Mapping[str, int] = field(default_factory=dict)  # likewise, before the first forward
+    at_first_forward: Mapping[str, int] = field(default_factory=dict)  # the same before the first forward
 
 
 class WatchContext(Struct, frozen=True):
-    """Wrapper and module at the begin of the watch."""
+    """Wrapper and module at the beginning of the watch."""
 
     names: Names  # parameter names, with aliases
     wrapper: WrapperFacts  # arguments of the wrapper

@@ -48,7 +48,7 @@ class FlowRecorder(TensorRecorder):
     """Torch function mode that records the data flow between modules in forward."""
 
     def __init__(self, shown: Mapping[int, str], ends: Iterable[PathEnd] = ()) -> None:
-        """Initialize with drawn paths by `id(module)` and known ends of autograd paths."""
+        """Take the path of each drawn module by `id(module)`, and known autograd path ends."""
         super().__init__()  # `_known`: tensor -> (key of the source node, True if a gradient flows back)
         self.nodes = {"batch": Node("batch", "input")}  # by key, in order of execution
         self.edges: dict[tuple[str, str], bool] = {}  # (source, target) -> True if a gradient flows back

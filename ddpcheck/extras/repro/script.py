@@ -73,8 +73,8 @@ COMPARISONS = {
     name: Comparison(*fields)
     for name, *fields in (re.split(r" \| |\n +", row) for row in re.split(r"\n(?=[^ ])", _TABLE.strip()))
 }
-"""By the name that follows "repro" in the `Checks` of the rules that they show."""
-_ON_EACH_RANK = ("missing", "unregistered", "zero", "search")  # shown by each rank without the others
+"""Comparisons by the name that follows "repro" in the `Checks` field of a rule."""
+_ON_EACH_RANK = ("missing", "unregistered", "zero", "search")  # comparisons that need no values of other ranks
 
 
 def why_none(finding: Finding, report: Report) -> str:

@@ -107,7 +107,7 @@ class CheckLog:
             self.bugs.append(bug)
 
     def add_unexplained(self, what: str, answer: object) -> bool:
-        """Note an unknown `what` if `answer` is a `NoExplanation`; return True if so."""
+        """If `answer` is a `NoExplanation`, note that `what` is unknown and return True."""
         if not isinstance(answer, NoExplanation):
             return False
         self.notes.append(f"{what}: not known, since finding out failed ({answer.reason})")
@@ -123,7 +123,7 @@ class CheckLog:
         return self.bugs[0] if self.unjudged else None
 
     def call_judge(self, part: str, judge: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the findings of `judge` for `part`; note a bug if raised."""
+        """Return the findings of `judge`; if it raises, note a bug in `part`."""
         try:
             return judge(*args, **kwargs)
         except Exception as error:
@@ -165,7 +165,7 @@ class RankSteps:
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # where gradients become zero, by parameter
 
     def add_local(self, local: Sequence[LocalStep], of_models: Sequence[LocalStep]) -> None:
-        """Add a step without the wrapper: of every rank, and per model."""
+        """Add a step without the wrapper, by rank and (`of_models`) by model."""
         self.local = of_models
         self.first_local = self.first_local or of_models
         self.parameters += [item.evidence for item in local]
@@ -182,7 +182,7 @@ class RankSteps:
 
     @property
     def local_sgd_steps(self) -> dict[int, list[DdpStepEvidence]]:
-        """Steps through the wrapper in which ranks trained apart by design, by step."""
+        """Steps through the wrapper in which ranks trained independently (post-local SGD), by step."""
         return group_by_step(item for item in self.ddp if item.is_local_sgd)
 
     def missing(self) -> dict[tuple[int, int], frozenset[str]]:
@@ -272,7 +272,7 @@ class CheckState:
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
     def without_rank_params(self, ranks: Sequence[Values]) -> Sequence[Values]:
-        """Return evidence by rank without rank-specific parameters; note if these differ."""
+        """Return evidence by rank without `rank_parameters`; note if these differ."""
         if not self.rank_params.patterns:
             return ranks
         kept = [self.rank_params.without(item) for item in ranks]
@@ -285,7 +285,7 @@ class CheckState:
         self.part_findings += ((part or self.log.part, finding) for finding in findings)
 
     def keep(self, is_kept: Callable[[Finding], bool]) -> None:
-        """Drop all other findings."""
+        """Drop the findings for which `is_kept` is false."""
         self.part_findings = [(part, finding) for part, finding in self.part_findings if is_kept(finding)]
 
     def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
@@ -305,7 +305,7 @@ class CheckState:
             self.log.notes.append(f"no float64 run to measure rounding with: {result.float64_error}")
 
     def add_analysis(self, step: int, analysis: ShardAnalysis) -> bool:
-        """Add the analysis of a differing step; return True if not only rounding."""
+        """Add the analysis of a differing step; return True unless rounding explains the difference."""
         single = self.single
         single.differences[step] = tuple(
             replace(item, tolerance=max(item.tolerance, item.error)) if item.name in analysis.rounded else item
