@@ -156,7 +156,7 @@ class CollectiveTimeline:
             raise ValueError(f"a call of process group {self.group!r} is not in the list of its timeline")
 
     def sides(self) -> list[tuple[tuple[int, ...], CalledCollective, Location]]:
-        """Return (ranks, call, line) of each distinct call at `parts_at`, or last before."""
+        """Return (ranks, call, line) of each distinct call where the ranks diverge."""
         ranks_by_call: dict[CalledCollective, list[int]] = {}
         for log in self.ranks if self.parts_at is not None else ():
             index = min((self.parts_at or 0) - log.first, len(log.calls) - 1)

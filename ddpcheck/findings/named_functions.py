@@ -15,7 +15,7 @@ step: tuple[str, ...] = ()  # function that makes a training step
 
 
 def set_named_functions(wrapper_functions: Sequence[str], step_function: str) -> None:
-    """Set the functions here, and in ranks that are started from now on."""
+    """Set the named functions in this process, and in ranks that are started later."""
     os.environ.pop(_VARIABLE, None)
     if wrapper_functions or step_function:
         os.environ[_VARIABLE] = f"{','.join(wrapper_functions)};{step_function}"
@@ -23,7 +23,7 @@ def set_named_functions(wrapper_functions: Sequence[str], step_function: str) ->
 
 
 def read_named_functions() -> None:
-    """Read the functions from the environment, on a rank."""
+    """Read the named functions from the environment of a rank."""
     global wrappers, step
     wrappers, step = map(_spellings, os.environ.get(_VARIABLE, ";").split(";"))
     is_wrapper.cache_clear()

@@ -136,7 +136,7 @@ def omission_of(attribute: str, kind: Any) -> Location | None:
 
 
 def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
-    """Return a method's calls of or with items of `self.attribute`, then reads of it."""
+    """Return the calls that use items of `self.attribute` in a method, then its reads."""
     nodes, names = [*ast.walk(method)], set()
     reads = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
     reads = [node for node in reads if ast.unparse(node.value) == "self"]

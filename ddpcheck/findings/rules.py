@@ -35,7 +35,7 @@ class Severity(Enum):
 
     @property
     def rank(self) -> int:
-        """Rank of the severity, 0 for the worst."""
+        """Position of the severity, 0 for the worst."""
         return list(Severity).index(self)
 
     def reaches(self, threshold: Severity) -> bool:
@@ -69,7 +69,7 @@ class Rule:
     example: str = ""  # lines of code that break the rule, with a comment on the correct line
     explains: tuple[Explains, ...] = ()  # consequences
     checks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # check lines by command ("report", "run")
-    repeats: tuple[str, ...] = ()  # views of `run` that find a defect again, after any rule that names the view
+    repeats: tuple[str, ...] = ()  # later views (`rules.registry`) in which `run` finds the defect again
     repro: str = ""  # comparison of `report --repro` in `extras.repro.script` that shows the defect
     color: str = ""  # fill of a parameter with this finding in `ddpcheck graph`, as #RRGGBB; "" if not drawn
     stops_ddp: bool = False  # if the wrapper raises, hangs or aborts at construction or in the step

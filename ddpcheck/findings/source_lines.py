@@ -96,7 +96,7 @@ def step_location(frame: FrameType | None = None) -> Location | None:
 
 
 def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) -> FrameType | None:
-    """Return the frame of `user_location`; `over_packages` overrides `pass_over_packages`."""
+    """Return the innermost user frame; `over_packages` overrides `pass_over_packages`."""
     over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
     while frame is not None:
@@ -281,7 +281,7 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
 
 
 def making_of(module: nn.Module, name: str) -> Location | None:
-    """Return the line that assigns `name`, else the nearest enclosing module."""
+    """Return the line that assigns `name`, else its nearest parent module."""
     return assignment_in_classes(classes_of_program(module), name)
 
 
@@ -297,7 +297,7 @@ def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
-    """Return `making_of` for a module of another process, from its `classes_of_program`."""
+    """Like `making_of`, for another process's module, from the output of `classes_of_program`."""
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):

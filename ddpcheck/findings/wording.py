@@ -195,7 +195,7 @@ def printable(text: str, but: str = "") -> str:
 
 
 def unless_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return ranks or steps for a finding: () if `numbers` has all `count`."""
+    """Return `numbers` (ranks or steps), or () if these are all `count`."""
     return tuple(numbers) if len(numbers) < count else ()
 
 

@@ -108,7 +108,7 @@ def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Describe each environment variable that is nearly a setting; ignore all others.
+    """Describe each environment variable that seems to be a misspelled setting.
 
     Args:
         environ: Environment variables; default: `os.environ`.

@@ -96,7 +96,7 @@ class Ledger:
 
     @property
     def put_off(self) -> bool:
-        """Return True if later reductions may average unreduced gradients of a forward pass."""
+        """Return True if a later reduction may average gradients that are not reduced yet."""
         return any(not contribution.reduced and contribution.forward is not None for contribution in self.open)
 
     def add(self, event: LoopEvent) -> None:

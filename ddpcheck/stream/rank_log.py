@@ -104,7 +104,7 @@ class RankLog:
             self._calls.turn(begins=begins)
 
     def wait_for(self, wait: PeerWait | None) -> None:
-        """Write the main thread's point-to-point wait, or None at the end."""
+        """Write that the main thread begins a point-to-point wait, or (None) ends it."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._calls.wait(wait)
 
@@ -259,7 +259,7 @@ def last_restart(folder: Path) -> int:
 
 
 def read_logs(folder: Path) -> list[WatchedRank]:
-    """Return the logs since the last restart, sorted by rank; subfolders are other nodes."""
+    """Return the logs since the last restart, in rank order; subfolders are other nodes."""
     nodes = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     ranks = {log.started.rank: log for node in reversed(nodes) for log in _read_node(node)}
     return [ranks[rank] for rank in sorted(ranks)]

@@ -27,7 +27,7 @@ _FIRST_SAMPLES = 128  # samples of a run before the rate is reduced
 
 @lru_cache(_STEPS_KEPT)
 def is_sampled(step: int, every: int) -> bool:
-    """Return True if `is_probed` holds, and for every `every`-th step (0: none).
+    """Return True for probed steps, and for each `every`-th step (0: for no others).
 
     After 128 samples every second sample is skipped, and again whenever the number of steps has doubled, so that a log
     grows logarithmically. Only the step decides, so that all ranks sample the same steps.

@@ -151,7 +151,7 @@ def _in_custom_function() -> bool:
 
 
 def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """Return path and module by `id(module)`, including modules in plain attributes."""
+    """Map `id(module)` to path and module, including modules in plain attributes."""
     modules = {id(submodule): (path, submodule) for path, submodule in module.named_modules()}
     for prefix, parent in module.named_modules():
         for key, value in vars(parent).items():

@@ -57,7 +57,7 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
 def wrap(options: DDPOptions | None) -> WrappedRow:
-    """Wrap the module with these options, or as the recipe does (None)."""
+    """Wrap the module with `options`, or if None, as the recipe does."""
     passed: list[dict[str, Any]] = []
     wrapped = model_build.wrap(overridden_options(options, passed))
     wrapper = rank_state().training_model.wrapper

@@ -86,7 +86,7 @@ class WrappedRow(SplitModule, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OptionSet:
-    """Options, and why they are not tried if so."""
+    """Combination of options, with the reason if it is not tried."""
 
     options: DDPOptions  # the combination
     skip_reason: str = ""  # why the options make no difference; empty if they can

@@ -1,4 +1,4 @@
-"""Rank phases that simulate one rank, with copies of it in place of the others.
+"""Rank phases that simulate one rank, with its copies in place of the others.
 
 A rank that is the source of a broadcast or scatter stores the data in a folder for ranks that are simulated later.
 Small tensors of collectives called from Python are stored too, since a branch may depend on them (a vote to skip a

@@ -25,7 +25,7 @@ class Joining(Struct, frozen=True):
 
 
 class PeerWait(Struct, frozen=True):
-    """Rank waiting in a point-to-point call, or for the handle of one."""
+    """Wait of a rank in a point-to-point call, or for its asynchronous handle."""
 
     operation: str  # "send", "recv", "isend" or "irecv"
     peer: int  # destination or source rank; negative for any
@@ -97,7 +97,7 @@ class RankDump(Struct, frozen=True):
 
     @property
     def has_stacks(self) -> bool:
-        """True if any call has a line."""
+        """True if any entry has a source line."""
         return any(entry.call.location for entry in self.entries)
 
     def collectives(self, group: str) -> list[RecordedCall]:
@@ -106,7 +106,7 @@ class RankDump(Struct, frozen=True):
 
 
 class ScheduledCall(Struct, frozen=True):
-    """One collective of a rank."""
+    """One collective of a simulated rank."""
 
     call: Call
     waits: bool = False  # True if the rank blocks until all ranks of the group arrive

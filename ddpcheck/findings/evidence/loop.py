@@ -90,7 +90,7 @@ class GatheredConstant(Entry, frozen=True):
 
 
 class OwnPartPutBack(Entry, frozen=True):
-    """Loss on gathered features, of which only the rank's own part carries a gradient.
+    """Loss on gathered features: only this rank's own part of them carries a gradient.
 
     If every rank computes the whole loss, the gradients of the own parts add up over the ranks.
     """
@@ -191,13 +191,13 @@ class GradientsLeft(Entry, frozen=True):
 
 
 class WorkUsed(Entry, frozen=True):
-    """Handle of an asynchronous collective that was polled or waited on."""
+    """Asynchronous collective whose handle was polled or waited on."""
 
     location: Location  # line that starts the collective
 
 
 class WorkDropped(Entry, frozen=True):
-    """Handle of an asynchronous collective that was dropped, never polled or waited on."""
+    """Asynchronous collective whose handle was dropped, never polled or waited on."""
 
     operation: str  # the collective
     location: Location  # line that starts the collective

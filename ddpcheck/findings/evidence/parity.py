@@ -31,7 +31,7 @@ class NotReplayed(Entry, frozen=True):
 
 
 class ParityStep(Entry, frozen=True):
-    """State before an optimizer step."""
+    """State before an optimizer step, to compare with a run in one process."""
 
     optimizer: int  # number of the optimizer, in order of first steps
     count: int  # earlier steps of the optimizer

@@ -63,7 +63,7 @@ class PathEnd:
 
 
 class UnregisteredTensor(Struct, frozen=True):
-    """Leaf that receives a gradient and is not a parameter of the wrapped module."""
+    """Leaf tensor with a gradient that is not a parameter of the wrapped module."""
 
     name: str  # path from the module, or name of a variable
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class UnregisteredTensor(Struct, frozen=True):
 
 
 class ParameterChange(Struct, frozen=True):
-    """Change of a parameter of DDP by the forward pass."""
+    """Change that the forward pass makes to a parameter of DDP."""
 
     kind: str  # "replaced", "removed", "frozen", "unfrozen" or "cast or moved"
     location: Location | None = None  # line of the change

@@ -116,7 +116,7 @@ class Group:
 
 
 def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
-    """Return the template variables of a process group."""
+    """Return the template variables of a process group's timeline."""
     logs_by_calls = group_by(timeline.ranks, lambda log: (log.first, log.calls, log.waiting, log.waits_for))
     groups = [Group(logs, timeline.calls) for logs in logs_by_calls.values()]
     shown = groups[:MOST_GROUPS]

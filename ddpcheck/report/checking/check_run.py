@@ -248,7 +248,7 @@ class CheckRun(CheckWorlds):
         return doubtful
 
     def _reduces_again_alike(self, step: int) -> bool:
-        """Return True if the wrapper can reduce the step again in compiled form.
+        """Return True if the step can be repeated with a compiled wrapper.
 
         A communication hook counts its calls and may keep error feedback. Under `static_graph` DDP expects the
         parameters used so far; compiled code returns zero gradients for cut paths.
@@ -266,9 +266,9 @@ class CheckRun(CheckWorlds):
         return self._explained(topic, {}, calls.repeated_step.explain, step) if in_step else [{} for _ in local]
 
     def _compare_drawing(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
-        """Compare with a single process under equal random numbers: per sample, else constants.
+        """Give the ranks and a single process equal random numbers, and compare gradients.
 
-        Numbers per sample keep the count of a dropout mask. They differ on a rank if a draw is not made per sample, so
+        Numbers "by sample" keep the count of a dropout mask. They differ on a rank if a draw is not made per sample, so
         a difference counts only if reweighting the shards explains it.
         """
         single = self.state.single
@@ -293,7 +293,7 @@ class CheckRun(CheckWorlds):
         return self._compare_with_single(step, averaged)
 
     def _average_with(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
-        """Average gradients under these random numbers; return why this failed, or ""."""
+        """Average gradients with random numbers of a kind; return why this failed, or ""."""
         topic = f"the gradients with random numbers {numbers}"
         replies = self._explained(topic, "the step with them failed", calls.local_step.comparable_step, step, numbers)
         if reason := next((item for item in replies if isinstance(item, str)), ""):
@@ -310,7 +310,7 @@ class CheckRun(CheckWorlds):
             self._skip_rest(f"{mismatch[0].code}: the ranks are out of step")
 
     def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
-        """Compare module layouts between ranks, which DDP assumes unchanged since construction."""
+        """Check that module layouts, which DDP compares only at construction, are still equal."""
         facts = self.state.wrapper
         if len({item.layout for item in local}) == 1 or not (facts.is_ddp or facts.sharded):
             return

@@ -264,7 +264,7 @@ class CheckState:
 
     @property
     def models(self) -> list[tuple[int, ...]]:
-        """Groups of ranks of one model; empty if no model is split."""
+        """Groups of ranks that share a split model; empty if no model is split."""
         return sorted({item.together for item in self.wrapped if item.together})
 
     def of_models(self, by_rank: Sequence[Item]) -> Sequence[Item]:
@@ -289,7 +289,7 @@ class CheckState:
         self.part_findings = [(part, finding) for part, finding in self.part_findings if is_kept(finding)]
 
     def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Store losses and random choices of the last step with comparable random numbers."""
+        """Store losses and random choices of the last step, repeated with comparable random numbers."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
             for item, (loss, choices) in zip(self.steps.local, self.of_models(steps), strict=True)
@@ -318,7 +318,7 @@ class CheckState:
 
     @property
     def wants_analysis(self) -> bool:
-        """Return True if the differing step needs an analysis (first, or without random choices)."""
+        """Return True for the first differing step, and for one without random choices."""
         single = self.single
         return single.analysis is None or (
             bool(single.choices.get(single.analysed[0].evidence.step)) and not self.steps.local[0].random.choices

@@ -150,7 +150,7 @@ class CheckWorlds:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Result]:
-        """Run a phase that only explains a fault; note failures and return `otherwise`."""
+        """Run a phase that only explains a fault; note failures, returning `otherwise` for them."""
         try:
             results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
         except errors.RankError as error:

@@ -73,7 +73,7 @@ def _reduction_judge(state: CheckState) -> Callable[[Sequence[DdpStepEvidence], 
 
 
 def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedStep]) -> None:
-    """Add a repeated step; withhold gradient verdicts if the step differs from itself."""
+    """Add a repeated step; withhold gradient verdicts if the repetitions differ."""
     state.repeats.add(repeated)
     by_rank = {rank: item.differences for rank, item in enumerate(repeated)}
     findings = state.log.call_judge("parity", judge_repeat, by_rank, step)

@@ -163,7 +163,7 @@ def _call(operation: str, group: str, payload: str, lines: tuple[str, ...]) -> C
 
 
 def _payload(operation: str, raw: Mapping[str, Any]) -> str:
-    """Return dtype and shape of the inputs if all ranks must match, else ''."""
+    """Return the inputs' dtype and shape if these must match across ranks, else ''."""
     sizes = raw.get("input_sizes") or ()
     if not operation.startswith(_MATCHED_BY_PAYLOAD) or operation.endswith("_v"):
         return ""
