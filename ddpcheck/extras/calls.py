@@ -1,4 +1,4 @@
-"""Phases of the extras, as `ddpcheck.report.calls` has those of a check."""
+"""Stand-ins for the phases of the extras, as in `ddpcheck.report.calls` for a check."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class DebugServer:
         self._host, self._port = host, PORT if port is None else port
 
     def flight_recorder(self, *, nccl: bool = False) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """Return the recorder's JSON by rank, and the reason by rank without an answer.
+        """Return the recorder's JSON of each rank, and why other ranks have none.
 
         Args:
             nccl: Query NCCL's recorder (calls that have not ended only), else gloo's.
@@ -108,7 +108,7 @@ class DebugServer:
             raise self._something_else(f"{path} {error} of rank {rank}") from None
 
     def _answers(self, path: str) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the answer by rank, and the reason by rank without an answer."""
+        """Return the answer of each rank, and why other ranks have none."""
         page = self._page(path)
         if not page.rstrip().endswith("</section>"):  # the server sends no length
             raise self._something_else(f"its page {path} is not whole")
@@ -196,7 +196,7 @@ _AS_ANOTHER = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_red
 
 
 def look_at_ranks(address: str) -> RanksSeen:
-    """Return the state of the ranks at http://HOST:PORT, by two looks seconds apart.
+    """Return the state of the ranks at http://HOST:PORT, from two looks seconds apart.
 
     Raises:
         TargetError: The server or all ranks do not answer.
@@ -234,7 +234,7 @@ def look_at_ranks(address: str) -> RanksSeen:
 
 
 def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]]:
-    """Return the dump by rank, and the reason by rank without an answer."""
+    """Return the dump of each rank, and why other ranks have none."""
     answers, problems = server.flight_recorder()
     active_only = False
     if not any(answer["entries"] for answer in answers.values()):

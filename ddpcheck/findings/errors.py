@@ -14,7 +14,7 @@ EXIT_HANG = 4
 
 
 class DDPCheckError(Exception):
-    """Base class of ddpcheck errors; shown as one sentence, without a traceback.
+    """Base class of ddpcheck errors, which the command line prints without a traceback.
 
     Attributes:
         exit_code: Exit code of the command line if the error is not caught.
@@ -55,7 +55,7 @@ class TargetError(DDPCheckError):
 
 
 class OptionsDifferError(DDPCheckError):
-    """Mismatch of wrapper options across ranks, on which DDP would raise, hang or abort."""
+    """Wrapper options that differ between ranks, so that DDP would raise, hang or abort."""
 
     exit_code = EXIT_FINDINGS
 
@@ -65,7 +65,7 @@ class OptionsDifferError(DDPCheckError):
 
 
 class EmptyShardError(TargetError):
-    """Failure of the target on a rank without samples in the step."""
+    """Failure of the target on a rank that has no samples in the step."""
 
     def __init__(self, message: str, step: int = 0, *, detail: str = "") -> None:
         super().__init__(message, detail=detail)
@@ -114,8 +114,8 @@ class RankFailure:
         exit_code: Exit code of the process if ended; negative for a signal, as in `subprocess`.
         output: Last lines printed by the rank.
         bug: Request to report the failure if caused by a bug in ddpcheck, else "".
-        noticed: Worker or thread of the exception and the line that waited, or the exception that was being handled,
-            in words; "" for neither.
+        noticed: In words: the worker or thread that raised the exception and the line that waited for it, or the
+            exception that was being handled at the failure; "" for neither.
         cause: First exception of the chain, or "".
     """
 
@@ -140,8 +140,8 @@ class RankFailure:
 class RankError(DDPCheckError):
     """Failure of at least one rank of a world.
 
-    `failures` has every rank that did not finish, earliest first (the headline); `results` has the return values of
-    the other ranks, by rank.
+    `failures` has one entry for each rank that did not finish, earliest first; `results` has the return values of the
+    other ranks, by rank.
     """
 
     exit_code = EXIT_TARGET
@@ -159,7 +159,7 @@ class RankError(DDPCheckError):
         return self.failures[0] if self.failures else None
 
     def raise_cause(self) -> None:
-        """Raise a ddpcheck error or bug of the first failing rank; otherwise return."""
+        """If the first failure is a `DDPCheckError` or a bug of ddpcheck, raise that."""
         if self.first is not None and isinstance(self.first.exception, DDPCheckError):
             raise self.first.exception from self
         if self.first is not None and self.first.bug:

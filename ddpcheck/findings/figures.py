@@ -46,7 +46,7 @@ class RelatedLocation:
 
 
 MOST_MODULES = 1000
-"""Modules that a report describes."""
+"""Largest number of modules in a report."""
 
 _AROUND = 3  # lines of context on each side
 _LONGEST_LINE = 200
@@ -156,7 +156,7 @@ class CollectiveTimeline:
             raise ValueError(f"a call of process group {self.group!r} is not in the list of its timeline")
 
     def sides(self) -> list[tuple[tuple[int, ...], CalledCollective, Location]]:
-        """Return ranks, call and line of each distinct call (or last call) at `parts_at`."""
+        """Return (ranks, call, line) of each distinct call where the ranks diverge."""
         ranks_by_call: dict[CalledCollective, list[int]] = {}
         for log in self.ranks if self.parts_at is not None else ():
             index = min((self.parts_at or 0) - log.first, len(log.calls) - 1)
@@ -167,7 +167,7 @@ class CollectiveTimeline:
 
 
 LARGEST_VALUE = 1e100
-"""No value of a curve is as large."""
+"""Exclusive upper bound of the values of a curve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ _MOST_FILES = 2000  # searched for a file name
 
 
 def _file_of(location: Location, folder: Path | None) -> Path:
-    """Return the path of a location's file, unchanged if not found."""
+    """Return the file of a location, or the location's own path if not found."""
     path = Path(location.path)
     folder = None if folder is None or folder.resolve().is_relative_to(Path.cwd()) else folder
     folders = [*([folder] if folder else []), Path(), *map(Path, sys.path)]

@@ -18,10 +18,10 @@ from typing import TypeVar
 Data = TypeVar("Data", bytes, str)
 
 MOST_BYTES = 1 << 28
-"""Bytes of one input: a report, a record, a dump, the page of a server, the log of a rank."""
+"""Largest size in bytes of one input: a report, a record, a dump, the page of a server, the log of a rank."""
 
 MOST_RANKS = 1 << 17
-"""Ranks of a job whose dumps, records and logs are read."""
+"""Largest number of ranks of a job whose dumps, records and logs are read."""
 
 _MOST_SOURCE = 1 << 24
 _MOST_MEMORY = 1 << 33
@@ -60,7 +60,7 @@ def unpacked(data: bytes) -> bytes:
 
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
-    """Limit memory in the block: a few bytes of input can request 60 GB."""
+    """Limit the process's memory in a `with` block, against inputs that request 60 GB."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # no /proc, or the limit is already lower
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

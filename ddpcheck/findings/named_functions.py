@@ -8,14 +8,14 @@ import re
 from collections.abc import Sequence
 
 _VARIABLE = "_DDPCHECK_FUNCTIONS"
-"""In the environment of ranks: wrapper functions, separated by ",", then ";" and the step function."""
+"""Environment variable of ranks: wrapper functions separated by ",", then ";" and the step function."""
 
-wrappers: tuple[str, ...] = ()  # functions that only wrap calls of torch; lines are those of their callers
+wrappers: tuple[str, ...] = ()  # functions that only wrap calls of torch; reports show the lines of their callers
 step: tuple[str, ...] = ()  # function that makes a training step
 
 
 def set_named_functions(wrapper_functions: Sequence[str], step_function: str) -> None:
-    """Set the functions here, and in ranks that are started from now on."""
+    """Set the named functions in this process, and in ranks that are started later."""
     os.environ.pop(_VARIABLE, None)
     if wrapper_functions or step_function:
         os.environ[_VARIABLE] = f"{','.join(wrapper_functions)};{step_function}"
@@ -23,7 +23,7 @@ def set_named_functions(wrapper_functions: Sequence[str], step_function: str) ->
 
 
 def read_named_functions() -> None:
-    """Read the functions from the environment, on a rank."""
+    """Read the named functions from the environment of a rank."""
     global wrappers, step
     wrappers, step = map(_spellings, os.environ.get(_VARIABLE, ";").split(";"))
     is_wrapper.cache_clear()
@@ -36,7 +36,7 @@ def _spellings(names: str) -> tuple[str, ...]:
 
 @functools.cache
 def is_wrapper(file: str, function: str) -> bool:
-    """Return True for a function that only wraps calls of torch."""
+    """Return True if the user has named a function in `wrapper-functions`."""
     return is_one_of(wrappers, file, function)
 
 

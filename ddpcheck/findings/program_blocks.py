@@ -24,14 +24,14 @@ _Answer = TypeVar("_Answer")
 
 
 class ProgramSource:
-    """Source files of a program, or recorded `answers` from another machine."""
+    """Source files of a program, or recorded `answers` to questions about files elsewhere."""
 
     def __init__(self, answers: Mapping[str, Any] | None = None) -> None:
         self.answers: dict[str, Any] = dict(answers or {})  # by query, as lists, strings and numbers
         self._is_here = answers is None
 
     def ask(self, question: Callable[_Asked, _Answer], *asked: _Asked.args, **named: _Asked.kwargs) -> _Answer | None:
-        """Call `question` and record the answer, or return the recorded answer (or None)."""
+        """Call `question` and record the answer; without source files, look the answer up."""
         key = f"{question.__name__}{asked}{named or ''}"
         if not self._is_here:
             answer = self.answers.get(key)
@@ -61,7 +61,7 @@ class Block:
     exits: tuple[tuple[int, str], ...] = ()  # lines that end a loop, with "break" or "return"
     over: str = ""  # iterable of a `for`, or condition of a `while`
     times: float | None = None  # iterations of a loop if a literal in the program; `ENDLESS` for `while True`
-    # True if the test of a "branch" or "rest" reads values computed in the loop or function around, not just counters
+    # True if the test of a "branch" or "rest" reads values computed in the enclosing loop or function, beyond counters
     varies: bool = False
 
     @property
@@ -79,7 +79,7 @@ def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
 def blocks_of_lines(
     lines: Iterable[str], files: Mapping[str, str] | None = None, source: ProgramSource | None = None
 ) -> dict[str, tuple[Block, ...]]:
-    """Return the blocks around lines and around block heads; `files` by path in reports."""
+    """Return the blocks around `lines`, and around the heads of these blocks, by line."""
     source = source or ProgramSource()
     blocks_by_line: dict[str, tuple[Block, ...]] = {}
     pending = set(lines)
@@ -92,9 +92,9 @@ def blocks_of_lines(
 
 
 def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, str]) -> list[Block]:
-    """Return the blocks that may skip stack `lines` (innermost first) but not `done`.
+    """Return the blocks by which a program may skip `lines` but not `done`.
 
-    If the test of exactly one block varies, only this block is returned.
+    Both are lines of stacks, innermost first. If the test of exactly one block varies, only this block is returned.
     """
     blocks = blocks_of_lines((*lines, *done), files)
     done_blocks = {block for line in done for block in blocks[line]}
@@ -105,7 +105,7 @@ def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, s
 
 
 def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
-    """Return the line that may skip a parameter, in the nearest called module's class."""
+    """Return the line by which the nearest called parent module may skip a parameter."""
     path = parameter.split(".")
     for size in reversed(range(len(path))):
         if (holder := called.get(".".join(path[:size]))) is not None:
@@ -136,7 +136,7 @@ def omission_of(attribute: str, kind: Any) -> Location | None:
 
 
 def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
-    """Return reads of `self.attribute` in a method, after calls with its items."""
+    """Return the calls that use items of `self.attribute` in a method, then its reads."""
     nodes, names = [*ast.walk(method)], set()
     reads = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
     reads = [node for node in reads if ast.unparse(node.value) == "self"]
@@ -204,7 +204,7 @@ def _varying_in(scope: ast.AST) -> Iterator[ast.If]:
 
 
 def _counters(node: ast.AST) -> Iterable[ast.expr]:
-    """Return targets that a statement assigns a loop counter or a literal number."""
+    """Return the targets to which a statement assigns a loop counter or literal number."""
     match node:
         case ast.For(target=target, iter=ast.Call(func=ast.Name(id="range"))):
             return [target]
@@ -267,7 +267,7 @@ def _rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]) -> Itera
 
 
 def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:
-    """Yield the lines that end a loop; `inner`: `break` ends a nested loop."""
+    """Yield the lines that end a loop; with `inner`, `break` ends a nested loop."""
     for stmt in body:
         if isinstance(stmt, ast.Return) or (isinstance(stmt, ast.Break) and not inner):
             yield stmt.lineno, type(stmt).__name__.lower()

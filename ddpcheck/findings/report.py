@@ -30,7 +30,7 @@ from ddpcheck.findings.rules import RULES, is_selected
 from ddpcheck.findings.rules import Severity as Severity
 
 SCHEMA_VERSION = 1
-_UNTOLD = 0.5  # tolerances from here on detect nothing: the smallest measured fault is of this size
+_UNTOLD = 0.5  # a tolerance of this value or more detects nothing: the smallest measured fault has this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ CheckStatus = Literal["passed", "warned", "failed", "ignored", "skipped", "error
 
 `passed`: all was compared, and held. `warned`, `failed`: something did not hold, a finding says what. `ignored`: the
 same, and no finding on it counts: ignored, not selected, suppressed or known. `skipped`: not all was compared.
-`error`: it stopped here."""
+`error`: the check stopped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpcheck.findings.errors import UsageError
 
-FAMILIES: dict[str, str] = {  # by prefix; rules of others add theirs
+FAMILIES: dict[str, str] = {  # by prefix of the code; third-party rules add theirs
     "DDP1": "parameters and the loss",
     "DDP2": "the same on every rank",
     "DDP3": "gradients",
@@ -35,7 +35,7 @@ class Severity(Enum):
 
     @property
     def rank(self) -> int:
-        """0 for the worst."""
+        """Position of the severity, 0 for the worst."""
         return list(Severity).index(self)
 
     def reaches(self, threshold: Severity) -> bool:
@@ -45,11 +45,11 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Explains:
-    """Consequence of a defect, not reported beside it."""
+    """Consequences of a defect that are not reported as findings, but as its evidence."""
 
     codes: tuple[str, ...]
     when: str = "always"  # a condition of `rules.causes`, or a tag of the cause or the consequence
-    quietly: bool = False  # not even as evidence
+    quietly: bool = False  # True if not reported as evidence either
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Rule:
     severity: Severity  # default severity of a finding
     summary: str  # the defect, in one sentence
     why: str  # effect on training, with its source
-    fix: str  # advice, as a command
+    fix: str  # advice, in the imperative
     detected: str  # what is compared or recorded, and what makes a finding of it
     ignore: str  # when it is no defect
     line: str = ""  # which line is the location of a finding
@@ -69,7 +69,7 @@ class Rule:
     example: str = ""  # lines of code that break the rule, with a comment on the correct line
     explains: tuple[Explains, ...] = ()  # consequences
     checks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # check lines by command ("report", "run")
-    repeats: tuple[str, ...] = ()  # views of `run` that find a defect again, after any rule that names the view
+    repeats: tuple[str, ...] = ()  # later views (`rules.registry`) in which `run` finds the defect again
     repro: str = ""  # comparison of `report --repro` in `extras.repro.script` that shows the defect
     color: str = ""  # fill of a parameter with this finding in `ddpcheck graph`, as #RRGGBB; "" if not drawn
     stops_ddp: bool = False  # if the wrapper raises, hangs or aborts at construction or in the step
@@ -78,7 +78,7 @@ class Rule:
     needs_average: bool = False  # if the defect is that the wrapper does not average; the script may average by itself
     spreads: bool = False  # if findings on more and more tensors are one defect
     no_gradient: bool = False  # if parameters contribute nothing to the loss
-    conditional_use: bool = False  # if so on some ranks or steps only; blocks of a list (experts) are one defect
+    conditional_use: bool = False  # the same on some ranks or steps only; blocks of a list (experts) are one defect
     values_differ: bool = False  # if parameters have different values on the ranks
     unless_split: bool = False  # if it is intended when each rank has a part of the model
     unequal_start: bool = False  # if values differ before the first step
@@ -91,7 +91,7 @@ class Rule:
     ends_run: bool = False  # if the finding is on the failure or the hang itself
     stops_run: bool = False  # if a defect can be the reason for a run that fails or hangs
     keeps_gradients: bool = False  # if it cannot be why gradients differ from a single process (DDP314)
-    keeps_results: bool = False  # likewise for shown numbers, if gradients are equal
+    keeps_results: bool = False  # if it cannot be why printed or saved numbers differ, when gradients are equal
 
     @property
     def family(self) -> str:
@@ -143,7 +143,7 @@ RULES = _read_rules()
 
 
 def rules_of_check(command: str, check: str) -> list[str]:
-    """Return the codes of rules that a check line of a command shows."""
+    """Return the codes of the rules whose findings belong to a command's check."""
     return [rule.code for rule in RULES.values() if check in rule.checks.get(command, ())]
 
 
@@ -158,7 +158,7 @@ def causes_of(rule: Rule) -> list[str]:
 
 
 def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
-    """Return headings and texts of a rule, in the order of every output."""
+    """Return headings and texts of a rule, in display order."""
     consequences, causes = ", ".join(consequences_of(rule)), ", ".join(causes_of(rule))
     as_evidence = "reported as evidence of this finding, not separately."
     instead = "If found, the cause is reported instead, with this finding as evidence."
@@ -174,7 +174,7 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
 
 
 def find_rule(text: str) -> Rule:
-    """Return the rule of a code (in any case) or name, or raise `UsageError`."""
+    """Return the rule with a code or name; raise `UsageError` if there is none."""
     wanted = text.strip()
     rule = RULES.get(wanted.upper()) or next((rule for rule in RULES.values() if rule.name == wanted.lower()), None)
     if rule is None:
@@ -183,7 +183,7 @@ def find_rule(text: str) -> Rule:
 
 
 def matching_rules(pattern: str) -> tuple[Rule, ...]:
-    """Return the rules of a code, code prefix ("DDP1") or name, or raise `UsageError`."""
+    """Return the rules with a code, code prefix ("DDP1") or name; `UsageError` if none."""
     wanted = pattern.strip()
     codes = [code for code in RULES if wanted and code.startswith(wanted.upper())]
     rules = tuple(rule for rule in RULES.values() if rule.name == wanted.lower() or rule.code in codes)

@@ -21,7 +21,7 @@ Mark = tuple[str, str, str]  # code, file and one subject of a finding
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """Rule for findings to accept, with a reason.
+    """Pattern for findings that are accepted with a reason, and not counted.
 
     Attributes:
         rule: Rule code, code prefix or rule name.
@@ -84,7 +84,7 @@ class Selection:
     gone: tuple[str, ...] = ()  # sentences on a baseline of another target, and on baseline findings not found again
 
     def complete(self, report: Report) -> Report:
-        """Return the report with the selection; add notes if every check was made."""
+        """Add the selected findings to a report, and notes if every check was made."""
         report = replace(report, findings=self.kept, ignored=self.ignored, accepted=self.accepted)
         if report.error is not None or report.not_made or not (self.loose or self.gone):
             return report
@@ -165,12 +165,12 @@ def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence
 
 
 def fingerprint(finding: Finding) -> tuple[str, str, tuple[str, ...]]:
-    """Return code, file and subjects: stable if lines or numbers change."""
+    """Return code, file and subjects, which identify a finding even after unrelated edits."""
     return finding.code, finding.location.path if finding.location else "", finding.subjects
 
 
 def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
-    """Map the marks of findings to the rank of the worst severity."""
+    """Map each mark of the findings to the rank of its worst severity."""
     worst_ranks: dict[Mark, int] = {}
     for finding in findings:
         code, path, subjects = fingerprint(finding)
@@ -196,6 +196,6 @@ def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Se
 
 
 def not_found(before: Sequence[Finding], now: Sequence[Finding], hidden: Sequence[str]) -> tuple[Finding, ...]:
-    """Return the findings of `before` with no mark in `now`, except `hidden` codes."""
+    """Return the findings of `before` without any mark in `now`, except `hidden` codes."""
     current = marks(now)
     return tuple(old for old in before if old.code not in hidden and not any(mark in current for mark in marks([old])))

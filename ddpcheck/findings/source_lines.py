@@ -1,4 +1,4 @@
-"""Find the user's line that made a parameter or module, or in a stack.
+"""Find user lines: in a stack, or where a parameter or module is made.
 
 Does not import torch.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-"""That of ddpcheck."""
+"""Folder of ddpcheck."""
 
 _REAL_OWN_FOLDER = os.path.realpath(OWN_FOLDER) + os.sep
 _LIBRARY_FOLDERS = {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")}
@@ -96,7 +96,7 @@ def step_location(frame: FrameType | None = None) -> Location | None:
 
 
 def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) -> FrameType | None:
-    """Return the frame of `user_location`; `over_packages` overrides `pass_over_packages`."""
+    """Return the innermost user frame; `over_packages` overrides `pass_over_packages`."""
     over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
     while frame is not None:
@@ -151,11 +151,11 @@ def _line(file: str, number: int) -> str:
 
 
 def file_of(line: str) -> str:
-    """Return the file of a line that this process has shown."""
+    """Return the file of a "path:line" that this process has made."""
     return _files[line.rpartition(":")[0]]
 
 
-_files: dict[str, str] = {}  # by shown path
+_files: dict[str, str] = {}  # by path in reports
 _MOST_LINES = 16  # of a stack
 
 
@@ -281,7 +281,7 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
 
 
 def making_of(module: nn.Module, name: str) -> Location | None:
-    """Return the line that assigns `name`, else the nearest enclosing module."""
+    """Return the line that assigns `name`, else its nearest parent module."""
     return assignment_in_classes(classes_of_program(module), name)
 
 
@@ -297,7 +297,7 @@ def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
-    """Return `making_of` for a module of another process, from its `classes_of_program`."""
+    """Like `making_of`, for another process's module, from the output of `classes_of_program`."""
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):
@@ -346,7 +346,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
 @functools.cache
 def computed_for(tree: ast.AST, name: str) -> int | None:
-    """Return the only line that computes a value for the keyword argument `name`."""
+    """Return the line that computes the keyword argument `name` of calls, if only one."""
     plain_types = (ast.Name, ast.Attribute, ast.Constant)
     line_numbers = {
         keyword.value.lineno
@@ -359,7 +359,7 @@ def computed_for(tree: ast.AST, name: str) -> int | None:
 
 
 def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
-    """Return the first call of a function in `names`; `files`: paths by their display name."""
+    """Return the first call of a function in `names`; `files` by path in reports."""
     for shown, file in files.items():
         for node in ast.walk(parsed_source(file)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:

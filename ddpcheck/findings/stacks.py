@@ -144,7 +144,7 @@ _REGIONS = (  # torch functions where a rank may wait for other ranks without ca
 
 
 def region_of(frames: Sequence[Frame]) -> str:
-    """Return the phase of DDP in the stack, in words; `""` if none."""
+    """Return the part of DDP, autograd or data loading in a stack, or `""`."""
     for frame in frames:
         for file, name, words in _REGIONS:
             if frame.name == name and frame.file.replace("\\", "/").endswith(f"torch/{file}"):
@@ -175,7 +175,7 @@ _LOCKS = ("threading.py", "queue.py")
 def lock_waited_for(frames: Sequence[Frame]) -> str:
     """Return the blocking `threading` or `queue` call of a stack; "" if none.
 
-    The wait ends when another thread of the same process releases it.
+    The wait ends when another thread of the same process releases the lock or fills the queue.
     """
     user_index = next((index for index, frame in enumerate(frames) if is_user_file(frame.file)), 0)
     if not user_index or any(os.path.basename(frame.file) not in _LOCKS for frame in frames[:user_index]):
@@ -192,7 +192,7 @@ def pickles(frames: Sequence[Frame]) -> bool:
 
 
 def work_waited_for(dump: str) -> str:
-    """Return the recorded `wait()` for an asynchronous collective in a dump, or "".
+    """Return the wait for an asynchronous collective that a dump shows, or "".
 
     C++ adds no Python frame: the innermost frame is ddpcheck's.
     """

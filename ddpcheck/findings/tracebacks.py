@@ -1,8 +1,8 @@
-"""Exceptions of a target: fault, exceptions of workers, and traceback text.
+"""Exceptions of a target: whose fault they are, exceptions of workers, traceback text.
 
-Fault: the innermost frame that belongs to neither torch nor Python decides. Frames of ddpcheck hooks and modes count as
-ddpcheck's, even if called by the target. Frames of the target, of functions marked `for_target` and of signal handlers
-count as the target's, as do errors that a public function of ddpcheck raises to the target.
+An exception is the fault of the owner of its innermost frame that belongs to neither torch nor Python. ddpcheck owns
+frames of its hooks and modes, even if called by the target. The target owns frames of functions marked `for_target` and
+of signal handlers, and errors that a public function of ddpcheck raises to the target.
 
 `torch._utils.ExceptionWrapper` re-raises an exception of a data loader worker or thread at the line that waited: an
 exception of the same class, whose text has the original traceback: "Caught KeyError in DataLoader worker process 0.",
@@ -78,13 +78,13 @@ def _code_of_handlers() -> set[CodeType]:
 
 
 def is_misuse(error: DDPCheckError) -> bool:
-    """Check if a public ddpcheck function raised `error` to the target (except `Recipe`)."""
+    """Check if a public function, except `Recipe`, raised `error` since the target misused it."""
     run = _innermost_run(error)
     return bool(run) and _is_asked_for(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
 
 
 def as_bug(error: BaseException, phase: str = "") -> BugError:
-    """Wrap a bug in a `BugError` with the full traceback; `phase` of the rank."""
+    """Convert an exception to a `BugError` with traceback; `phase`: what the rank was doing."""
     if isinstance(error, BugError):
         return error
     lines = str(error).strip().splitlines()
@@ -102,7 +102,7 @@ def as_bug(error: BaseException, phase: str = "") -> BugError:
 
 
 def _innermost_run(error: BaseException) -> Sequence[tuple[FrameType, int]]:
-    """Return the ddpcheck frames (with lines) that end the traceback, outermost first."""
+    """Return the ddpcheck frames (with lines) at a traceback's end, outermost first."""
     run: list[tuple[FrameType, int]] = []
     handlers = _code_of_handlers()
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -140,7 +140,7 @@ class OriginalException:
 
 
 def original_of(error: BaseException) -> OriginalException | None:
-    """Return the exception that `ExceptionWrapper` carried over, or None if not re-raised."""
+    """Return the worker's exception that `ExceptionWrapper` has re-raised as `error`, or None."""
     codes = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
     if codes[-1:] != ["ExceptionWrapper.reraise"] or not isinstance(error, Exception):
         return None
@@ -163,7 +163,7 @@ _FRAME = re.compile(r'^(?P<indent> *)File "(?P<file>[^"]*)", line (\d+|\?\?\?)')
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)")
 _OF_PYTHON = re.compile(r"(^|/)lib/python3\.\d+t?/|^<frozen |^(importlib|multiprocessing|concurrent|asyncio|unittest)/")
 _FOLDED = ("torch", "ddpcheck", "_pytest", "pluggy", "cloudpickle")
-_LOOSE = ("runpy.py", "contextlib.py", "functools.py", "threading.py")  # Python files that are shown without a folder
+_LOOSE = ("runpy.py", "contextlib.py", "functools.py", "threading.py")  # files without a folder in tracebacks
 
 
 def fold_traceback(text: str) -> str:

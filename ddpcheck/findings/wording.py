@@ -29,7 +29,7 @@ _LONGEST_OF = {"subjects": 500, "parameter": 500, "detail": 20_000}  # by field 
 
 
 def suggests_names(what: str) -> Callable[[Function], Function]:
-    """Decorate a function to suggest the closest name for an unknown argument."""
+    """Return a decorator that suggests the closest name for an unknown keyword argument."""
 
     def decorate(function: Function) -> Function:
         names = [*inspect.signature(function).parameters]
@@ -138,7 +138,7 @@ def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def minority_of_any(values: Iterable[Sequence[Hashable]]) -> list[int]:
-    """Return the ranks in the minority for any name (values by rank)."""
+    """Return the ranks with an uncommon value in any of several sequences by rank."""
     return sorted({rank for values_by_rank in values for rank in minority_ranks(values_by_rank)})
 
 
@@ -195,7 +195,7 @@ def printable(text: str, but: str = "") -> str:
 
 
 def unless_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return ranks or steps for a finding: () if all `count`."""
+    """Return `numbers` (ranks or steps), or () if these are all `count`."""
     return tuple(numbers) if len(numbers) < count else ()
 
 

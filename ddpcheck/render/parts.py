@@ -34,7 +34,7 @@ def facts_of(finding: Finding) -> list[Fact]:
 
 
 def plain_facts(finding: Finding) -> list[str]:
-    """Return the facts as lines without markup; subjects have a separate field."""
+    """Return the facts except subjects, as lines without markup."""
     return [
         f"{fact.label}: {line}" if fact.label else line
         for fact in facts_of(finding)
@@ -81,7 +81,7 @@ STATUSES = {
     "skipped": Mark("-", "skip", "dim", "not checked", "warning"),
     "error": Mark("!", "STOP", "bold red", "stopped", "error"),
 }
-"""Of checks."""
+"""Marks of check statuses."""
 
 VERDICTS = {
     "right": Mark("✓", "ok", "green", "all was compared, and nothing is at severity error", "ok"),
@@ -91,7 +91,7 @@ VERDICTS = {
     "stops": Mark("!", "STOP", "bold red", "DDP raises, hangs or aborts", "error"),
     "skipped": Mark("-", "skip", "dim", "the options cannot make a difference", "muted"),
 }
-"""Of rows of a matrix; the words say what a verdict means."""
+"""Marks of matrix verdicts; the words explain the verdict."""
 
 
 def tool_of(report: Report | Matrix) -> str:

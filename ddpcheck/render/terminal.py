@@ -19,7 +19,7 @@ SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", 
 
 
 class TerminalRenderer(TextRenderer):
-    """Text renderer: header, checks, findings, accepted, parity, notes, verdict."""
+    """Text renderer: header, checks, findings, accepted findings, parity, notes, verdict."""
 
     def render(self, report: Report) -> str:
         report = limited(report)

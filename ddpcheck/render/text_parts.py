@@ -95,7 +95,7 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 def facts_in_text(
     finding: Finding, columns: int = 2, without: Collection[str] = (), *, whole: bool = False
 ) -> Iterator[RenderableType]:
-    """Yield indented lines of a finding; `without`: kinds to skip; `whole`: no truncation."""
+    """Yield indented lines of a finding, truncated unless `whole`, except kinds in `without`."""
     for fact in facts_of(finding):
         if fact.kind in without:
             continue

@@ -1,4 +1,4 @@
-"""Phases of a check: `calls.local_step.local_step` is the function of `ddpcheck.gather.phases`.
+"""Stand-ins for the phases of a check: `calls.local_step.local_step` is that of `ddpcheck.gather.phases`.
 
 Mypy and editors see the functions themselves. At run time this module is light: the checking process gets, and sends to
 the ranks, callables that import the function's module only when called.
@@ -61,7 +61,7 @@ def _call(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
 def try_call(
     function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result | NoExplanation:
-    """Call a phase that only explains; return `NoExplanation` if it raises."""
+    """Call a phase that only explains a fault; if it raises, return `NoExplanation`."""
     try:
         return function(*args, **kwargs)
     except Exception as error:

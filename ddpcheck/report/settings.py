@@ -53,8 +53,8 @@ class Settings:
     format: str | None = None
     # findings shown with a reason and not counted; only from pyproject.toml
     suppress: tuple[Suppression, ...] = ()
-    rules: tuple[str, ...] = ()  # modules with rules of others, importable from the folder of pyproject.toml
-    rules_severity: Severity = Severity.WARNING  # highest severity of a finding by rules of others
+    rules: tuple[str, ...] = ()  # modules with third-party rules, importable from the folder of pyproject.toml
+    rules_severity: Severity = Severity.WARNING  # highest severity of a finding by third-party rules
     rank_parameters: tuple[str, ...] = ()  # patterns for names of parameters that are each rank's own
     wrapper_functions: tuple[str, ...] = ()  # functions and files that only wrap calls of torch
     step_function: str = ""  # function that makes a training step
@@ -108,7 +108,7 @@ def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Describe each environment variable that is nearly a setting; ignore all others.
+    """Describe each environment variable that seems to be a misspelled setting.
 
     Args:
         environ: Environment variables; default: `os.environ`.
@@ -136,7 +136,7 @@ def load_rules_of_others(*, environ: Mapping[str, str] | None = None, start: Pat
     """Add the rules of installed packages, of `[tool.ddpcheck] rules` and of DDPCHECK_RULES to `RULES`.
 
     Raises:
-        ConfigError: A module cannot be imported, or a rule is not as it must be.
+        ConfigError: A module cannot be imported, or a rule is invalid.
     """
     for entry_point in _entry_points():
         _parse("rules", entry_point.value, f"entry point {entry_point.name!r} of ddpcheck.rules", ConfigError)

@@ -58,7 +58,7 @@ def handled_in(call: Call) -> tuple[str, str, str] | None:
 
 
 def lines_in(phase: str) -> tuple[str, ...]:
-    """Return the forward pass's line in the `place` of a backward pass."""
+    """Return the line of the forward pass in the `place` of a backward pass."""
     match = _PLACE.fullmatch(phase)
     return (match["line"],) if match and match["line"] else ()
 
@@ -122,7 +122,7 @@ class WrapperMade(Entry, frozen=True):
 
 
 class AttributesSet(Entry, frozen=True):
-    """Wrapper attributes that the module has too, at the end of the first step."""
+    """Attributes that the script sets on a wrapper although its module has them."""
 
     wrapper: int  # number of the wrapper
     names: tuple[str, ...]
@@ -130,7 +130,7 @@ class AttributesSet(Entry, frozen=True):
 
 
 class StepsReported(Entry, frozen=True):
-    """Report of a rank, as exchanged by the ranks of a watch."""
+    """Report of a rank on its steps with a wrapper."""
 
     wrapper: int  # number of the wrapper
     report: RankReport
@@ -173,7 +173,7 @@ UNNUMBERED = -1  # wrapper without a watch
 
 
 class NotCompared(Entry, frozen=True):
-    """Exclusion of a wrapper from comparison between ranks; `why`: reason in words."""
+    """Exclusion of a wrapper from comparison between ranks, with the reason in words."""
 
     wrapper: int  # number of the wrapper, or UNNUMBERED
     why: str
@@ -211,7 +211,7 @@ class CallersSeen(Entry, frozen=True):
 
 
 class ExitCalled(Entry, frozen=True):
-    """Call of `sys.exit`, or of `os._exit`, which cannot be caught, with stack."""
+    """Call of `sys.exit` or `os._exit`, with its stack."""
 
     lines: tuple[str, ...]  # innermost first
     function: str = "sys.exit"
@@ -219,20 +219,20 @@ class ExitCalled(Entry, frozen=True):
 
 
 class RankRaised(Entry, frozen=True):
-    """Exception that ended the script on this rank; `reply`: from `worlds.failures.described`."""
+    """Exception that ended the script on this rank, as `worlds.failures.described` returns it."""
 
     reply: Mapping[str, Any]
 
 
 class ThreadRaised(Entry, frozen=True):
-    """Exception that ended a thread other than the main; `reply`: see `RankRaised`."""
+    """Exception that ended a thread other than the main thread, as in `RankRaised`."""
 
     thread: str  # name of the thread
     reply: Mapping[str, Any]
 
 
 class WatchingFailed(Entry, frozen=True):
-    """Error in ddpcheck or in writing the log that disabled a recorder."""
+    """Error that disabled a recorder: a bug of ddpcheck, or a failed write."""
 
     error: str  # traceback
     recorder: str = ""  # class of the recorder, '' if all recording ends
@@ -242,7 +242,7 @@ class WatchingFailed(Entry, frozen=True):
 
 
 class PeerReceived(Entry, frozen=True):
-    """First receive of a tensor or object from a peer, or in training."""
+    """First receive from a peer, or first receive from the peer in training."""
 
     peer: int = -1  # rank of the peer, -1 for any source
     training: bool = False  # True if an optimizer has stepped before

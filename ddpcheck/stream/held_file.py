@@ -159,7 +159,7 @@ class CallRing:
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)
 
     def wait(self, wait: PeerWait | None) -> None:
-        """Write the begin of a point-to-point wait, or None at the end."""
+        """Write that a point-to-point wait begins, or (None) that it has ended."""
         fields = () if wait is None else (wait.operation, str(wait.peer), str(wait.tag), wait.location)
         self._memory[_WAIT:] = _SEPARATOR.join(fields).encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
 

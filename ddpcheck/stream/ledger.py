@@ -1,4 +1,4 @@
-"""Ledger of the gradients of each backward pass around a wrapper.
+"""Ledger of the gradients of each backward pass through a wrapped module.
 
 A rank keeps a ledger while its loop runs, and a judge builds one from a rank's logged events. The ledger records facts,
 such as a step with gradients that were not reduced, without judging.
@@ -83,7 +83,7 @@ class Ledger:
 
     @property
     def unpaired(self) -> list[Contribution]:
-        """Return unreduced gradients without a forward pass, added after the reduction."""
+        """Return unreduced gradients of backward passes that follow a reduction without a forward pass."""
         return [entry for entry in self.contributions if entry.after is not None and not entry.reduced]
 
     @property
@@ -96,7 +96,7 @@ class Ledger:
 
     @property
     def put_off(self) -> bool:
-        """Return True if later reductions may average unreduced gradients of a forward pass."""
+        """Return True if a later reduction may average gradients that are not reduced yet."""
         return any(not contribution.reduced and contribution.forward is not None for contribution in self.open)
 
     def add(self, event: LoopEvent) -> None:

@@ -104,7 +104,7 @@ class RankLog:
             self._calls.turn(begins=begins)
 
     def wait_for(self, wait: PeerWait | None) -> None:
-        """Write the main thread's point-to-point wait, or None at the end."""
+        """Write that the main thread begins a point-to-point wait, or (None) ends it."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._calls.wait(wait)
 
@@ -247,7 +247,7 @@ class WatchedRank(Struct, frozen=True):
 
 
 def rank_processes(folder: Path) -> dict[int, int]:
-    """Return the process id of each rank of the last start."""
+    """Return the process id of each rank since the last restart."""
     names = [tuple(map(int, path.stem.split("-"))) for path in folder.glob("*.log") if _NAME.fullmatch(path.name)]
     latest = max((restart for restart, *_ in names), default=0)
     return {rank: pid for restart, rank, _, pid in names if restart == latest}
@@ -259,7 +259,7 @@ def last_restart(folder: Path) -> int:
 
 
 def read_logs(folder: Path) -> list[WatchedRank]:
-    """Return the logs of the last start, by rank (other nodes in subfolders)."""
+    """Return the logs since the last restart, in rank order; subfolders are other nodes."""
     nodes = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     ranks = {log.started.rank: log for node in reversed(nodes) for log in _read_node(node)}
     return [ranks[rank] for rank in sorted(ranks)]
@@ -273,7 +273,7 @@ def _read_node(folder: Path) -> list[WatchedRank]:
 
 
 def comparable_logs(ranks: Sequence[WatchedRank]) -> list[Sequence[Call]]:
-    """Return the last collectives of each rank, from the first known everywhere."""
+    """Return each rank's last collectives, from the first that is known on every rank."""
     first = max((rank.first_call for rank in ranks), default=0)
     return [rank.calls[first - rank.first_call :] for rank in ranks]
 

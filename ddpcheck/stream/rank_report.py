@@ -27,7 +27,7 @@ _FIRST_SAMPLES = 128  # samples of a run before the rate is reduced
 
 @lru_cache(_STEPS_KEPT)
 def is_sampled(step: int, every: int) -> bool:
-    """Return True if `is_probed` holds, and for every `every`-th step (0: none).
+    """Return True for probed steps, and for each `every`-th step (0: for no others).
 
     After 128 samples every second sample is skipped, and again whenever the number of steps has doubled, so that a log
     grows logarithmically. Only the step decides, so that all ranks sample the same steps.
@@ -90,11 +90,11 @@ class ReplicaState(Struct, frozen=True):
     values: DdpStepEvidence
     # fingerprints of the parameters after construction of the wrapper; empty if unknown
     constructed: Mapping[str, int] = field(default_factory=dict)
-    at_first_forward: Mapping[str, int] = field(default_factory=dict)  # likewise, before the first forward
+    at_first_forward: Mapping[str, int] = field(default_factory=dict)  # the same before the first forward
 
 
 class WatchContext(Struct, frozen=True):
-    """Wrapper and module at the begin of the watch."""
+    """Wrapper and module at the beginning of the watch."""
 
     names: Names  # parameter names, with aliases
     wrapper: WrapperFacts  # arguments of the wrapper

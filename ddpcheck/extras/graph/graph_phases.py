@@ -48,7 +48,7 @@ class FlowRecorder(TensorRecorder):
     """Torch function mode that records the data flow between modules in forward."""
 
     def __init__(self, shown: Mapping[int, str], ends: Iterable[PathEnd] = ()) -> None:
-        """Initialize with drawn paths by `id(module)` and known ends of autograd paths."""
+        """Take the path of each drawn module by `id(module)`, and known autograd path ends."""
         super().__init__()  # `_known`: tensor -> (key of the source node, True if a gradient flows back)
         self.nodes = {"batch": Node("batch", "input")}  # by key, in order of execution
         self.edges: dict[tuple[str, str], bool] = {}  # (source, target) -> True if a gradient flows back
@@ -151,7 +151,7 @@ def _in_custom_function() -> bool:
 
 
 def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """Return path and module by `id(module)`, including modules in plain attributes."""
+    """Map `id(module)` to path and module, including modules in plain attributes."""
     modules = {id(submodule): (path, submodule) for path, submodule in module.named_modules()}
     for prefix, parent in module.named_modules():
         for key, value in vars(parent).items():

@@ -73,7 +73,7 @@ def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, is_known: bool)
 
 
 def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator[Advice]:
-    """Yield advice on rows that fail although fewer options are right."""
+    """Yield advice on rows that fail although a subset of their options is right."""
     for row in tried:
         simpler = [candidate for candidate in fine if not candidate.label and _is_less(candidate, row)]
         if simpler and not (row.fine or row.label or row.own):
@@ -83,7 +83,7 @@ def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator
 
 
 def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
-    """Return True if the options of `less` are part of those of `more`."""
+    """Return True if the options of `less` are a proper subset of `more`'s."""
     within = all(more.arguments.get(name) == value for name, value in less.arguments.items())
     return within and less.hook in ("", more.hook) and less.options != more.options
 

@@ -178,7 +178,7 @@ class _MatrixRun:
     def _check(
         self, options: DDPOptions | None, words: str, wrap: Callable[[], WrappedModule] | None = None
     ) -> CheckState:
-        """Check under these options, the recipe's own, or another `wrap` phase.
+        """Check under `options` (None: the recipe's own), or with another `wrap` phase.
 
         Later checks reuse the single process of the first finished check, unless only one of the two broadcasts
         buffers: the steps of the ranks then start from different buffers.
@@ -326,7 +326,7 @@ class _MatrixRun:
 
 
 def step_time(pairs: Sequence[tuple[float, float]]) -> StepTime:
-    """Return the median ratio of (baseline, row) seconds, with its order-statistics interval.
+    """Return the median ratio of (baseline, row) seconds, and its confidence interval.
 
     The ends are the k-th smallest and k-th largest ratio with k from the normal approximation of the binomial
     distribution, which covers the median in about 99 of 100 cases for any distribution of times (Conover, Practical
@@ -346,7 +346,7 @@ def step_time(pairs: Sequence[tuple[float, float]]) -> StepTime:
 def variant_rows(
     target: Recipe | str, asked: CheckOptions, base: MatrixRow, progress: Callable[[str], None], hosts: Leader | None
 ) -> Iterator[MatrixRow]:
-    """Yield a row per step variant of `base`, in a new world after failures."""
+    """Yield a row per variant of the step; restart the ranks after a failure."""
     options = None if base.own else base.options
     steps: dict[str, Callable[[], VariantStep]] = {
         UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),

@@ -57,7 +57,7 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
 def wrap(options: DDPOptions | None) -> WrappedRow:
-    """Wrap the module with these options, or as the recipe does (None)."""
+    """Wrap the module with `options`, or if None, as the recipe does."""
     passed: list[dict[str, Any]] = []
     wrapped = model_build.wrap(overridden_options(options, passed))
     wrapper = rank_state().training_model.wrapper
@@ -120,7 +120,7 @@ def overridden_options(options: DDPOptions | None, passed: list[dict[str, Any]])
 
 
 def _model_facts(wrappers: Sequence[Mapping[str, Any]]) -> ModelFacts:
-    """Collect one rank's facts; `wrappers`: arguments of each wrapper of the recipe."""
+    """Collect one rank's facts; `wrappers` has the arguments of each DDP constructor call."""
     state = rank_state()
     params = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     trained = [p for p in state.module.parameters() if p.requires_grad]
@@ -143,7 +143,7 @@ def _model_facts(wrappers: Sequence[Mapping[str, Any]]) -> ModelFacts:
 
 
 def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DDPOptions | None]) -> None:
-    """Build, wrap as baseline and as row, and store a step timer.
+    """Build two models, wrap them with the options in `two`, and store a timer.
 
     A step is zero_grad, forward, backward and optimizer step. Both models run the same steps from the same states with
     the same random numbers.
@@ -185,9 +185,9 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DD
 
 
 def time_steps(pairs: int) -> list[tuple[float, float]]:
-    """Return seconds under baseline and row, timed in turns against noise.
+    """Time steps in pairs; return the seconds with the baseline's and the row's options.
 
-    The order alternates from pair to pair.
+    The order alternates from pair to pair, against noise.
     """
     seconds = this_rank.state["seconds of a step"]
     results = []
@@ -240,7 +240,7 @@ def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> Vari
 
 
 def accumulated_step(synced: bool) -> VariantStep:
-    """Run the step in micro-batches, before the last under `no_sync` unless `synced`."""
+    """Run the step in micro-batches, all but the last under `no_sync` unless `synced`."""
     prep: _Prepared = this_rank.state["variants"]
     with unlogged():
         gradients, drew = _through_wrapper(prep.parts, synced=synced)
@@ -265,7 +265,7 @@ def _graphs() -> int:
 
 
 def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients, bool]:
-    """Return gradients of batches through the wrapper, and if random numbers were drawn."""
+    """Return gradients of batches through the wrapper, and whether random numbers were drawn."""
     prep, state = this_rank.state["variants"], rank_state()
     model, wrapper, seed = state.training_model, state.training_model.wrapper, state.seed_of(_STEP)
     prep.before.restore(state.module)
@@ -284,7 +284,7 @@ def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients,
 
 
 def _split(prep: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
-    """Return why the batch cannot be split, or its parts' gradient differences."""
+    """Split the batch; return why not, or the gradient differences of its parts."""
     state = rank_state()
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in state.module.modules()):
         return "BatchNorm normalises by the statistics of a batch, and those of a micro-batch differ", ()

@@ -86,7 +86,7 @@ class WrappedRow(SplitModule, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OptionSet:
-    """Options to try, or why not."""
+    """Combination of options, with the reason if it is not tried."""
 
     options: DDPOptions  # the combination
     skip_reason: str = ""  # why the options make no difference; empty if they can
@@ -99,7 +99,7 @@ def first_option_sets(facts: ModelFacts) -> list[DDPOptions]:
 
 
 def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DDPOptions]) -> list[OptionSet]:
-    """Return further option sets on top of `base`; bucket views also on `graphs`."""
+    """Return further option sets that extend `base`; gradient_as_bucket_view also extends `graphs`."""
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         no_buffers = "" if facts.buffers else "the model has no buffers"

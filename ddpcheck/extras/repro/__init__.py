@@ -92,7 +92,7 @@ def prepare(folder: Path) -> None:
 
 
 def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
-    """Probe the target in a separate process, without the loss if necessary."""
+    """Probe the target in a separate process; on failure, again without the loss."""
     seed, timeout = int(report.world.get("seed", 0)), float(report.world.get("timeout", 30))
     trouble: Any = None
     for train in (True, False)[RULES[finding.code].family == "running" :]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Comparison(NamedTuple):
     """Facts that a script prints on each rank, and a test for the defect."""
 
-    steps: str  # number of steps: "all", "two", "first" (with the finding), "next", or "named" (0 if none is named)
+    steps: str  # steps to run: "all", "two", "first" (up to the fault), "next" (one more), "named" (0 if none named)
     facts: str  # expression that yields the facts, with `rank`, a `Rank` of the harness
     at_fault: str  # test of the values of a fact by rank, in `ranks`; "differ": between ranks
     prints: str  # description of the facts
@@ -73,8 +73,8 @@ COMPARISONS = {
     name: Comparison(*fields)
     for name, *fields in (re.split(r" \| |\n +", row) for row in re.split(r"\n(?=[^ ])", _TABLE.strip()))
 }
-"""By the name that follows "repro" in the `Checks` of the rules that they show."""
-_ON_EACH_RANK = ("missing", "unregistered", "zero", "search")  # shown by each rank without the others
+"""Comparisons by the name that follows "repro" in the `Checks` field of a rule."""
+_ON_EACH_RANK = ("missing", "unregistered", "zero", "search")  # comparisons that need no values of other ranks
 
 
 def why_none(finding: Finding, report: Report) -> str:
@@ -326,7 +326,7 @@ def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) ->
 
 
 def imports_of(node: ast.AST) -> dict[str, tuple[str, str]]:
-    """Return (module, name in the module) by name bound in an import statement."""
+    """Map each name that an import statement binds to (module, name in the module)."""
     if isinstance(node, ast.Import):
         return {a.asname or a.name.partition(".")[0]: (a.name, "") for a in node.names}
     if isinstance(node, ast.ImportFrom):

@@ -1,9 +1,9 @@
-"""Rank phases that simulate one rank, with copies of it as the other ranks.
+"""Rank phases that simulate one rank, with its copies in place of the others.
 
-Data from a root is known if its rank was simulated before: it is stored in a folder. So are small tensors of
-collectives called from Python, on which a branch may depend, e.g. a vote to skip a step: a later simulation round gets
-the answers of a real world. Only the order of collectives matters here, not the values. torch's `FakeProcessGroup` is
-similar, but leaves results unchanged.
+A rank that is the source of a broadcast or scatter stores the data in a folder for ranks that are simulated later.
+Small tensors of collectives called from Python are stored too, since a branch may depend on them (a vote to skip a
+step): a later simulation round gets the answers of a real world. Only the order of collectives matters here, not the
+values. torch's `FakeProcessGroup` is similar, but leaves results unchanged.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ _Parts = list[_Tensors | None]  # tensors per C++ collective of one call; None i
 
 
 class SimulatedAnswers:
-    """Tensors sent by one rank, and answers recorded in an earlier round."""
+    """Tensors that one rank sends, and all ranks' tensors from an earlier round."""
 
     def __init__(self, folder: Path, rank: int, called: Callable[[], int]) -> None:
-        """Use the answers of `combine`; `called` returns the number of collectives from Python."""
+        """Use the answers that `combine` saved; `called` counts collectives called from Python."""
         self._folder = folder
         self._rank = rank
         self._called = called
@@ -114,7 +114,7 @@ class SimulatedAnswers:
         self._sent: dict[str, tuple[tuple[int, ...], list[_Parts]]] = {}  # group name -> (ranks, sent tensors per call)
 
     def ask(self, group: Any, name: str, tensors: Any) -> list[_Tensors] | None:
-        """Return what each rank sends where this rank sends `tensors`, if known.
+        """Return all ranks' tensors in a call that sends `tensors`; None if unknown.
 
         One Python call may run several collectives (objects: sizes first): all are answered, or none.
         """
@@ -139,7 +139,7 @@ class SimulatedAnswers:
 
 
 def _is_made_by_torch(frame: FrameType | None) -> bool:
-    """Return True if torch itself (e.g. `fully_shard`) calls, so no user branch depends."""
+    """Return True if torch itself, such as `fully_shard`, calls the collective."""
     modules = (str(caller.f_globals.get("__name__", "")) for caller in frames_from(frame))
     return next((name for name in modules if not name.startswith(_BETWEEN)), "").startswith("torch.")
 
@@ -156,7 +156,7 @@ def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
 
 
 def combine(world: Simulated) -> str:
-    """Save answers for calls where all ranks of a group sent matching tensors.
+    """Save the tensors of all ranks as answers, for calls with equal shapes.
 
     Returns a digest of the tensors that differ between ranks, or '' if none differ.
     """
@@ -182,7 +182,7 @@ def combine(world: Simulated) -> str:
 
 
 def _aligned(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
-    """Return one call's tensors by rank if they match, with object bytes padded."""
+    """Return one call's tensors by rank if shapes match; bytes of objects are padded."""
     aligned: list[list[_Tensors]] = [[] for _ in parts_by_rank]
     if len({len(parts) for parts in parts_by_rank}) > 1:
         return None

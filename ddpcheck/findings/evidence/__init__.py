@@ -9,4 +9,4 @@ from msgspec import Struct
 
 
 class Entry(Struct, frozen=True):
-    """Base class of evidence and `stream.entries` in the log of a watched rank."""
+    """Base class of entries in the log of a watched rank, as in `stream.entries`."""

@@ -12,9 +12,9 @@ from ddpcheck.findings.evidence.steps import Call
 
 
 class Joining(Struct, frozen=True):
-    """Process in `init_process_group`."""
+    """Process that waits in `init_process_group`, or that failed there."""
 
-    pid: int  # of the process
+    pid: int  # process id
     rank: int  # argument or RANK; negative if not set
     world_size: int  # argument or WORLD_SIZE; negative if not set
     address: str  # rendezvous address
@@ -25,7 +25,7 @@ class Joining(Struct, frozen=True):
 
 
 class PeerWait(Struct, frozen=True):
-    """Rank waiting in a point-to-point call, or for the handle of one."""
+    """Wait of a rank in a point-to-point call, or for its asynchronous handle."""
 
     operation: str  # "send", "recv", "isend" or "irecv"
     peer: int  # destination or source rank; negative for any
@@ -48,12 +48,12 @@ SYSTEM_EXIT = "SystemExit"  # `exit_at` of a rank that raised SystemExit at an u
 
 
 class RankAtEnd(Struct, frozen=True):
-    """State of one rank when the job had stopped."""
+    """State of one rank at the end of the job."""
 
     rank: int
     calls: Sequence[Call]  # last collectives, from the first that is known on all ranks
     earlier: int = 0  # number of collectives before `calls`
-    doing: str = ""  # activity, to follow the name of the rank: "waits in barrier() at train.py:41"
+    doing: str = ""  # what the rank is doing, as text that follows its name: "waits in barrier() at train.py:41"
     lines: tuple[str, ...] = ()  # program lines of the stack, innermost first; empty if unknown
     waits: bool = True  # True if the rank waits for others, or failed because another rank did not arrive
     ended: bool = False  # True if the script ran to the end
@@ -97,7 +97,7 @@ class RankDump(Struct, frozen=True):
 
     @property
     def has_stacks(self) -> bool:
-        """True if any call has a line."""
+        """True if any entry has a source line."""
         return any(entry.call.location for entry in self.entries)
 
     def collectives(self, group: str) -> list[RecordedCall]:
@@ -106,7 +106,7 @@ class RankDump(Struct, frozen=True):
 
 
 class ScheduledCall(Struct, frozen=True):
-    """One collective of a rank."""
+    """One collective of a simulated rank."""
 
     call: Call
     waits: bool = False  # True if the rank blocks until all ranks of the group arrive
@@ -120,9 +120,9 @@ class SimulatedRank(Struct, frozen=True):
 
 
 class Simulated(Struct, frozen=True):
-    """World whose ranks are simulated."""
+    """Parameters of a world whose ranks are simulated one by one."""
 
     world_size: int  # number of ranks
     steps: int  # training steps per rank
     shards: int  # parts of a split batch; if fewer than ranks, some ranks share a part
-    folder: Path  # for files of collectives, and of data sent by root ranks
+    folder: Path  # has files with collectives, and with the data that ranks send as `src` of a collective

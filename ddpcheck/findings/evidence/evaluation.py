@@ -54,7 +54,7 @@ class ResultExchanged(Entry, frozen=True):
 
 
 class SumsReduced(Entry, frozen=True):
-    """Consecutive all_reduces at one line, with inputs not below the previous outputs."""
+    """Consecutive all_reduces at one line, whose inputs are never below the previous outputs."""
 
     location: Location | None  # line of the calls
     given: tuple[tuple[float, ...], ...]  # numbers of this rank, by call
@@ -64,21 +64,21 @@ class SumsReduced(Entry, frozen=True):
 class RowsCompared(Entry, frozen=True):
     """Elementwise comparison of two tensors with one number or row per sample."""
 
-    round: int  # evaluation round of the gather before
+    round: int  # evaluation round of the preceding gather
     location: Location | None  # line of the script
     one: tuple[float, ...]  # numbers of the first tensor, in order
     other: tuple[float, ...]  # numbers of the second tensor, in order
 
 
 class ShownNumber(Struct, frozen=True):
-    """Number that the program shows."""
+    """Number that the program prints, logs, saves, broadcasts or decides by."""
 
     text: str  # as printed; "" if passed as a number
     values: tuple[float, ...] = ()  # variables that print as `text`; or the number that was passed
 
 
 class MetricShown(Entry, frozen=True):
-    """Numbers that the program shows, broadcasts or decides by after an evaluation."""
+    """Numbers that the program prints, saves, broadcasts or decides by after an evaluation."""
 
     round: int  # of the evaluation
     # "printed", "logged", "saved", "broadcast", or "decides" (in the condition of an `if` around a `torch.save`)
@@ -88,7 +88,7 @@ class MetricShown(Entry, frozen=True):
 
 
 class GatheredTargets(Entry, frozen=True):
-    """Cross entropy whose classes are the rows of an all_gather."""
+    """Cross entropy in which each row of an all_gather is a class (contrastive loss)."""
 
     step: int  # optimizer steps before
     location: Location | None  # line of the all_gather

@@ -54,7 +54,7 @@ class Difference(Struct, frozen=True):
 
 
 class RepeatedStep(Struct, frozen=True):
-    """Step of one rank, repeated, and repeated with a doubled loss gradient."""
+    """Comparison of a rank's step with a repetition, and with a doubled loss gradient."""
 
     differences: tuple[Difference, ...] = ()  # between the step and the repeated step
     nonlinear: tuple[str, ...] = ()  # parameters whose gradient does not double with the loss
@@ -65,7 +65,7 @@ RandomNumbers = Literal["drawn", "by sample", "constant"]
 """Which random numbers a step gets: those of its seed, those of each sample, or constants in their place."""
 
 LOOSEST_FIT = 0.05
-"""A pattern explains a difference when it leaves less than this share of it (and the rest is rounding)."""
+"""An explanation of a difference counts if at most this share of the difference remains unexplained."""
 
 EXACT_FIT = 1e-3  # share left by rounding alone, even for float32 gradients
 
@@ -116,7 +116,7 @@ class WeightedFit(Struct, frozen=True):
 
 
 class Coupling(Struct, frozen=True):
-    """First operation where a sample of the batch depends on other samples."""
+    """First operation whose result for one sample depends on other samples of the batch."""
 
     module: str | None = None  # first module with coupled output but not input; "" for the model; None if none
     module_class: str = ""  # class of the module; "" if none
@@ -125,9 +125,9 @@ class Coupling(Struct, frozen=True):
 
 
 class ShardAnalysis(Struct, frozen=True):
-    """Gradients of each shard in the single process, if the global batch's differ.
+    """Analysis of a difference between the global batch's gradients and the ranks' average.
 
-    `terms` is empty if the shards could not be run; only the global batch is known then.
+    The single process runs each shard. `terms` is empty if that failed; only the global batch is known then.
     """
 
     terms: tuple[LossTerm, ...] = ()  # of the loss, in order
@@ -147,12 +147,12 @@ class ShardAnalysis(Struct, frozen=True):
     error: str = ""  # why the shards could not be run, or the result could not be explained further
     numbers: RandomNumbers = "drawn"  # random numbers of the shards, as in `SingleStep`
     # of the global batch's gradient, with batch statistics per shard, to the ranks' average; measured if the shards
-    # alone do not reproduce the ranks
+    # do not reproduce the ranks' average
     by_statistics: Fit = Fit()
 
     @property
     def is_all_normalisation(self) -> bool:
-        """True if shards match the ranks, and other weights give the global batch's gradient."""
+        """True if the weights of the loss terms explain the whole difference."""
         alike = abs(self.against_shards.ratio - 1) <= EXACT_FIT and self.against_shards.residual <= EXACT_FIT
         wrong = [term for term in self.terms if term.error > EXACT_FIT]
         exact = all(term.residual <= EXACT_FIT * term.error and term.is_normalised for term in wrong)

@@ -44,7 +44,7 @@ class ScheduleState(Struct, frozen=True):
 
 
 class FunctionCompiled(Entry, frozen=True):
-    """Compilation of a function on a rank, or the end of attempts by torch."""
+    """Compilation of a function on a rank, or torch's decision to stop compiling it."""
 
     function: str  # qualified name; after a graph break, torch's name for the rest of the function
     defined: Location  # line of the definition
@@ -65,7 +65,7 @@ class FunctionCompiled(Entry, frozen=True):
 
 
 class StepDraw(Entry, frozen=True):
-    """Random draws between two optimizer steps: one call, or all unrecorded calls."""
+    """Random draws between two optimizer steps: by one call, or by all unrecorded calls."""
 
     step: int  # optimizer steps before
     generator: str  # global generator "torch", "cuda", "python" or "numpy"; "" for a generator of the program
@@ -80,7 +80,7 @@ class StepDraw(Entry, frozen=True):
 
 
 class GatheredConstant(Entry, frozen=True):
-    """Loss that multiplies by gathered rows of all ranks as constants, own rows included."""
+    """Loss that multiplies by gathered rows of all ranks, none with a gradient."""
 
     step: int  # optimizer steps before
     operation: str  # the collective, whose input carries a gradient
@@ -90,7 +90,7 @@ class GatheredConstant(Entry, frozen=True):
 
 
 class OwnPartPutBack(Entry, frozen=True):
-    """Loss on gathered features, of which only the rank's own part carries a gradient.
+    """Loss on gathered features: only this rank's own part of them carries a gradient.
 
     If every rank computes the whole loss, the gradients of the own parts add up over the ranks.
     """
@@ -108,11 +108,11 @@ class OwnPartPutBack(Entry, frozen=True):
 
 
 class GradientsChanged(Entry, frozen=True):
-    """Gradients between two accumulating backward passes, which the script may have changed."""
+    """Possible change of accumulated gradients by the script, between two backward passes."""
 
     wrapper: int  # number of the wrapper
     step: int  # optimizer steps before
-    by: str  # function that clips, or ""
+    by: str  # function that clips the gradients, or ""
     factor: float  # gradient norm of the wrapper after the change over the norm before
     location: Location | None  # line of the call, else of the next backward pass
     put_off: bool  # True if the gradients were local, to be reduced in a later backward pass
@@ -129,7 +129,7 @@ class HookedGradient(Struct, frozen=True):
 
 
 class GradientsHooked(Entry, frozen=True):
-    """Local gradients of a step that hooks of the program got before averaging."""
+    """Change of a step's local gradients by hooks of the program, before averaging."""
 
     wrapper: int  # number of the wrapper
     step: int  # steps before
@@ -156,7 +156,7 @@ MAX_PACE_RUNS = 1024  # recorded per wrapper and rank; reached only without a re
 
 
 class PaceRun(Entry, frozen=True):
-    """Run of reductions with equal forward passes and batches before each reduction."""
+    """Consecutive reductions, each after equally many forward passes and batches."""
 
     wrapper: int  # number of the wrapper
     first: int  # number of the first reduction
@@ -167,7 +167,7 @@ class PaceRun(Entry, frozen=True):
 
 
 class WrapperPace(Struct, frozen=True):
-    """All reductions of a wrapper on one rank."""
+    """All reductions of a wrapper on one rank, divided into runs of equal pace."""
 
     runs: tuple[PaceRun, ...]
     reductions: int
@@ -179,7 +179,7 @@ class WrapperPace(Struct, frozen=True):
 
 
 class GradientsLeft(Entry, frozen=True):
-    """Stale gradients in a step: older than another step, never zeroed."""
+    """Optimizer step on stale gradients: left from before an earlier step, not zeroed since."""
 
     optimizer: int  # number of the optimizer
     own: bool  # True if the same optimizer used the gradients before; else left by the loss of another optimizer
@@ -191,13 +191,13 @@ class GradientsLeft(Entry, frozen=True):
 
 
 class WorkUsed(Entry, frozen=True):
-    """Handle of an asynchronous collective that was polled or waited on."""
+    """Asynchronous collective whose handle was polled or waited on."""
 
     location: Location  # line that starts the collective
 
 
 class WorkDropped(Entry, frozen=True):
-    """Handle of an asynchronous collective that was dropped, never polled or waited on."""
+    """Asynchronous collective whose handle was dropped, never polled or waited on."""
 
     operation: str  # the collective
     location: Location  # line that starts the collective

@@ -104,7 +104,7 @@ class WrapperFacts(Struct, frozen=True):
 
 
 class ShardedFacts(WrapperFacts, frozen=True):
-    """Facts on a module under `fully_shard`; `ignored` parameters are in no group."""
+    """Facts on a sharded module; `ignored` parameters are managed by no `fully_shard` call."""
 
     reduces_unused: bool = False  # True if gradients that are missing on a rank are reduced as zeros
     # fingerprint of each whole parameter as built by this rank, for parameters whose shard was not changed since
@@ -159,7 +159,7 @@ class WrappedModule(Struct, frozen=True):
 
 
 class SplitModule(WrappedModule, frozen=True):
-    """Part of a module that tensor parallelism splits, on one rank."""
+    """One rank's part of a module that tensor parallelism splits."""
 
     model_ranks: tuple[int, ...] = ()  # ranks that share the module
 

@@ -10,7 +10,7 @@ from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.report import Location
 
 IN_TURN = "each step has world-size times as many micro-batches"
-"""Why a single process stops that has to take the batches of the ranks one after the other."""
+"""Reason to stop a single process that would have to take the batches of all ranks in turn."""
 
 
 class PassTaken(Entry, frozen=True):
@@ -24,14 +24,14 @@ class PassTaken(Entry, frozen=True):
 
 
 class NotReplayed(Entry, frozen=True):
-    """Line where values enter the script that the single process cannot replay."""
+    """Line that reads values which the single process cannot replay, with the reason."""
 
     line: str
     why: str
 
 
 class ParityStep(Entry, frozen=True):
-    """State before an optimizer step."""
+    """State before an optimizer step, to compare with a run in one process."""
 
     optimizer: int  # number of the optimizer, in order of first steps
     count: int  # earlier steps of the optimizer

@@ -64,7 +64,7 @@ class PartStep(Entry, frozen=True):
 
 
 class RunningStatistic(Entry, frozen=True):
-    """Running mean or scale outside of wrapped modules, at a call of forward."""
+    """Running mean or scale that the script itself keeps, at a call of forward."""
 
     wrapper: int  # number of the wrapper
     forward: int  # earlier calls of the module
@@ -81,7 +81,7 @@ class RunningStatistic(Entry, frozen=True):
 
 
 class StateUsed(Entry, frozen=True):
-    """Call, in evaluation or without gradients, of a module like a wrapped module."""
+    """Call of a wrapped or similar module, in evaluation mode or without gradients."""
 
     step: int  # optimizer steps before
     name: str  # variable of the module, else its class
@@ -97,7 +97,7 @@ class StateUsed(Entry, frozen=True):
 
 
 class NothingLoaded(Entry, frozen=True):
-    """State loaded with strict=False in which no key matched, and not loaded again since."""
+    """State dict loaded with strict=False although no key matched, and not reloaded since."""
 
     name: str  # class of the module
     location: Location | None  # line that loads the state
@@ -107,5 +107,5 @@ class NothingLoaded(Entry, frozen=True):
 
 
 def digest_of_values(fingerprints: Iterable[int]) -> int:
-    """Return one number for the fingerprints of a module's tensors, equal in every process."""
+    """Combine the fingerprints of a module's tensors into one number, equal in every process."""
     return hash(tuple(sorted(fingerprints)))

@@ -22,7 +22,7 @@ class Restored(Struct, frozen=True):
 
 
 class LoaderPass(Entry, frozen=True):
-    """Pass of a loop over a `DataLoader`, as far as the rank came."""
+    """Pass of a loop over a `DataLoader`, complete or not."""
 
     loader: int  # number of the loader, in order of first use on this rank
     number: int  # number of the pass over the loader, from 0
@@ -58,7 +58,7 @@ class LoaderPass(Entry, frozen=True):
     rows: tuple[int, ...] = ()
     labels: tuple[int, ...] = ()  # fingerprints of integer label tensors, one per sample, in the same order
     classes: tuple[int, ...] = ()  # integer labels, if each sample has exactly one
-    whole: int = 0  # rows of the array from which the dataset has some; -1 for file names or texts
+    whole: int = 0  # rows of the array of which the dataset has a part; -1 for file names or texts
     # fingerprints of the first samples, by attribute of the dataset
     samples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     drawn: int = 0  # digest of earlier global random draws at construction of the loader or sampler; 0 if unknown
@@ -95,7 +95,7 @@ class Inputs(Entry, frozen=True):
 
 
 class Evaluated(Entry, frozen=True):
-    """Inputs of a wrapper's forward in a first pass without gradients."""
+    """Inputs of one of a wrapper's first forward passes without gradients."""
 
     wrapper: int  # number of the wrapper
     step: int  # averaged backward passes before
@@ -106,7 +106,7 @@ OF_A_LIST = ".index()"  # suffix of the table name of a list
 
 
 class DerivedTable(Entry, frozen=True):
-    """Dictionary of plain values, or list indices from a set, at the first step."""
+    """Dictionary of plain values, or the index of each text in a set-ordered list."""
 
     name: str
     values: Mapping[str, str]
@@ -114,7 +114,7 @@ class DerivedTable(Entry, frozen=True):
 
 
 class OptimizerStep(Entry, frozen=True):
-    """State before an optimizer step."""
+    """State of an optimizer and its parameters before a step."""
 
     optimizer: int  # number among the optimizers that have stepped on this rank
     count: int  # earlier steps of the optimizer
@@ -186,7 +186,7 @@ class OptimizerEnd(Entry, frozen=True):
 
 
 class StateHeld(Entry, frozen=True):
-    """Model in no wrapper and no optimizer, before an optimizer step."""
+    """Model that is in no wrapper and no optimizer, before an optimizer step."""
 
     optimizer: int  # number of the optimizer
     count: int  # earlier steps of the optimizer
@@ -265,10 +265,10 @@ class MetricUsed(Entry, frozen=True):
 
 
 class GradientsClipped(Entry, frozen=True):
-    """Clipping of gradients with norm `norm`, number `count`, after `step` optimizer steps.
+    """Clipping of gradients by function `by`, after `count` calls and `step` optimizer steps.
 
-    `limit` is the maximum total norm; 0.0 if unknown. `of_parts`: True if ranks have different parts of the model, so
-    that the norm may cover only one part.
+    `norm` is measured before clipping; `limit` is the maximum total norm, 0.0 if unknown. `of_parts` is True if ranks
+    have different parts of the model, so that the norm may cover only one part.
     """
 
     count: int
@@ -281,7 +281,7 @@ class GradientsClipped(Entry, frozen=True):
 
 
 class GradientsZeroed(Entry, frozen=True):
-    """Zeroing of nonzero gradients at a line, `times` times before each of two steps."""
+    """Zeroing of nonzero gradients at a line, equally often before two successive steps."""
 
     optimizer: int
     times: int

@@ -16,7 +16,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 
 GradientState = Literal["contributes", "zero", "missing", "lost"]
-"""`missing`: backward does not reach the parameter. `lost`: it does, and no gradient arrived."""
+"""`missing`: backward does not reach the parameter. `lost`: backward reaches it, but no gradient arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class PathEnd:
 
 
 class UnregisteredTensor(Struct, frozen=True):
-    """Leaf that receives a gradient and is not a parameter of the wrapped module."""
+    """Leaf tensor with a gradient that is not a parameter of the wrapped module."""
 
     name: str  # path from the module, or name of a variable
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class UnregisteredTensor(Struct, frozen=True):
 
 
 class ParameterChange(Struct, frozen=True):
-    """Change of a parameter of DDP by the forward pass."""
+    """Change that the forward pass makes to a parameter of DDP."""
 
     kind: str  # "replaced", "removed", "frozen", "unfrozen" or "cast or moved"
     location: Location | None = None  # line of the change
@@ -118,7 +118,7 @@ class Call(Struct, frozen=True):
 
 
 class ReductionInput(Struct, frozen=True):
-    """Input of one reduction with the same samples and random numbers on every rank."""
+    """Input of a reduction, from the same samples and random numbers on every rank."""
 
     operation: str  # name of the reduction
     location: str = ""  # line of user code, as "path:line"; may be empty
@@ -134,7 +134,7 @@ class RandomDraws(Struct, frozen=True):
 
 
 class LocalStep(Struct, frozen=True):
-    """Step of one rank on its shard, without wrapper and reducer."""
+    """Step of one rank on its shard of the batch, without the DDP wrapper."""
 
     evidence: StepEvidence  # of the parameters
     loss: float  # with random numbers silenced if the forward pass draws some and can run without
@@ -158,7 +158,7 @@ class LocalStep(Struct, frozen=True):
 
 
 class NoExplanation(Struct, frozen=True):
-    """Failure of a rank to find an explanation, which the check can continue without."""
+    """Failure of a phase that only explains a fault; the check continues without it."""
 
     reason: str  # the error
     bug: str = ""  # request to report a bug of ddpcheck, else ""
@@ -166,7 +166,7 @@ class NoExplanation(Struct, frozen=True):
 
 
 SYNC_SETTING = "require_backward_grad_sync"
-"""The attribute of a wrapper by which a forward pass decides whether the next backward pass is averaged."""
+"""Attribute of a wrapper that decides, at a forward pass, if the next backward pass is averaged."""
 
 
 class LoopEvent(Struct, frozen=True):
@@ -189,7 +189,7 @@ class LoopEvent(Struct, frozen=True):
 
 
 class SharedDraw(Struct, frozen=True):
-    """Random tensor with a value per sample, drawn equally by two ranks."""
+    """Random tensor with a value per sample, equal on two ranks."""
 
     operation: str
     module: str = ""
@@ -225,7 +225,7 @@ class DdpStepEvidence(Struct, frozen=True):
 
 
 class ShardedStep(DdpStepEvidence, frozen=True):
-    """Step of one rank under `fully_shard` or tensor parallelism, with parts of parameters."""
+    """Step of one rank under `fully_shard` or tensor parallelism."""
 
     # differences of the gathered parameters from an optimizer step on whole parameters and gradients, relative to the
     # update

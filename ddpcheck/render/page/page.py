@@ -27,7 +27,7 @@ _DATA = re.compile(r'<script type="application/(json|zlib)" id="ddpcheck-data">(
 
 
 def data_of(report: Document) -> tuple[str, str]:
-    """Return "json" or "zlib", and the data to embed."""
+    """Return the format, "json" or "zlib", and the text of the data to embed."""
     text = report.to_json(indent=None)
     if len(text) <= _PLAIN:
         return "json", in_ascii(text, besides="<>&")
@@ -66,7 +66,7 @@ _TITLES = {
     "run": "This run",
     "reading": "How to read this page",
 }
-"""Of the sections, in order; one that has nothing to show is left out. The template of each has its name."""
+"""Titles of sections, in order; an empty section is left out. Each section has the template of its name."""
 
 
 class HtmlRenderer(Renderer):

@@ -24,7 +24,7 @@ _REFERENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Gradients against one reference: the worst step of each parameter, worst first.
+    """Gradient errors against one reference: the worst step per parameter, worst first.
 
     `low` and `high` are the exponents (base 10) of the scale limits.
     """
@@ -71,7 +71,7 @@ def _plot(reference: str, entries: Sequence[ParityEntry]) -> Plot:
 MOST_GROUPS = 6
 _BEFORE = 4  # collectives shown before the ranks diverge
 _MOST = 24  # collectives in one table
-_MOST_DOING = 2  # distinct texts on the end of a group's ranks
+_MOST_DOING = 2  # distinct texts on how a group's ranks ended
 _MOST_ENDS = 12
 
 
@@ -116,7 +116,7 @@ class Group:
 
 
 def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
-    """Return the template variables of a process group."""
+    """Return the template variables of a process group's timeline."""
     logs_by_calls = group_by(timeline.ranks, lambda log: (log.first, log.calls, log.waiting, log.waits_for))
     groups = [Group(logs, timeline.calls) for logs in logs_by_calls.values()]
     shown = groups[:MOST_GROUPS]
@@ -213,7 +213,7 @@ def _source(location: Location, finding: Finding, excerpts: Sequence[SourceExcer
 
 
 def _sides(finding: Finding, report: Report) -> list[Source | None]:
-    """Return the source at each side of diverged ranks, for DDP4xx findings."""
+    """Return the source at the call of each group of diverged ranks (DDP4xx findings)."""
     rule = RULES.get(finding.code)
     if rule is None or rule.family != "running":
         return []
@@ -242,7 +242,7 @@ def together(evidence: Sequence[str]) -> list[str]:
 class Branch:
     """Module with children, own findings, and the worst finding of its subtree.
 
-    `findings` has those of the module itself, by the part of it in their subjects, then by code.
+    `findings` has the findings on the module itself, by the name of its parameter or buffer, then by code.
     """
 
     entry: ModuleEntry

@@ -89,7 +89,7 @@ def check(
 
 
 def decided(options: CheckOptions, target: Recipe | str, hosts: Leader | None = None) -> CheckOptions:
-    """Return the valid options of a check of `target`, with machine-dependent defaults filled in."""
+    """Validate the options of a check of `target`, and fill in machine-dependent defaults."""
     if not isinstance(target, str):
         from ddpcheck.recipe.recipe import require_target
 

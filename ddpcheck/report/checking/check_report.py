@@ -52,7 +52,7 @@ def make_report(
     notes: Iterable[str],
     **parts: Any,
 ) -> Report:
-    """Build a report of the findings that count; `lines` makes its check lines."""
+    """Build a report; `lines` returns its checks, given the findings that count."""
     chosen = sort_out(
         findings,
         asked.target,
@@ -97,7 +97,7 @@ def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
 
 
 def _heading_of(part: str, finding: Finding) -> str:
-    """Return the heading of a finding: its own part if allowed, else the first."""
+    """Return the check of a finding: `part` if its rule allows, else the first."""
     names = RULES[finding.code].checks.get("report", ())
     return part if part in names else next(iter(names), "")
 
@@ -222,7 +222,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
 
 
 def _trained_apart(state: CheckState) -> str:
-    """Explain the steps without comparison in which ranks train apart by design."""
+    """Explain why steps of post-local SGD, in which ranks train independently, are not compared."""
     by_step = state.steps.local_sgd_steps
     equal = steps_that_end_alike(by_step)
     holds = f"the parameters are the same on every rank after {format_steps(equal)}"

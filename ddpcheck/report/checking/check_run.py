@@ -43,7 +43,7 @@ _UNLIKE_REDUCTIONS = "the ranks would not make the same reductions"
 
 
 class CheckRun(CheckWorlds):
-    """Run of one check: phases on the ranks, in order."""
+    """One check, which runs its phases on the ranks in order."""
 
     def run(self) -> CheckState:
         """Run all phases and judge the evidence, even after a failure."""
@@ -223,7 +223,7 @@ class CheckRun(CheckWorlds):
         return equal and self._one_machine and not self.state.steps.ranks_differ
 
     def _local_step(self, step: int, single: Callable[[], RunFuture[SingleStep | str]] | None) -> list[LocalStep]:
-        """Run each rank's step alone; report losses not finite on some ranks only."""
+        """Run each rank's step without the wrapper; report losses that are not finite."""
         try:
             return self._all(calls.local_step.local_step, step)
         except RankError as error:
@@ -237,7 +237,7 @@ class CheckRun(CheckWorlds):
             self._skip_rest(f"{findings[0].code}: the loss is not finite on {format_ranks(findings[0].ranks)}")
 
     def _train(self, step: int, words: str) -> bool:
-        """Run the step through the wrapper if possible; return True if doubtful."""
+        """Run the step through the wrapper if possible; return True if gradients are wrong."""
         judging.decide_on_ddp(self.state, step)
         if self.state.steps.ddp_skipped:
             return False
@@ -248,7 +248,7 @@ class CheckRun(CheckWorlds):
         return doubtful
 
     def _reduces_again_alike(self, step: int) -> bool:
-        """Return True if the wrapper can reduce the step again in compiled form.
+        """Return True if the step can be repeated with a compiled wrapper.
 
         A communication hook counts its calls and may keep error feedback. Under `static_graph` DDP expects the
         parameters used so far; compiled code returns zero gradients for cut paths.
@@ -260,15 +260,15 @@ class CheckRun(CheckWorlds):
         return not (state.wrapper.static_graph and missing)
 
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
-        """Explain missing gradients by rank; skipped if ranks are already out of step."""
+        """Explain missing gradients by rank, unless the ranks' collectives already differ."""
         in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
         topic = "why gradients are missing"
         return self._explained(topic, {}, calls.repeated_step.explain, step) if in_step else [{} for _ in local]
 
     def _compare_drawing(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
-        """Compare with a single process under equal random numbers: per sample, else constants.
+        """Give the ranks and a single process equal random numbers, and compare gradients.
 
-        Numbers per sample keep the count of a dropout mask. They differ on a rank if a draw is not made per sample, so
+        Numbers "by sample" keep the count of a dropout mask. They differ on a rank if a draw is not made per sample, so
         a difference counts only if reweighting the shards explains it.
         """
         single = self.state.single
@@ -293,7 +293,7 @@ class CheckRun(CheckWorlds):
         return self._compare_with_single(step, averaged)
 
     def _average_with(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
-        """Average gradients under these random numbers; return why the loss fails with them."""
+        """Average gradients with random numbers of a kind; return why this failed, or ""."""
         topic = f"the gradients with random numbers {numbers}"
         replies = self._explained(topic, "the step with them failed", calls.local_step.comparable_step, step, numbers)
         if reason := next((item for item in replies if isinstance(item, str)), ""):
@@ -303,14 +303,14 @@ class CheckRun(CheckWorlds):
         return ""
 
     def _check_in_step(self, *, when: bool) -> None:
-        """Stop the check if ranks made different collectives, before the next phase."""
+        """Stop the check if the ranks have called different collectives; do nothing unless `when`."""
         if when and (mismatch := judge_collectives(self._logs())):
             self.state.timelines = timelines(self._logs())
             self._add(mismatch)
             self._skip_rest(f"{mismatch[0].code}: the ranks are out of step")
 
     def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
-        """Compare module layouts between ranks, which DDP assumes unchanged since construction."""
+        """Check that module layouts, which DDP compares only at construction, are still equal."""
         facts = self.state.wrapper
         if len({item.layout for item in local}) == 1 or not (facts.is_ddp or facts.sharded):
             return
@@ -324,7 +324,7 @@ class CheckRun(CheckWorlds):
         self._skip_rest(f"{findings[0].code}: {effect}")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
-        """Check once if ranks pack vectors reduced in forward in the same order."""
+        """Check once if all ranks order the elements of vectors reduced in forward equally."""
         if self._packing_checked or not any(item.calls for item in local):
             return
         in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
@@ -334,7 +334,7 @@ class CheckRun(CheckWorlds):
             self._add(judge_packing(self._explained(topic, (), calls.repeated_step.packed_payloads, step)))
 
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
-        """Check that the global batch is equal on all ranks and calls."""
+        """Check that every call on every rank makes the same global batch."""
         if len(set(batches)) > 1 and self._all(calls.local_step.batch_again, step) == list(batches):
             findings = judge_batch_values(batches, step)
             self._add(findings)
@@ -349,7 +349,7 @@ class CheckRun(CheckWorlds):
             )
 
     def _run_ddp(self, step: int, words: str) -> bool:
-        """Run one step through the wrapper; return True if the result is doubtful."""
+        """Run one step through the wrapper; return True if gradients are wrong."""
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
                 steps = self._all(calls.ddp_step.ddp_step, step)
@@ -397,7 +397,7 @@ class CheckRun(CheckWorlds):
         return result
 
     def _average_exactly(self, step: int) -> Path | None:
-        """Return the ranks' float64 average if forward communicates; None if not available."""
+        """Save the ranks' float64 average if forward communicates; return the file, or None."""
         if not any(item.forward_calls for item in self.state.steps.local):
             return None
         file = self.world.directory / f"exact-{step}.pt"

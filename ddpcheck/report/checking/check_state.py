@@ -107,7 +107,7 @@ class CheckLog:
             self.bugs.append(bug)
 
     def add_unexplained(self, what: str, answer: object) -> bool:
-        """Note an unknown `what` if `answer` is a `NoExplanation`; return True if so."""
+        """If `answer` is a `NoExplanation`, note that `what` is unknown and return True."""
         if not isinstance(answer, NoExplanation):
             return False
         self.notes.append(f"{what}: not known, since finding out failed ({answer.reason})")
@@ -123,7 +123,7 @@ class CheckLog:
         return self.bugs[0] if self.unjudged else None
 
     def call_judge(self, part: str, judge: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the findings of `judge` for `part`; note a bug if raised."""
+        """Return the findings of `judge`; if it raises, note a bug in `part`."""
         try:
             return judge(*args, **kwargs)
         except Exception as error:
@@ -165,7 +165,7 @@ class RankSteps:
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # where gradients become zero, by parameter
 
     def add_local(self, local: Sequence[LocalStep], of_models: Sequence[LocalStep]) -> None:
-        """Add a step without the wrapper: of every rank, and per model."""
+        """Add a step without the wrapper, by rank and (`of_models`) by model."""
         self.local = of_models
         self.first_local = self.first_local or of_models
         self.parameters += [item.evidence for item in local]
@@ -182,7 +182,7 @@ class RankSteps:
 
     @property
     def local_sgd_steps(self) -> dict[int, list[DdpStepEvidence]]:
-        """Steps through the wrapper in which ranks trained apart by design, by step."""
+        """Steps through the wrapper in which ranks trained independently (post-local SGD), by step."""
         return group_by_step(item for item in self.ddp if item.is_local_sgd)
 
     def missing(self) -> dict[tuple[int, int], frozenset[str]]:
@@ -264,7 +264,7 @@ class CheckState:
 
     @property
     def models(self) -> list[tuple[int, ...]]:
-        """Groups of ranks of one model; empty if no model is split."""
+        """Groups of ranks that share a split model; empty if no model is split."""
         return sorted({item.together for item in self.wrapped if item.together})
 
     def of_models(self, by_rank: Sequence[Item]) -> Sequence[Item]:
@@ -272,7 +272,7 @@ class CheckState:
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
     def without_rank_params(self, ranks: Sequence[Values]) -> Sequence[Values]:
-        """Return evidence by rank without rank-specific parameters; note if these differ."""
+        """Return evidence by rank without `rank_parameters`; note if these differ."""
         if not self.rank_params.patterns:
             return ranks
         kept = [self.rank_params.without(item) for item in ranks]
@@ -285,11 +285,11 @@ class CheckState:
         self.part_findings += ((part or self.log.part, finding) for finding in findings)
 
     def keep(self, is_kept: Callable[[Finding], bool]) -> None:
-        """Drop all other findings."""
+        """Drop the findings for which `is_kept` is false."""
         self.part_findings = [(part, finding) for part, finding in self.part_findings if is_kept(finding)]
 
     def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Store losses and random choices of the last step with comparable random numbers."""
+        """Store losses and random choices of the last step, repeated with comparable random numbers."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
             for item, (loss, choices) in zip(self.steps.local, self.of_models(steps), strict=True)
@@ -305,7 +305,7 @@ class CheckState:
             self.log.notes.append(f"no float64 run to measure rounding with: {result.float64_error}")
 
     def add_analysis(self, step: int, analysis: ShardAnalysis) -> bool:
-        """Add the analysis of a differing step; return True if not only rounding."""
+        """Add the analysis of a differing step; return True unless rounding explains the difference."""
         single = self.single
         single.differences[step] = tuple(
             replace(item, tolerance=max(item.tolerance, item.error)) if item.name in analysis.rounded else item
@@ -318,7 +318,7 @@ class CheckState:
 
     @property
     def wants_analysis(self) -> bool:
-        """Return True if the differing step needs an analysis (first, or without random choices)."""
+        """Return True for the first differing step, and for one without random choices."""
         single = self.single
         return single.analysis is None or (
             bool(single.choices.get(single.analysed[0].evidence.step)) and not self.steps.local[0].random.choices

@@ -34,7 +34,7 @@ from ddpcheck.worlds.launchers.leader import Leader
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
-QUIET = 2.0  # seconds of a phase before waiting ranks are shown
+QUIET = 2.0  # seconds after which the progress display names the unfinished ranks
 
 _NO_GROUP = ("process group", "init_process_group", "not been initialized")
 
@@ -70,7 +70,7 @@ class PhaseProgress:
 
 
 class CollectiveMismatchWatch:
-    """Early detection of a hang in a collective that a peer finished without.
+    """Early detection of ranks that wait in a collective which other ranks never call.
 
     Passed to `start_world` as `watch`. Reports only after `patience` seconds without progress.
     """
@@ -150,7 +150,7 @@ class CheckWorlds:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Result]:
-        """Run a phase that only explains; replace failures by `otherwise` and note them."""
+        """Run a phase that only explains a fault; note failures, returning `otherwise` for them."""
         try:
             results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
         except errors.RankError as error:
@@ -166,7 +166,7 @@ class CheckWorlds:
         return self.single.start(call)
 
     def _settle_single(self, pending: RunFuture[Result]) -> Result | None:
-        """Return the single process's result, or None after noting the reason."""
+        """Return the single process's result, or note why it failed and return None."""
         try:
             return pending.result()[0]
         except errors.RankError as error:

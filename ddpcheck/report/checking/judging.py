@@ -39,8 +39,8 @@ from ddpcheck.trace.compilation import trained_functions
 from ddpcheck.trace.gradients import UNEQUAL, ReducerFacts
 from ddpcheck.trace.replicas import differing_names
 
-_NEAR = 10.0  # multiple of the single process's rounding that shards may have
-_FEWEST_COMPILED = 3  # steps needed to tell permanent from occasional behaviour
+_NEAR = 10.0  # an error below this multiple of the tolerance may be rounding
+_FEWEST_COMPILED = 3  # steps needed to distinguish permanent from occasional compilations
 _LIBRARIES = {"random": "Python's random"}
 
 
@@ -57,7 +57,7 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
 
 
 def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:
-    """Add a step through the wrapper; return True if its gradients are wrong."""
+    """Add the evidence of a wrapper's step; return True if its gradients are wrong."""
     evidence = state.without_rank_params(evidence)
     differing = differing_names([item.parameters for item in evidence])
     if state.models and any(item.random.libraries for item in state.steps.local):
@@ -73,7 +73,7 @@ def _reduction_judge(state: CheckState) -> Callable[[Sequence[DdpStepEvidence], 
 
 
 def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedStep]) -> None:
-    """Add a repeated step; withhold gradient verdicts if the step differs from itself."""
+    """Add a repeated step; withhold gradient verdicts if the repetitions differ."""
     state.repeats.add(repeated)
     by_rank = {rank: item.differences for rank, item in enumerate(repeated)}
     findings = state.log.call_judge("parity", judge_repeat, by_rank, step)
@@ -184,7 +184,7 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
 
 
 def _judge_compilations(state: CheckState) -> list[Finding]:
-    """Judge compilations; only recompilations if numbers decide that each rank draws alone."""
+    """Judge compilations; after random draws or few steps, only recompilations."""
     by_rank = group_by(state.steps.compiled, lambda item: item.rank)
     compiled = [[entry for item in steps for entry in item.compiled] for steps in by_rank.values()]
     is_random = any(item.random.libraries - {"torch"} for item in state.steps.local)

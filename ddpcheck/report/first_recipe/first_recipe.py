@@ -23,7 +23,7 @@ class Input:
 
     @property
     def code(self) -> str:
-        """Return the expression of the input, which uses SAMPLES and generator."""
+        """Return Python code that makes the input from the variables SAMPLES and generator."""
         sizes = ", ".join(["SAMPLES", *map(str, self.shape)])
         if self.high is None:
             return f"torch.randn({sizes}, generator=generator)"

@@ -142,7 +142,7 @@ _OF_LAYERS: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
 def _combinations(
     model: nn.Module, names: tuple[str, ...], layers: list[tuple[Sample, ...]]
 ) -> Iterator[tuple[Sample, ...]]:
-    """Yield guesses by argument name, then layer order, then any layer."""
+    """Yield guesses of inputs, likeliest first: by argument name, layer order, any layer."""
     flat = [sample for samples in layers for sample in samples]
     choices = []
     for index, name in enumerate(names):
@@ -170,7 +170,7 @@ def _by_name(model: nn.Module, name: str, whole: list[Sample]) -> Iterator[Sampl
 
 
 def _try(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
-    """Return the output kind if equal for batch sizes 4 and 6."""
+    """Run batches of 4 and 6 samples; return the output's kind if equal."""
     kinds = []
     for samples in (4, 6):
         generator = torch.Generator().manual_seed(0)

@@ -81,10 +81,10 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
 
 
 def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the last enqueued NCCL call number by group; ids and names sort alike."""
+    """Return the number of the last enqueued NCCL call by group, {} if unknown."""
     if not isinstance(statuses, dict) or len(statuses) != len(names) or not all(map(str.isdigit, names)):
         return {}
-    by_id = dict(zip(sorted(map(int, statuses)), sorted(names, key=int), strict=True))
+    by_id = dict(zip(sorted(map(int, statuses)), sorted(names, key=int), strict=True))  # ids and names: same order
     if any(by_id.get(int(entry.get("pg_id", -1))) != str(entry["process_group"][0]) for entry in raw):
         return {}
     return {by_id[int(key)]: int(status["last_enqueued_collective"]) for key, status in statuses.items()}
@@ -163,7 +163,7 @@ def _call(operation: str, group: str, payload: str, lines: tuple[str, ...]) -> C
 
 
 def _payload(operation: str, raw: Mapping[str, Any]) -> str:
-    """Return dtype and shape of the inputs if all ranks must match, else ''."""
+    """Return the inputs' dtype and shape if these must match across ranks, else ''."""
     sizes = raw.get("input_sizes") or ()
     if not operation.startswith(_MATCHED_BY_PAYLOAD) or operation.endswith("_v"):
         return ""
@@ -236,7 +236,7 @@ def _with_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[Recor
 
 
 def _extend_by_gaps(ranks: Sequence[list[RecordedCall]]) -> None:
-    """Extend logs that end where others have unrecorded calls only: the end is unknown."""
+    """Extend logs that end where all other ranks have placeholders of unrecorded calls."""
     lengths = [*map(len, ranks)]
     for index in range(min(lengths, default=0), max(lengths, default=0)):
         present = [entries[index] for entries in ranks if len(entries) > index]
@@ -343,7 +343,7 @@ def plain_dump(dump: Any) -> dict[str, Any]:
 
 
 class _NotPlainError(ValueError):
-    """Dump that is not plain data or has no entries; the message continues "it"."""
+    """Dump that is not plain data or has no entries; the message follows "it"."""
 
 
 class _PlainData(pickle.Unpickler):

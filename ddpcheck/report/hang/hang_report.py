@@ -121,7 +121,7 @@ def _collectives(
 
 
 def _open(seen: RanksSeen) -> Iterator[str]:
-    """Yield the pending calls in matching dumps, and the activity of ranks if known."""
+    """Yield phrases on calls that are still pending, and on what ranks are doing."""
     calls = {rank: next((_described(e) for e in dump.entries if not e.ended), "") for rank, dump in seen.dumps.items()}
     notes = {rank: f"still in {text}" if text else "" for rank, text in calls.items()}
     for text, ranks in group_by(notes, lambda rank: "" if rank in seen.doing else notes[rank]).items():
