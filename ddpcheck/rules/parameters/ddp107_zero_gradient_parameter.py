@@ -34,7 +34,7 @@ def judge_zero_gradients(
 ) -> list[Finding]:
     """DDP107: gradients that are exactly zero, also for perturbed parameters.
 
-    If every gradient is zero, nothing can be compared: DDP307.
+    Nothing is reported if every gradient is zero, which DDP307 reports.
     """
     zero = zero_everywhere(facts.evidence)
     always = [name for name in zero if name not in nonzero_when_perturbed]

@@ -80,7 +80,7 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
 
 
 def judge_start(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP208: parameters that always differ between ranks, with averaged gradients."""
+    """DDP208: parameters that differ between ranks in every step, although gradients are averaged."""
     first = steps[0][0]
     unequal = [name for name in first.alone if not any(is_equal(step, name) for step in steps)]
     averaged = [param_name(name) for name in unequal if is_averaged(steps, name)]

@@ -78,7 +78,7 @@ def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broad
 
 
 def _without_prefixes(description: ModuleDescription) -> ModuleDescription:
-    """Return the description with uncompiled names (`_orig_mod` removed)."""
+    """Return the description without `_orig_mod`, which torch.compile adds to names."""
     return replace(
         description,
         parameters=tuple(replace(param, name=plain_name(param.name)) for param in description.parameters),
