@@ -90,7 +90,7 @@ class JudgeContext:
         return "the number of models" if self.models else "the world size"
 
     def factor(self, ratio: float) -> str:
-        """Format a factor; explain the number of replicas, and one over it."""
+        """Format a factor; say if it is the number of replicas or its inverse."""
         text = name_world_factor(self.world_size, lambda factor: math.isclose(ratio, factor, rel_tol=1e-2))
         return f"{text} ({'one over ' if '/' in text else ''}{self.count_of_replicas})" if text else f"{ratio:.4g}"
 

@@ -61,7 +61,7 @@ class Evaluations(View):
         return [evaluation for evaluation in self.evaluations if len(evaluation.by_rank) == len(self.passes)]
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield the shown numbers that are metrics of the samples of all ranks."""
+        """Yield how many shown numbers are metrics of the samples of all ranks."""
         if not self.evaluations:
             return
         loops = f"after {counted(len(self.evaluations), 'loop')} without backward"

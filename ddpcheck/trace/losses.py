@@ -86,7 +86,7 @@ class Losses(View):
 
     @cached_property
     def own_parts(self) -> list[list[OwnPartPutBack]]:
-        """Gathers, by step and rank, through which only own features get gradients, unscaled."""
+        """Gathers that pass unscaled gradients to the rank's own features only; by step."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]

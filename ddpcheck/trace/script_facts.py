@@ -325,7 +325,7 @@ class ScriptFacts:
     def averages_by_hand(self, wrapper: int) -> bool:
         """Check if the script averages gradients that the wrapper does not average.
 
-        All are then equal at optimizer steps. Steps after DDP averages do not count, unless a hook leaves local gradients.
+        All are then equal at optimizer steps. Steps after DDP averages count only if a hook leaves local gradients.
         """
         steps = [
             rank_steps

@@ -62,7 +62,7 @@ class WaitGraph:
         open_calls: Calls that have not ended, by rank, in the order of entry.
         devices: First call that peers have completed and the rank's device has not, by rank.
         waits: Calls in which a rank waits, by rank; without the ranks of `devices`.
-        stopped: Ranks that others wait for, in no call or in a call that peers have completed.
+        stopped: Ranks that others wait for, and that are in no call or in one that peers have completed.
         missing: Ranks that others wait for, without a dump.
     """
 
@@ -224,7 +224,7 @@ class WaitGraph:
 def _positions(
     dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
-    """Yield per rank the next collective number, and True if entered."""
+    """Yield (rank, (number of its next collective, True if already entered))."""
     present = {rank: dumps[rank] for rank in members if rank in dumps}
     by_rank = {rank: dump.collectives(name) for rank, dump in present.items()}
     most = max((call.number for calls in by_rank.values() for call in calls), default=0)

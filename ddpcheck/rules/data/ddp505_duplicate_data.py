@@ -352,7 +352,7 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
 
 
 def _shared_seed_line(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
-    """Return the seed or draw line of a generator state common to both ranks."""
+    """Return the line that seeds, else uses, a generator whose state both ranks had."""
     states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
     shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)
     return next((line for draw in shared if (line := draw.seeded or draw.location) is not None), None)

@@ -53,7 +53,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
 
 
 def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, verb: str) -> str:
-    """Describe the first step in which ranks disagree (`verb`: other ranks' action)."""
+    """Describe the first step in which ranks disagree (`verb`: what the other ranks do)."""
     parts = [
         f"{join_names(names.subjects(item.names))} did not contribute on {format_ranks(item.ranks)}"
         for item in absences

@@ -62,7 +62,7 @@ def judge_zero_gradients(
 
 
 def is_refuted(finding: Finding, nonzero: Collection[str]) -> bool:
-    """Check if a parameter of a DDP107 has a gradient in a later step."""
+    """Check if a parameter of a DDP107 has a nonzero gradient in another step."""
     return finding.code == "DDP107" and not set(finding.subjects).isdisjoint(nonzero)
 
 

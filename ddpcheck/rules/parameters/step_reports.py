@@ -60,7 +60,7 @@ _FEW = 4  # first steps: a parameter not read by forward may belong to an idle b
 def _evidence(
     reports: Sequence[RankReport], context: WatchContext, changed: set[str], *, settled: bool
 ) -> list[StepEvidence]:
-    """Return the reports as evidence: every rank in each step with a missing parameter."""
+    """Convert reports to evidence on every rank in each step with a missing parameter."""
     trainable = [name for name in context.trainable if name not in changed]
     steps = sorted({step for report in reports for step in report.missing})[:_MOST_STEPS]
     if context.wrapper.goes_on_without and settled:

@@ -62,7 +62,7 @@ def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mappi
 
 
 def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
-    """DDP208: replicated parameters with different initial values on ranks of one model."""
+    """DDP208: replicated parameters with unequal initial values on ranks that share a model."""
     names = list(differing_names([step.values for step in steps[0]])) if steps and not steps[0][0].count else []
     if not names:
         return []
@@ -110,7 +110,7 @@ def locate_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
 
 
 def advise_under_sharding(finding: Finding) -> Finding:
-    """Give a DDP208 on replicated shards the advice for `fully_shard`."""
+    """Replace the fix of a DDP208 on replicated shards by one for `fully_shard`."""
     if finding.code != "DDP208":
         return finding
     fix = (

@@ -342,7 +342,7 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
 
 
 def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
-    """DDP306: ranks train separately under a hook (post-local SGD), and nothing averages parameters.
+    """DDP306: post-local SGD trains ranks separately, and nothing averages the parameters.
 
     Not reported for optimizers outside torch.optim, which may average in a step that was not run.
     """
@@ -393,7 +393,7 @@ def use_finding(
 
 
 def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Finding]:
-    """DDP306: parameters or optimizer state that diverge on all ranks, although gradients are equal."""
+    """DDP306: parameters or optimizer state that diverge in a step with equal gradients."""
     names, reason = divergence.names, "changed in the forward pass, on each rank differently, and not by the optimizer"
     return divergence_finding(
         "DDP306",

@@ -39,7 +39,7 @@ def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str
 
 @rule
 def judge_hand_splits(split: HandSplit) -> list[Finding]:
-    """DDP301: hand-split layers of all wrappers."""
+    """DDP301: layers that the script itself splits over ranks, of all wrappers."""
     return [finding for wrappers in split.wrappers for finding in judge_hand_split(wrappers, split.facts.world_size)]
 
 
@@ -98,7 +98,7 @@ def judge_groups(parts: ModelParts) -> list[Finding]:
 
 
 def _of_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merge findings of groups: the first group's, with ranks of groups with equal codes."""
+    """Return one group's findings, adding the ranks of other groups with equal codes."""
     first = next(filter(None, findings_by_group), ())
     codes = {finding.code for finding in first}
     alike = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
