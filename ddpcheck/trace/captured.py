@@ -22,7 +22,7 @@ _Value = TypeVar("_Value")
 def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
     """Return True if a comm hook may leave gradients for the script to average.
 
-    Parameters then stay equal on all ranks. In step 0, parameters are equal with any hook.
+    The evidence is that parameters stay equal on all ranks. In step 0, this shows nothing, and True is returned.
     """
     if not (context.wrapper.comm_hook and differing_names([item.gradients for item in values])):
         return False
@@ -36,7 +36,7 @@ _TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many eleme
 
 
 def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
-    """Give parameters that differ between ranks by rounding only the same fingerprint.
+    """Give one fingerprint to parameters whose difference between ranks is only rounding.
 
     For example, SAM moves parameters by a rank-local `e` and back before the optimizer's step, and `p + e - e` is not
     exactly `p`. Rounding accumulates over the steps like a random walk.
@@ -55,7 +55,7 @@ def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCap
 def without_alike_later(
     replicas: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
 ) -> Sequence[ReplicaCaptured]:
-    """Drop buffers that differ in a step but are equal before the next step.
+    """Drop buffers that are equal on all ranks again before the next step.
 
     `later`: buffers at the start of the next step, by rank; nothing is dropped if unknown on some rank.
     """
@@ -74,7 +74,7 @@ def with_values(
 
 
 def without_prefixes(replica: ReplicaCaptured) -> ReplicaCaptured:
-    """Rename captured tensors to uncompiled names (`_orig_mod` removed)."""
+    """Remove `_orig_mod`, which torch.compile adds, from the names of captured tensors."""
 
     def named(values: Mapping[str, _Value]) -> dict[str, _Value]:
         return {plain_name(name): value for name, value in values.items()}
@@ -86,7 +86,7 @@ def without_prefixes(replica: ReplicaCaptured) -> ReplicaCaptured:
 
 
 def against_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Return by rank how far reduced gradients are from the ranks' average."""
+    """Compare reduced gradients, possibly sharded, with the mean of local gradients, by rank."""
     if replicas[0].shard < 0:
         return differences_from_average(replicas)
     return [

@@ -35,7 +35,7 @@ def group_by_step(evidence: Iterable[DdpStepEvidence]) -> dict[int, list[DdpStep
 
 
 def first_explanation(explanations: Sequence[Callable[[Facts], list[Finding]]], facts: Facts) -> list[Finding]:
-    """Return the findings of the first explanation that has any."""
+    """Return the findings of the first of `explanations` that returns any."""
     return next((findings for explain in explanations if (findings := explain(facts))), [])
 
 
@@ -90,19 +90,19 @@ class JudgeContext:
         return "the number of models" if self.models else "the world size"
 
     def factor(self, ratio: float) -> str:
-        """Format a factor, explained by the number of replicas if equal."""
+        """Format a factor; say if it is the number of replicas or its inverse."""
         text = name_world_factor(self.world_size, lambda factor: math.isclose(ratio, factor, rel_tol=1e-2))
         return f"{text} ({'one over ' if '/' in text else ''}{self.count_of_replicas})" if text else f"{ratio:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
 class SingleProcessFacts:
-    """Facts of an averaged gradient that differs from the global batch's."""
+    """Facts on averaged gradients that differ from the gradients of the global batch."""
 
     wrong: tuple[Difference, ...]  # mismatched gradients of the first mismatched step
     steps: tuple[int, ...]  # mismatched steps; empty if all
-    tolerance: float  # relative residual of a fit that counts as rounding
-    analysis: ShardAnalysis  # of the shards, run one by one in the single process
+    tolerance: float  # largest relative residual of a fit that counts as rounding
+    analysis: ShardAnalysis  # of the shards, which the single process runs one by one
     known: JudgeContext  # further facts
     evidence: tuple[str, ...]  # size of the mismatch, in words
     largest_error_of_steps: float = 0.0  # of all mismatched steps, relative
@@ -118,7 +118,7 @@ class SingleProcessFacts:
 
     @property
     def world_changed(self) -> bool:
-        """Check if gradients on ranks differ from the shards' without a process group."""
+        """Check if gradients of the same shards differ with and without a process group."""
         allowed = max(self.tolerance, _ROUNDING_MULTIPLE * self.analysis.shard_rounding)
         fit = self.analysis.against_shards
         return self.ran and (abs(fit.ratio - 1) > allowed or fit.residual > allowed)
@@ -130,13 +130,13 @@ class SingleProcessFacts:
 
     @property
     def has_one_factor(self) -> bool:
-        """Check if ranks scale the global batch's gradient by a constant, exchanging no tensors."""
+        """Check if a constant factor explains the difference, without collectives on tensors."""
         exchanges_tensors = any(call.elements > 1 for call in self.suspect_calls)
         return self.scaled and not exchanges_tensors and (not self.ran or self.world_changed)
 
     @property
     def losses_are_scaled(self) -> bool:
-        """Check if the gradient's factor brings shard losses closer to those on ranks."""
+        """Check if losses on ranks differ from shard losses by about the gradients' factor."""
         pairs = zip(self.analysis.shard_losses, self.known.local.losses, strict=False)
         logs = [math.log(on_rank / of_shard) for of_shard, on_rank in pairs if of_shard * on_rank > 0]
         ratio, mean_log = self.analysis.against_global.ratio, sum(logs) / max(1, len(logs))

@@ -19,7 +19,7 @@ DIVERGES_AT = "parts at "
 
 
 def first_unequal_call(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:
-    """Return the index of the first mismatch, and the call of each log."""
+    """Return the index of the first mismatch, and each log's call there, or None."""
     places = enumerate(itertools.zip_longest(*sequences))
     return next(((index, calls) for index, calls in places if len(set(map(call_signature, calls))) > 1), None)
 
@@ -36,12 +36,12 @@ def thread_kind(call: Call) -> str:
     return re.sub(r"[\d_-]+$|\d+", "", call.thread)
 
 
-ON_GRADIENTS = "of gradients"  # tag: the optimizer's gradients may not be the result
+ON_GRADIENTS = "of gradients"  # tag of a finding: the optimizer may use gradients before they are reduced
 _Key = tuple[str, int]  # (process group, index of the collective in it)
 
 
 def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
-    """Simulate all ranks; yield each blocked rank with its call and the missing ranks."""
+    """Simulate all ranks; yield each blocked rank, its call, and the ranks awaited."""
     places, numbers = [0] * len(schedules), [Counter[str]() for _ in schedules]
     arrived: dict[_Key, set[int]] = defaultdict(set)
     waiting: dict[_Key, list[int]] = defaultdict(list)
@@ -67,11 +67,11 @@ def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tupl
 
 @dataclass(frozen=True, slots=True)
 class AsyncHandles(View):
-    """Handles freed unused or waited for, and tensors written too early."""
+    """Handles of asynchronous collectives, and tensors written before the wait; by rank."""
 
     checks = ("collectives",)
     needs_all_ranks = False
-    dropped: Sequence[Sequence[WorkDropped]]
+    dropped: Sequence[Sequence[WorkDropped]]  # handles that were never polled or waited on
     used: Sequence[Sequence[WorkUsed]]
     written: Sequence[Sequence[TensorOfWorkWritten]]
 

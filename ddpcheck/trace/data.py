@@ -32,12 +32,12 @@ FEWEST_INPUTS = 3  # steps with the same samples on several ranks
 MIN_DRAWS = 2  # intervals between optimizer steps in which the same line draws
 FEWEST_ROWS = 8  # rows needed to tell samples apart
 _SHARED = 0.2  # smaller shared fractions of a rank's samples are chance
-_OF_CHANCE = 0.6  # fraction of the overlap that random parts would have (size / ranks)
+_OF_CHANCE = 0.6  # smaller fractions of the overlap of random parts (size / ranks) are duplicates in the data
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Passes over one data loader by rank, each in order of time."""
+    """Passes over one data loader: by rank, in order of time."""
 
     passes: Sequence[Sequence[LoaderPass]]
     ranks: Sequence[int]
@@ -52,14 +52,14 @@ class Loader:
 
     @property
     def has_comparable_rows(self) -> bool:
-        """Return True if the contents of samples tell more than their indices."""
+        """Return True if samples have to be compared by contents, not by index."""
         by_index = self.has_same_data and all(loader.indices for loader in self.first)
         has_rows = all(has_distinct_rows(loader) and not loader.replaces for loader in self.first)
         return has_rows and not by_index and len(self.first) > 1
 
     @property
     def num_shared_rows(self) -> int:
-        """Number of samples per epoch that ranks share by contents; 0 if plausibly chance."""
+        """Number of samples with equal contents on two ranks; 0 if chance explains them."""
         if not self.has_comparable_rows or not all(loader.exhausted for loader in self.first):
             return 0
         rows = [loader.rows for loader in self.first]
@@ -72,7 +72,7 @@ class Loader:
 def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Loader]:
     """Match training loaders across ranks by loop line, dataset and number of occurrence.
 
-    Loader numbers do not match between ranks if only one rank validates; lines do not if only one rank shows progress.
+    Loader numbers differ between ranks if only one rank validates; lines do if only one rank shows a progress bar.
     """
     has_one = all(len({loader.loader for loader in loaders if loader.trains}) == 1 for loaders in passes)
     groups_by_rank = []
@@ -116,7 +116,7 @@ def _has_equal_samples(first: LoaderPass, second: LoaderPass) -> bool:
 
 
 def describe_left_out(local: Sequence[LocalStep]) -> str:
-    """Describe samples of the global batch on no rank; '' if ranks create samples."""
+    """Describe how many samples of the batch are on no rank, or return ''."""
     batch = Counter(local[0].global_sample_fingerprints)
     on_ranks = Counter(sample for item in local for sample in item.sample_fingerprints)
     missing = sum((batch - on_ranks).values()) if on_ranks.keys() <= batch.keys() else 0
@@ -140,7 +140,7 @@ def shared_draws(draws: Sequence[Sequence[StepDraw]]) -> list[StepDraw]:
 
 
 def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
-    """Return the seed or draw line that makes all ranks draw equal samples."""
+    """Return the line that seeds, else draws, the numbers that select samples, or None."""
     choices = [draw for draw in shared_draws(draws) if draw.count > 1 or draw.generator == "cuda"]
     choices.sort(key=lambda draw: ("choice", "any", "noise").index(draw.kind))
     local = [draw for rank_draws in draws for draw in rank_draws if not draw.generator]
@@ -155,12 +155,12 @@ def _key(draw: StepDraw) -> tuple[object, ...]:
 
 
 def batches_by_step(inputs: Mapping[int, Sequence[Inputs]]) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Return the samples of a wrapper by rank and step, without their order."""
+    """Return the sorted samples of each step, by rank and step."""
     return {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
 
 
 def common_steps(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
-    """Return by wrapper the inputs of all ranks in the same step."""
+    """Return, for each wrapper, the steps whose inputs every rank recorded."""
     by_key = [{(call.wrapper, call.step): call for call in calls if len(call.samples) > 1} for calls in inputs]
     return list(group_by(map(tuple, aligned(by_key)), lambda calls: calls[0].wrapper).values())
 
@@ -172,7 +172,7 @@ def all_inputs_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
 
 
 def share_some_inputs(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
-    """Return True if an input tensor is equal on all ranks and varies enough."""
+    """Return True if ranks share an input tensor that has `distinct` values over steps."""
     count = min((len(call.parts) for step in steps for call in step), default=0)
     return len(steps) >= MIN_DRAWS and any(
         all(len({call.parts[index] for call in step}) == 1 for step in steps)
@@ -183,7 +183,7 @@ def share_some_inputs(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
 
 
 def has_distinct_rows(loader: LoaderPass) -> bool:
-    """Return True if the rows are enough, and nearly all distinct."""
+    """Return True if there are enough rows, and nearly all are distinct."""
     return len(loader.rows) >= FEWEST_ROWS and len(set(loader.rows)) >= 0.9 * len(loader.rows)
 
 
@@ -203,7 +203,7 @@ def is_one_share(loader: LoaderPass, ranks: int) -> bool:
 
 
 def rows_by_position(loaders: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
-    """Map positions to rows or labels; empty if values change or rarely repeat."""
+    """Map dataset indices to rows (or labels); empty if values change or rarely repeat."""
     by_position: dict[int, int] = {}
     repeats = 0
     for loader in loaders:
@@ -220,7 +220,7 @@ def are_disjoint(parts: Sequence[Sequence[int]]) -> bool:
 
 
 def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]], size: int) -> int:
-    """Return the largest overlap of two ranks; 0 if padding explains it."""
+    """Return the largest overlap of two ranks; 0 if padding or chance explains it."""
     shared = max(len(a & b) for a, b in itertools.combinations(map(set, taken), 2))
     at_the_end = max(loader.batch_size for loader in first) * len(first)
     return shared if shared > at_the_end and shared >= _SHARED * size else 0
@@ -229,7 +229,7 @@ def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]],
 def finding_on_loader(
     code: str, loader: LoaderPass, message: str, *, line: Location | None = None, **more: Any
 ) -> list[Finding]:
-    """Report at `line`, else where the sampler or loader is made."""
+    """Create a finding at `line`, else at the construction of the sampler or loader."""
     location = line or loader.made or loader.location
     related = {"loop over the loader": loader.location, f"{loader.sampler or 'loader'} made": loader.made}
     return one_finding(code, (loader.dataset,), message, location=location, related=related, **more)
@@ -263,9 +263,9 @@ class Data(View):
     has_own_samples: bool  # if data loaders give these ranks different samples
     wrappers: Sequence[WrapperSamples]
     losses: Sequence[Sequence[LossDifferentiated]]  # [] if ranks share a model
-    optimizers: Sequence[Sequence[Steps]]  # with gradients that the script averages
+    optimizers: Sequence[Sequence[Steps]]  # steps with gradients that the script averages itself, by optimizer
     tables: Sequence[Sequence[DerivedTable]]
-    compares_gradients: bool = False
+    compares_gradients: bool = False  # if gradients are known from before the script averages them
 
     @classmethod
     def of(cls, facts: ScriptFacts) -> Self | None:
@@ -327,9 +327,9 @@ def _takes_slices(ranks: Sequence[WatchedRank]) -> bool:
 
 
 def is_taken_by_each_worker(loader: LoaderPass) -> bool:
-    """Return True if each worker gave all samples of the stream.
+    """Return True if each loader worker iterates over the whole stream.
 
-    False if workers repeat their own parts or take turns. In an unfinished pass, compare the samples in order.
+    False if each worker iterates over only its part, even repeatedly. In an unfinished pass, the order decides.
     """
     counts = Counter(loader.rows)
     if loader.workers < 2 or loader.size >= 0:
@@ -354,7 +354,7 @@ def is_taken_by_each_worker(loader: LoaderPass) -> bool:
 def group_equal_ranks(
     samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int
 ) -> list[tuple[list[int], int]]:
-    """Group ranks with equal samples at first, with the number of equal steps."""
+    """Group ranks with equal samples in the first steps, and count these steps."""
     groups = []
     for ranks in group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
         by_step = [{samples_by_rank[rank][index] for rank in ranks} for index in range(count)]

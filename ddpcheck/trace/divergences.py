@@ -1,4 +1,4 @@
-"""Differences between a run on ranks and a single process, in order."""
+"""Differences between a run on ranks and a run in a single process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.trace.shown_numbers import Shown, first_unequal, line_of_number, shown_numbers
 from ddpcheck.trace.view import NotRecorded, View
 
-_SLOWEST = 0.75  # relative noise of times and throughputs
-_FASTEST = 0.985  # relative noise of times and throughputs
+_SLOWEST = 0.75  # smallest relative noise of times and throughputs
+_FASTEST = 0.985  # largest relative noise of times and throughputs
 _FACTOR = 1e-3  # relative tolerance of a factor
 _FEWEST_FACTORS = 2
 _NEAR_TOP = 1e-2  # relative distance from the peak learning rate
 _NEAR_SHAPE = 0.05  # fraction of the decay from the peak to the last rate
 TRAINING_QUANTITIES = ("gradients", "clip", "update")
-_MOST_MISSING = 0.75  # fraction of the single process's samples
+_MOST_MISSING = 0.75  # an epoch on ranks with a smaller fraction of the single process's samples lacks samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Parity(Comparison, View):
-    """Run on ranks compared with a single process on the same samples."""
+    """Comparison of the run on ranks with a single process on the same samples."""
 
     checks = ("parity",)
 
     @cached_property
     def shown(self) -> list[Shown]:
-        """Numbers that both runs show, in order."""
+        """Numbers that both runs print, log or save, in order."""
         return shown_numbers(self)
 
     @cached_property
@@ -68,12 +68,12 @@ class Parity(Comparison, View):
 
     @property
     def is_equal(self) -> bool:
-        """Check if the single process matches, so that no noise run is needed."""
+        """Check if both runs agree; then no third run has to measure the noise."""
         return _largest(self.gradients) <= EQUAL and not self.divergences
 
     @property
     def training_diverges(self) -> bool:
-        """Check if training diverges, perhaps because the script uses the rank number."""
+        """Check if gradients, clipping or updates differ; the rank number may be the cause."""
         return any(divergence.kind in TRAINING_QUANTITIES for divergence in self.divergences)
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
@@ -243,7 +243,7 @@ def _factor(ratios: Sequence[float], world_size: int) -> str:
 
 
 def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
-    """Return the line that computes the loss of the nearest step."""
+    """Return the line that computes the loss in the step nearest to `step`."""
     losses = [loss for loss in entries_of(rank, LossDifferentiated) if loss.made is not None]
     near = sorted(losses, key=lambda loss: abs(loss.step - step.count))
     return near[0].made if near else None
@@ -282,7 +282,7 @@ def _sample_divergences(parity: Parity) -> Iterator[Divergence]:
 
 
 def _schedule_divergences(parity: Parity) -> Iterator[Divergence]:
-    """Compare learning rate schedules relative to the peak; constant factors are intended."""
+    """Compare learning rates relative to their peaks, since scripts may scale all rates."""
     if any(end.steps_schedules for end in entries_of(parity.single, ParityEnded)):
         return  # a single process makes world-size times as many (smaller) steps, as the schedule expects
     by_optimizer = group_by(parity.steps, lambda step: step[1].optimizer)
@@ -314,9 +314,9 @@ def _schedule_divergences(parity: Parity) -> Iterator[Divergence]:
 
 
 def _have_one_shape(lrs: Sequence[float], others: Sequence[float]) -> bool:
-    """Check if two rates peak in the same step (within one) and decay alike.
+    """Check if two schedules peak within one step and decay in the same way.
 
-    Warm-ups may start at one rate for all world sizes, so a rate that never rises says nothing about the peak.
+    Peaks are compared if both schedules rise. Earlier rates are not: all world sizes may begin to warm up at one rate.
     """
     tops, ends = (max(lrs), max(others)), (lrs[-1], others[-1])
     high = [[rate >= (1 - _NEAR_TOP) * top for rate in rates] for rates, top in zip((lrs, others), tops, strict=True)]
@@ -333,13 +333,13 @@ def _have_one_shape(lrs: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _have_one_floor(tops: Sequence[float], ends: Sequence[float]) -> bool:
-    """Check if two rates decay toward one unscaled minimum (`min_lr`)."""
+    """Check if two schedules decay towards the same minimum (`min_lr`), which is not scaled."""
     denominator = ends[0] + tops[1] - ends[1] - tops[0]
     return bool(denominator) and 0 <= (ends[0] * tops[1] - ends[1] * tops[0]) / denominator <= min(ends)
 
 
 def _shown_divergences(parity: Parity) -> Iterator[Divergence]:
-    """Compare printed numbers with the single process: of evaluations, else only world size factors."""
+    """Compare the numbers of evaluations; of other numbers, report only world size factors."""
     by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
     for (location, _, _), items in by_line.items():
         evaluated = [item for item in items if item.entry.evaluates and not item.entry.during and not item.is_local]

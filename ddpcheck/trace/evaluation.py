@@ -23,7 +23,7 @@ _FEWEST_DIGITS = 3  # printed digits needed to identify a number by its text
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Evaluation on one rank: loader pass, exchanged results, shown metrics of its round."""
+    """Evaluation on one rank, and what follows until training continues (its round)."""
 
     loader: LoaderPass
     results: EvaluationPass
@@ -38,7 +38,7 @@ class Evaluated:
 
     @property
     def batch(self) -> int:
-        """Batch size, from the number of batches if a batch sampler has none."""
+        """Batch size; computed from the number of batches if the batch sampler has none."""
         return max(self.loader.batch_size, -(-self.samples // max(1, self.loader.batches)))
 
 
@@ -68,7 +68,7 @@ class ExchangedNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Gathered rows of a collective, one label for each sample."""
+    """Rows that a collective gathers from the ranks, one for each sample."""
 
     operation: str  # collective
     location: Location | None  # line of the call
@@ -80,7 +80,7 @@ class Gathered:
 
 
 def _lines(evals: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
-    """Yield the calls of each line, by rank, if all ranks made equally many."""
+    """Yield each line's collective calls, by rank, if all ranks made equally many."""
     keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
     for key in keys:
         calls = [[call for call in ev.exchanged if (call.operation, call.location, call.during) == key] for ev in evals]
@@ -142,7 +142,7 @@ def _gathered_at(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExch
 
 
 def _in_turn(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
-    """Join the calls of each quantity; several may alternate (predictions, labels)."""
+    """Join the calls that gather one quantity; quantities may alternate (predictions, labels)."""
     quantities = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
     gathered = []
     for turn in range(quantities if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, quantities) == 0 else 0):
@@ -170,28 +170,28 @@ def _by_row(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
 
 
 def numbers_shown(ev: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
-    """Yield each shown number with its record."""
+    """Yield the numbers that a rank shows, each with the output that contains it."""
     return ((shown, number) for shown in ev.shown for number in shown.numbers)
 
 
 def first_shown(
     evals: Sequence[Evaluated], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
 ) -> MetricShown | None:
-    """Return the record that shows `wrong`, or None if a `right` value is shown."""
+    """Return the output that shows `wrong`; None if an output shows a `right` value."""
     if any(is_close(wrong, value) or record_showing(evals, value, digits) for value in right):
         return None
     return record_showing(evals, wrong, digits)
 
 
 def record_showing(evals: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> MetricShown | None:
-    """Return the first record that shows `value`, as is or in percent, or None."""
+    """Return the first output that shows `value`, unchanged or in percent, or None."""
     pairs = (pair for ev in evals for pair in numbers_shown(ev))
     scales = value, 100 * value
     return next((shown for shown, number in pairs if any(shows(number, scaled, digits) for scaled in scales)), None)
 
 
 def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:
-    """Check if a value is shown, as float or with enough printed digits."""
+    """Check if a shown number is `value`: as float, or with enough printed digits."""
     if is_exact(number, value):
         return True
     if number.values and not (number.text and number.values == (float(number.text),)):
@@ -202,7 +202,7 @@ def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bo
 
 
 def is_exact(number: ShownNumber, value: float) -> bool:
-    """Return True if the program has the value, as is or in percent."""
+    """Return True if the float behind a shown number is `value`, perhaps in percent."""
     return any(is_close(scale * x, value) for x in number.values for scale in (1, 100))
 
 

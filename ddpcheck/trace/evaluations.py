@@ -1,4 +1,4 @@
-"""Evaluations of a script, and the results from which shown numbers follow."""
+"""Evaluations of a script, and results that explain shown numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ddpcheck.trace.metrics import Evaluation, evaluations_of
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
 
-_FEWEST_BITS = 2.0  # low, since a metric of all samples is right in any case
+_FEWEST_BITS = 2.0  # evidence that a number covers all samples; low, since no finding depends on it
 _MOST_NAMED = 3
 
 
@@ -52,7 +52,7 @@ class Evaluations(View):
         return cls(evaluations, facts.passes, shown, facts.of(SumsReduced), targets, losses)
 
     def first_findings(self, judge: Callable[[Evaluation], list[Finding]]) -> list[Finding]:
-        """Return the findings on the first complete evaluation that has any."""
+        """Return the first finding of `judge` on any complete evaluation, or []."""
         return next((findings for evaluation in self.complete if (findings := judge(evaluation))), [])[:1]
 
     @property
@@ -61,7 +61,7 @@ class Evaluations(View):
         return [evaluation for evaluation in self.evaluations if len(evaluation.by_rank) == len(self.passes)]
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield the shown numbers that are metrics of the samples of all ranks."""
+        """Yield how many shown numbers are metrics of the samples of all ranks."""
         if not self.evaluations:
             return
         loops = f"after {counted(len(self.evaluations), 'loop')} without backward"
@@ -84,7 +84,7 @@ class Evaluations(View):
 def _is_traced(
     evaluations: Sequence[Evaluation], world_size: int, rank: int, shown: MetricShown, number: ShownNumber
 ) -> bool:
-    """Return True if a number is a metric of all samples."""
+    """Return True if a shown number is a metric of all samples."""
     for evaluation in evaluations:
         if rank not in evaluation.by_rank or evaluation.by_rank[rank].results.round != shown.round:
             continue
@@ -99,7 +99,7 @@ def _is_traced(
 
 
 def _of_gathered(evals: Sequence[Evaluated]) -> Iterator[float]:
-    """Yield fractions of equal gathered rows, and means of gathered numbers."""
+    """Yield accuracies of pairs of gathered labels, and means of gathered numbers."""
     gathered = gathered_labels(evals)
     for call, other_call in itertools.combinations(gathered, 2):
         equal = [*map(eq, itertools.chain(*call.rows), itertools.chain(*other_call.rows))]

@@ -21,7 +21,7 @@ def is_near(expected: float, value: float) -> bool:
 
 
 def name_world_factor(world_size: int, fits: Callable[[float], bool]) -> str:
-    """Return "N" or "1/N" for world size N if the factor fits, else ''."""
+    """Return "N" or "1/N" (N: world size) if `fits` accepts it, else ''."""
     return str(world_size) if fits(world_size) else f"1/{world_size}" if fits(1 / world_size) else ""
 
 
@@ -48,7 +48,7 @@ def factor_of_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequen
 
 
 def factor_of_reduced(step: OptimizerStep, captured: ReplicaCaptured) -> float | None:
-    """Return the constant factor from reduced gradients to the step's gradients, or None.
+    """Return the step's gradients divided by reduced gradients, or None if not constant.
 
     Only small gradients count, because their sketches have exact norms.
     """
@@ -60,7 +60,7 @@ def factor_of_reduced(step: OptimizerStep, captured: ReplicaCaptured) -> float |
 
 
 def sizes_of_groups(replicas: int, ranks_per_model: int) -> dict[int, str]:
-    """Return the numbers of ranks that may scale a loss, with descriptions."""
+    """Return the group sizes by which a loss may be scaled, with descriptions."""
     words = {replicas * ranks_per_model: "the world size"}
     if ranks_per_model > 1:
         words.setdefault(ranks_per_model, "the number of ranks that compute one model together")

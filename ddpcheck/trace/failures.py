@@ -39,7 +39,7 @@ class EndedThread:
 class FailureFacts:
     """Ranks of a failed or hung run: failures, collectives, threads and related records."""
 
-    failures: Sequence[RankFailure] = ()  # ranks that failed by themselves, in order of time
+    failures: Sequence[RankFailure] = ()  # of ranks that raised, exited, died or hung, in order of time
     logs: Sequence[Sequence[Call]] = ()  # collectives by rank, up to the failure
     finished: Collection[int] = ()  # ranks that had finished
     exit_code: int = 0  # of the whole script
@@ -50,13 +50,13 @@ class FailureFacts:
     thread_calls: Sequence[str] = ()  # evidence: collectives in which other threads wait
     find_positions: Callable[[], EndingFacts] | None = None  # None for ranks of a check, which run no script
     constructing: Collection[int] = ()  # ranks in the constructor of a wrapper, which raises if replicas differ
-    known: Sequence[Finding] = ()  # errors of other rules that may stop a run
+    known: Sequence[Finding] = ()  # findings of other rules on errors that may stop a run
     # of the rank that failed first
     begun: Sequence[WrapperBegun] = ()
     replaced: Sequence[ModuleChanged] = ()  # assignments over shards
     sharded: Sequence[WrapperMade] = ()  # `fully_shard` modules
-    clipped: Sequence[Sequence[str]] = ()  # names in clip_grad_norm_: shards, whole parameters
-    # by rank terminated while running: its program lines, innermost first
+    clipped: Sequence[Sequence[str]] = ()  # names given to clip_grad_norm_: [shards, whole parameters]
+    # program lines of each rank that was terminated while it ran, innermost first
     at_work: Mapping[int, Sequence[str]] = field(default_factory=dict)
     checkpoint: Location | None = None  # line that calls activation checkpointing, if any
 
@@ -81,26 +81,26 @@ class FailureFacts:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that raised the same exception type."""
+        """Ranks that raised the exception type of the first failure."""
         return sorted(f.rank for f in self.failures if f.type == self.first.type and f.kind == "raised")
 
     @property
     def evidence(self) -> list[str]:
-        """Lines on the failure of each rank; equal failures share a line unless stuck."""
+        """Lines on each rank's failure; equal failures share a line, stuck ranks do not."""
         groups = group_by(self.failures, lambda f: (describe_failure(f), f.rank if f.kind == "stuck" else None))
         ranks_by_text = [(text, [failure.rank for failure in failures]) for (text, _), failures in groups.items()]
         lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in ranks_by_text]
         return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
 
     def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
-        """Create a finding at the raising line and ranks, unless `more` overrides."""
+        """Create a finding with the raising line and ranks, which `more` may override."""
         first, ranks = self.first, unless_all(self.ranks, len(self.logs))
         raised = Location.parse(first.location)
         defaults = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
         return one_finding(code, subjects, message, **{**defaults, **more})
 
     def first_ended_finding(self, code: str, **more: Any) -> list[Finding]:
-        """Create a finding on the first rank that ended, and ranks that ended alike."""
+        """Create a finding on the first rank that ended, and ranks with equal failures."""
         first = self.ended[0]
         alike = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
         ranks, outcome = [failure.rank for failure in alike], phrase(first)
@@ -139,7 +139,7 @@ _COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup
 
 
 def is_of_communication(message: str) -> bool:
-    """Check for a backend error after peers diverged (gloo raises or aborts, nccl waits)."""
+    """Check if a message is of the communication backend, such as a lost connection."""
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
 
 
@@ -150,7 +150,7 @@ def is_of_backend(failure: RankFailure) -> bool:
 
 
 def follows_from_another_rank(failure: RankFailure) -> bool:
-    """Check for a secondary failure: a wait, a lost peer or a DDP error."""
+    """Check if another rank may have caused the failure (wait, lost peer, DDP error)."""
     text = f"{failure.message}\n{failure.traceback}"
     return failure.kind == "stuck" or is_of_backend(failure) or any(sentence in text for sentence in DDP_SENTENCES)
 
@@ -172,7 +172,7 @@ def stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
 
 
 def count_forwards(facts: FailureFacts) -> int:
-    """Count the wrapper forwards that broadcast buffers before the failed backward pass."""
+    """Count DDP forward passes between the last other collective and the failed backward."""
     calls = [call.operation for call in facts.logs[facts.first.rank]]
     calls = calls[:-1] if calls[-1:] == [DDP_BACKWARD] else calls
     return sum(1 for _ in itertools.takewhile(lambda operation: operation == DDP_FORWARD, reversed(calls)))
@@ -206,7 +206,7 @@ class WrapperErrorFacts:
         return one_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
 
     def finding_of_error(self, code: str, message: str, *sentences: str) -> list[Finding]:
-        """Create a finding on parameters named in an error with one of torch's `sentences`."""
+        """Create a finding on the error's parameters if it has one of torch's `sentences`."""
         if not any(sentence in self.text for sentence in sentences):
             return []
         subjects = self.known.names.subjects(parameters_in(self.text)) or ("backward",)

@@ -42,7 +42,7 @@ class Loop(View):
     accumulates: bool = False  # if an optimizer step follows several backward passes
     taken: Sequence[Sequence[Sequence[GradientsTaken]]] = ()  # torch.autograd.grad calls, by wrapper and rank
     stale: Sequence[Sequence[GradientsLeft]] = ()  # gradients of earlier steps
-    paces: Sequence[Sequence[WrapperPace]] = ()  # by wrapper and rank
+    paces: Sequence[Sequence[WrapperPace]] = ()  # forward passes and batches per reduction, by wrapper and rank
 
     @classmethod
     def of(cls, facts: ScriptFacts) -> Self:
@@ -95,7 +95,7 @@ class GradientChanges(View):
 
     @property
     def local_clips(self) -> list[Sequence[GradientsClipped]]:
-        """Calls that clip each rank's own gradients, averaged later; each by rank."""
+        """Calls that clip local gradients before they are averaged; each by rank."""
         calls = [c for c in paired(self.clips, lambda clip: (clip.count, clip.location)) if not c[0].of_parts]
         unequal = [call for call in calls if not are_close([clip.norm for clip in call])]
         steps = [step for optimizer_steps in self.steps for step in optimizer_steps]
@@ -106,10 +106,10 @@ class GradientChanges(View):
 
     @property
     def partial_changes(self) -> list[Sequence[GradientsChanged]]:
-        """Changes of gradients to which later micro-batches are added; each by rank.
+        """Changes of gradients before all micro-batches are added up; each by rank.
 
-        Local gradients are changed by rank-dependent factors. Averaged gradients are changed equally, so only calls of
-        known clip functions count.
+        Changes of local gradients count if their factors differ between ranks. Averaged gradients change equally, so
+        only calls of known clip functions count.
         """
         changed = [[e for e in entries if abs(e.factor - 1) > MIN_NORM_CHANGE] for entries in self.between_backwards]
         changes = paired(changed, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))

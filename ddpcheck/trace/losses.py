@@ -34,7 +34,7 @@ SCALE_FREE = (  # optimizers invariant to gradient scale
     *("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor", "Adagrad", "Adadelta", "RMSprop", "LAMB", "Lamb", "Muon"),
 )
 
-MIN_GATHERS = 2  # steps
+MIN_GATHERS = 2  # steps that gather features
 _OTHER_LOSS = 0.1  # relative difference of gradients of different losses
 _SKETCHED = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
 
@@ -43,7 +43,7 @@ _SKETCHED = 0.3  # tolerance of a sketched norm ratio, as a power of the world s
 class Losses(View):
     """Losses that a script differentiates, and gathered features in them; sequences by rank.
 
-    If several ranks compute one model together, of one rank per model.
+    If several ranks compute one model together, only one rank of each model is included.
     """
 
     checks = ("loss",)
@@ -74,19 +74,19 @@ class Losses(View):
 
     @cached_property
     def passes(self) -> list[Passes]:
-        """Backward passes whose gradients DDP averages, by line of `backward`; without small groups."""
+        """Backward passes that DDP averages, grouped by line; groups with few passes are omitted."""
         indexed = [{(loss.step, loss.number): loss for loss in losses if loss.wrappers} for losses in self.by_rank]
         of_losses = group_by(aligned(indexed), lambda losses: tuple(loss.location for loss in losses)).values()
         return [passes for passes in of_losses if len(passes) >= FEWEST_PASSES]
 
     def is_partial(self, passes: Passes) -> bool:
-        """Check if a loss covers all ranks, so a rank's gradient is partial."""
+        """Check if gradients of a rank are partial, because the loss covers all ranks."""
         steps = [{part.step for part in rank_parts} for rank_parts in self.parts]
         return any(loss.step in whole for by_rank in passes for loss, whole in zip(by_rank, steps, strict=False))
 
     @cached_property
     def own_parts(self) -> list[list[OwnPartPutBack]]:
-        """Steps in which gathered features pass gradients to own features only, unscaled; by rank."""
+        """Gathers that pass unscaled gradients to the rank's own features only; by step."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
@@ -96,12 +96,12 @@ class Losses(View):
 
     @property
     def gathered_gradients_differ(self) -> bool:
-        """Check if gradients of gathered features differ between ranks, because the losses differ."""
+        """Check if gradients of gathered features show that ranks compute different losses."""
         return min(_distances(self.own_parts)) > _OTHER_LOSS
 
     @property
     def own_parts_lack_factor(self) -> bool:
-        """Check if DDP averages, not sums, the ranks' gradient parts of one global loss.
+        """Check if DDP averages partial gradients of one global loss that should be summed.
 
         This matters if optimizer steps depend on the scale of gradients, or the loss also uses the features directly.
         """
@@ -194,9 +194,9 @@ def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
 
 
 def divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
-    """Return the reduced total that divides all sums, and its line.
+    """Return the reduced number that divides all sums of the loss, and its line.
 
-    A mean times the rank's own addend counts as a sum. The third item is True if other terms are means.
+    A mean times the rank's own input of the reduction counts as a sum. The third item is True if other terms are means.
     """
     size = float(len(losses))
     if any(loss.hooked for loss in losses):
@@ -245,20 +245,20 @@ def total_factor(term: ScaledTerm) -> float:
 
 
 _SAME_WEIGHT = 0.02  # relative rounding error of half precision
-_SIMILAR_WEIGHT = 0.15  # relative difference between the loss's own count and ours
+_SIMILAR_WEIGHT = 0.15  # relative difference between the number of targets that the loss divides by, and ddpcheck's
 _LEAST_WEIGHT = 0.05  # smallest relevant relative error of a weight
 _FEWEST_STEPS = 3  # consecutive steps that rule out chance
 
 
 @dataclass(frozen=True, slots=True)
 class UnequalTargets:
-    """Targets whose weights in a step differ because numbers of targets differ."""
+    """Step in which targets have unequal weights, because numbers of targets differ."""
 
     step: Sequence[tuple[MicroBatch, ...]]  # by rank
     is_in_rank: bool  # if micro-batches of a rank differ, not only ranks
     factor: float  # largest weight / smallest weight
-    exact: bool  # if weights are inversely proportional to our own counts
-    history: Sequence[Sequence[MicroBatch]] = ()  # all steps of the head, by rank
+    exact: bool  # if weights are inversely proportional to ddpcheck's counts of targets
+    history: Sequence[Sequence[MicroBatch]] = ()  # all micro-batches of the same loss, by rank
 
     def describe(self) -> dict[str, Any]:
         """Return step, evidence and fix of a finding."""
@@ -278,7 +278,7 @@ class UnequalTargets:
 
 
 def unequal_targets(ranks: Sequence[Sequence[MicroBatch]]) -> UnequalTargets | None:
-    """Return the first step whose weights of targets are unequal.
+    """Return the first step in which targets have unequal weights, or None.
 
     One step is enough if weights are inversely proportional to target counts, and some targets are ignored. If the loss
     seems to count differently, or only batch sizes differ (as in the last batch of an epoch), `_FEWEST_STEPS` steps
@@ -297,7 +297,7 @@ def unequal_targets(ranks: Sequence[Sequence[MicroBatch]]) -> UnequalTargets | N
 
 
 def _unequal_in_step(step: Sequence[tuple[MicroBatch, ...]]) -> UnequalTargets | None:
-    """Return the fault of a step if weights are inversely proportional to counts."""
+    """Return the step's unequal weights, if inversely proportional to numbers of targets."""
     counted = [(rank, item) for rank, items in enumerate(step) for item in items if item.counted]
     weights = [item.weight for _, item in counted]
     if len({rank for rank, _ in counted}) < len(step) or min(weights) <= 0:

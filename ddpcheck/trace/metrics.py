@@ -127,7 +127,7 @@ _OF_CLASSES: Mapping[str, Callable[[float, float, float], float]] = {  # of hits
 
 
 def table_metrics(table: Sequence[float]) -> dict[str, float]:
-    """Return metrics by name of a row-major confusion matrix (targets by predictions)."""
+    """Return the metrics, by name, of a row-major confusion matrix (targets by predictions)."""
     size = math.isqrt(len(table))
     rows = [math.fsum(table[n * size : (n + 1) * size]) for n in range(size)]
     columns = [math.fsum(table[n::size]) for n in range(size)]
@@ -169,7 +169,7 @@ class RankMetric:
     name: str  # name of the metric
     values: Sequence[float]  # by rank
     pooled: float
-    bits: Sequence[float]  # by rank, of information: few for a value made of a small integer
+    bits: Sequence[float]  # information by rank; little in a value computed from a small integer
     tries: int  # number of candidate metrics for a shown number
 
     def evidence(self, number: ShownNumber, rank: int | None = None) -> float:
@@ -213,7 +213,7 @@ def bits_of(number: float) -> float:
 def _scaled(
     key: str, name: str, values: Sequence[float], pooled: float, bits: Sequence[float], tries: int
 ) -> Iterator[RankMetric]:
-    """Yield a mean as is, in percent, as error rate, exp and sqrt."""
+    """Yield a mean in each form: unchanged, in percent, as error rate, exp, sqrt."""
     numbers = [*values, pooled]
     forms = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
     if name != _SHARE and all(0 <= number <= 1 for number in numbers):
@@ -228,7 +228,7 @@ def _scaled(
 
 
 def _sums(evals: Sequence[Evaluated]) -> dict[str, list[float]]:
-    """Return the numbers that all ranks counted, without parts of tables."""
+    """Return numbers that all ranks have, except sums and traces of their tables."""
     tables = [key.partition(".") for key in common_values([ev.results.tables for ev in evals])]
     parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
     numbers = common_values([ev.results.numbers for ev in evals])
@@ -236,7 +236,7 @@ def _sums(evals: Sequence[Evaluated]) -> dict[str, list[float]]:
 
 
 def _of_sums(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
-    """Yield sums per sample, batch or whole dataset, and running means as is."""
+    """Yield sums divided by samples, batches or dataset size, and running means unchanged."""
     samples, batches = [float(ev.samples) for ev in evals], [float(ev.loader.batches) for ev in evals]
     sizes = [float(ev.loader.size) for ev in evals]
     sums = _sums(evals)
@@ -295,7 +295,7 @@ def _of_rows(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
 
 
 def _of_pairs(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return metrics by name of (prediction, label or target) pairs."""
+    """Return metrics, by name, of pairs of a prediction and a label or target."""
     classes = sorted({number for pair in pairs for number in pair})
     if len(classes) <= _MOST_COUNTED_CLASSES and all(number >= 0 == number % 1 for number in classes):
         index = {number: n for n, number in enumerate(classes)}
@@ -322,7 +322,7 @@ def evaluations_of(
     shown: Sequence[Sequence[MetricShown]],
     compared: Sequence[Sequence[RowsCompared]],
 ) -> list[Evaluation]:
-    """Return evaluations with the results of their rounds; arguments by rank, in order."""
+    """Return evaluations with the results of their rounds; arguments are by rank."""
     by_key: dict[tuple[object, ...], dict[int, Evaluated]] = {}
     records = zip(loaders, passes, exchanged, shown, compared or [()] * len(loaders), strict=True)
     for rank, (rank_loaders, rank_passes, rank_calls, rank_outputs, rank_rows) in enumerate(records):

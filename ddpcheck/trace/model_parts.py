@@ -1,4 +1,4 @@
-"""Models that are split over ranks: tensor parallel parts and splits by hand."""
+"""Models that torch (tensor parallelism) or the script itself splits over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEWEST_INPUTS = 2
 
 
 def hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[int, ...], Location]:
-    """Map each group of ranks of one model to the line of its collective."""
+    """Map groups of ranks that compute one model to the line of their collective."""
     first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
     ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     alike = all(
@@ -54,7 +54,7 @@ class HandSplit(ScriptView):
 
     @property
     def wrappers(self) -> list[list[WatchedWrapper]]:
-        """Wrappers of split models, by number, on all ranks."""
+        """Wrappers of split models, grouped by construction number."""
         by_number = group_by(() if self.facts.model_groups else self.facts.wrappers, lambda wrapper: wrapper.number)
         return [wrappers for wrappers in by_number.values() if hand_split(wrappers, self.facts.world_size)]
 
@@ -71,7 +71,7 @@ class ModelParts(ScriptView):
 
     @property
     def steps(self) -> list[list[Sequence[PartSteps]]]:
-        """Steps by group of ranks and optimizer."""
+        """Optimizer steps, by group of ranks and by optimizer."""
         return [self.facts.part_steps(ranks) for ranks in self.facts.model_groups]
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
@@ -80,12 +80,12 @@ class ModelParts(ScriptView):
             yield f"no fault in replicated parameters, in {counted(count, 'step')}"
 
 
-MIN_PART_STEPS = 3  # steps
+MIN_PART_STEPS = 3  # steps needed for a finding
 NORM_TOLERANCE = 1e-3  # relative error of gradient norms and of sketches
 
 
 def gradient_factors(rank_steps: PartSteps) -> list[float] | None:
-    """Return each rank's uniform gradient scale relative to the first rank, or `None`."""
+    """Return factors of the ranks' gradients relative to the first rank's, or None."""
     first = rank_steps[0]
     names = [name for name, gradient in first.gradients.items() if math.hypot(*gradient) > LEAST]
     if len(names) < 2 or any(step.gradients.keys() != first.gradients.keys() for step in rank_steps):

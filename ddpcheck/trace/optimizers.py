@@ -18,7 +18,7 @@ LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file,
 
 
 def restored_on_some(rank_steps: Steps) -> dict[int, Location]:
-    """Return the line that loaded optimizer state, by rank; {} if on all ranks."""
+    """Return lines that loaded optimizer state, by rank; {} if all ranks load it."""
     restored = {rank: step.restored_at for rank, step in enumerate(rank_steps) if step.restored_at is not None}
     return restored if len(restored) < len(rank_steps) else {}
 
@@ -28,7 +28,7 @@ def describe_loads(restored: Iterable[int]) -> str:
 
 
 def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -> Finding:
-    """Locate a finding on options at some ranks' load, else `line`, else the step."""
+    """Relocate to the `load_state_dict` of some ranks, else `line`, else the step."""
     first, restored = rank_steps[0], restored_on_some(rank_steps)
     finding = replace(finding, steps=(first.count,), location=first.location)
     if restored:
@@ -46,13 +46,13 @@ class OptimizerStates(ScriptView):
 
 @dataclass(frozen=True, slots=True)
 class Optimizers(ScriptView):
-    """Options, pace, gradients and schedules of optimizers."""
+    """Options, numbers of steps, gradients and schedules of optimizers."""
 
     checks = ("optimizers",)
 
     @property
     def first_steps(self) -> list[Steps]:
-        """First step of each optimizer, by rank."""
+        """First step of each optimizer, by rank; raises `NotRecorded` if numbers of optimizers differ."""
         firsts = [first_steps(rank) for rank in self.facts.ranks]
         if len({len(steps) for steps in firsts}) > 1:
             numbers = join_names([str(len(steps)) for steps in firsts])
@@ -76,12 +76,12 @@ class Optimizers(ScriptView):
 
 @dataclass(frozen=True, slots=True)
 class OptimizedParameters(View):
-    """Parameters of wrappers with gradients, and those that optimizers hold."""
+    """Wrapped parameters with gradients, and names of the parameters in optimizers."""
 
     checks = ("optimizers",)
     moved: Mapping[str, bool]  # True if the values change, by name of the wrapped parameter
     names: Collection[str]  # parameters that optimizers hold
-    made: Location | None = None  # the line of an optimizer
+    made: Location | None = None  # line that constructs an optimizer
     in_vain: bool = False  # if no parameter of an optimizer has a gradient
     wrappers: Sequence[WatchedWrapper] = ()
 

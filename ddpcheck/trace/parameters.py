@@ -43,7 +43,7 @@ class ParameterFacts:
     names: Names  # parameter names with aliases and lines
     ends_here: bool  # True if the run ends with the last of these steps
     trainable: Sequence[str]  # parameters that require grad, in registration order
-    missing: Mapping[str, Sequence[StepEvidence]]  # absences by parameter, except those that a finding explains
+    missing: Mapping[str, Sequence[StepEvidence]]  # where each parameter is missing; without explained parameters
 
     @classmethod
     def of(
@@ -55,7 +55,7 @@ class ParameterFacts:
         ends_here: bool = True,
         explained: Collection[str] = (),
     ) -> ParameterFacts:
-        """Collect the absences of parameters, except of `explained` names."""
+        """Collect, for each parameter not in `explained`, the evidence in which it is missing."""
         missing: dict[str, list[StepEvidence]] = {}
         for item in evidence:
             for name, state in item.states.items():
@@ -78,12 +78,12 @@ class ParameterFacts:
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
 
     def others_take_turns(self, names: Sequence[str]) -> bool:
-        """Return True if other items of the same lists contribute in some places."""
+        """Return True if items of the same lists contribute on some ranks or steps."""
         families = set(map(_without_indices, self.sometimes_missing))
         return all(_without_indices(name) in families for name in names)
 
     def family_of(self, name: str, missing: Collection[str]) -> str:
-        """Return the outermost module around `name` with all parameters missing (list index: `*`)."""
+        """Return the outermost module of `name` with all parameters missing; indices become `*`."""
         top, parts = name, name.split(".")
         for size in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:size]) + "."
@@ -143,7 +143,7 @@ class MissingGroup:
         )
 
     def _consequences(self, evidence: Sequence[str]) -> tuple[list[str], Severity | None]:
-        """Add what the wrapper does, and return the severity if training continues."""
+        """Add to the evidence what the wrapper does; return a severity if training continues."""
         facts, wrapper, num_steps = self.facts, self.facts.wrapper, len(self.facts.steps)
         raises = [AT_NEXT_FORWARD] if wrapper.is_ddp and not wrapper.tolerates_unused else []
         if raises and num_steps == 1 and facts.ends_here:
@@ -181,7 +181,7 @@ class ConditionalUse:
 
     parameters: Sequence[str]  # parameter names
     absences: Sequence[MissingOn]  # ranks and steps without these parameters, in order
-    all_at_once: bool  # True if all trainable parameters are missing in the same places
+    all_at_once: bool  # True if all trainable parameters are missing on the same ranks and steps
     facts: ParameterFacts  # facts on all parameters
 
     @property

@@ -92,7 +92,7 @@ class Comparison:
         ]
 
     def _have_same_samples(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> bool:
-        """Check if forward got the same rows; without wrappers, if replay was complete."""
+        """Check if forward got the same rows; without wrappers, if all inputs were replayed."""
         sums = [math.fsum(column) for column in zip(*(step.samples for step in rank_steps), strict=True)]
         rows = max(sums[-1], single.samples[-1])
         if not min(sums[-1], single.samples[-1]):
@@ -140,7 +140,7 @@ class Comparison:
 
     @cached_property
     def parameters(self) -> list[Quantity]:
-        """Parameters before each step and next step; empty if sharded."""
+        """Parameters before each of `steps` and `next_steps`; empty if sharded."""
         quantities, largest = [], 0.0
         # Without a noise run, less is noise; different samples may result from different parameters.
         threshold = 0.0 if self.noise is not None else EQUAL if self.has_same_samples else FLOOR
@@ -230,7 +230,7 @@ def _distance(actual: _Gradients, expected: _Gradients) -> float:
 
 
 def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:
-    """Return a rank's saved tensors by line and number of earlier saves."""
+    """Return a rank's saved tensors, by line and number of earlier saves there."""
     states: dict[tuple[str, int], TensorsSaved] = {}
     for entry in entries_of(rank, TensorsSaved):
         count = sum(line == str(entry.location) for line, _ in states)
@@ -241,7 +241,7 @@ def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:
 def values_that_differ(saved: TensorsSaved, single: TensorsSaved, rerun: TensorsSaved | None) -> list[str]:
     """Return names of saved tensors whose norms differ beyond noise.
 
-    Noise is the largest change of several norms, because a single norm may stay equal by chance.
+    Noise is the largest change of several norms in `rerun`, because a single norm may stay equal by chance.
     """
     largest = dict[str, float]()  # by last part of the name, such as "exp_avg"
     for name, norms in single.norms.items():

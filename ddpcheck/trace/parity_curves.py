@@ -27,7 +27,7 @@ def curves(parity: Parity) -> tuple[ParityCurve, ...]:
 
 
 def _step_curves(parity: Parity) -> Iterator[ParityCurve]:
-    """Yield gradient and loss curves; losses are marked only if gradients differ."""
+    """Yield curves of gradients and losses; a loss diverges only if gradients do."""
     pairs = zip(parity.steps, parity.gradients, strict=True)
     by_optimizer = group_by(pairs, lambda pair: pair[0][1].optimizer)
     for number, group in by_optimizer.items():

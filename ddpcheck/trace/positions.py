@@ -58,7 +58,7 @@ class EndingFacts:
         return any(block in self.around(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
     def has_left(self, side: Position, loop: Block) -> bool:
-        """Return True if the last common collective was called inside a loop."""
+        """Return True if `side` called the last common collective inside `loop`."""
         return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
     def now(self, rank: RankAtEnd) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ def shard_in_words(loader_pass: LoaderPass) -> str:
 
 
 def count_visits(rank: RankAtEnd, call: Call) -> int:
-    """Count visits to the lines of a call (unlogged forward: by its backward)."""
+    """Count how often a rank reached a call (unlogged forward passes: by their backward)."""
     forward = call.operation == DDP_FORWARD and all(logged.operation != DDP_FORWARD for logged in rank.calls)
     return sum(
         call.location in lines_in(logged.place)

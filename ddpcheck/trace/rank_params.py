@@ -26,7 +26,7 @@ _NOT_VALUES = ("options", "held")  # `OptimizerStep.held`: optimizers are matche
 
 
 class RankParams:
-    """Parameters and buffers that match patterns for their names, as reports show the names."""
+    """Parameters and buffers whose names, as reports show them, match patterns."""
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self.patterns = patterns
@@ -43,7 +43,7 @@ class RankParams:
         return self.without(entry) if isinstance(entry, _COMPARED) else entry
 
     def without(self, facts: _Facts) -> _Facts:
-        """Return facts without those on these parameters."""
+        """Return facts without the values that belong to these parameters."""
         fields = {name: value for name, value in structs.asdict(facts).items() if name not in _NOT_VALUES}
         has_class = isinstance(facts, OptimizerStep)
         untyped: Any = facts
@@ -74,7 +74,7 @@ class RankParams:
 
     @property
     def left_out(self) -> str:
-        """Part of a check line on these parameters, or ""."""
+        """Text for a check line that names the parameters left out, or ""."""
         return f"; left out by rank-parameters: {join_names([*self.names])}" if self.names else ""
 
     @property

@@ -23,7 +23,7 @@ WriteFacts = tuple[Location | None, list[str], tuple[int, ...]]  # line of a wri
 
 
 def common_values(by_rank: Sequence[Mapping[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Map keys that all ranks have to values by rank, in first-rank order."""
+    """Return values by rank for keys that all ranks have, in rank 0's order."""
     common = [key for key in by_rank[0] if all(key in values for values in by_rank)] if by_rank else []
     return {key: [values[key] for values in by_rank] for key in common}
 
@@ -56,7 +56,7 @@ def changes_of_kind(changes: Changes, *kinds: str) -> list[ModuleChanged]:
 def ranks_by_call(
     changes: Changes, matches: Callable[[ModuleChanged], bool]
 ) -> dict[tuple[str, Location | None], list[int]]:
-    """Return the rank of each matching change, by call and line."""
+    """Return the ranks of matching changes, by (call, line)."""
     ranks: dict[tuple[str, Location | None], list[int]] = {}
     for rank, rank_changes in enumerate(changes):
         for change in filter(matches, rank_changes):
@@ -65,7 +65,7 @@ def ranks_by_call(
 
 
 def written_at(changes: Changes, copy: str) -> WriteFacts:
-    """Return the only line that writes a copy, preferably on some ranks."""
+    """Return the only line that writes a copy; lines of all ranks come last."""
     ranks = ranks_by_call(changes, lambda change: copy in change.names)
     some = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
     if len({line for _, line in some}) != 1:
@@ -152,7 +152,7 @@ def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> li
 
 
 def differing_program_data(data: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return program variables whose text differs between ranks, except by the rank itself."""
+    """Return variables whose text differs between ranks, unless they hold the rank number."""
     values = differing_values(data) if data else {}
     return {name: by_rank for name, by_rank in values.items() if not _is_the_rank(by_rank)}
 

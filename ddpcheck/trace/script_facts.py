@@ -25,7 +25,7 @@ from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, diver
 _Kind = TypeVar("_Kind")
 
 PartSteps = Sequence[PartStep]
-"""One step of an optimizer, by rank of one model-parallel group."""
+"""States recorded before one optimizer step, one for each rank of a model-parallel group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class WatchedWrapper:
 
     number: int  # in construction order on each rank, from 0
     made: WrapperMade  # its construction on the first of `ranks`
-    ranks: Sequence[WatchedRank]  # ranks of the group that left a log
+    ranks: Sequence[WatchedRank]  # ranks of the group whose logs are on this machine
 
     @property
     def missing(self) -> set[int]:
-        """Ranks of the group without a log here, such as on another machine."""
+        """Ranks of the group whose logs are not on this machine."""
         return {*self.made.ranks} - {rank.started.rank for rank in self.ranks}
 
     @property
@@ -47,17 +47,17 @@ class WatchedWrapper:
         return min(rank.counts[self.number][1] for rank in self.ranks)
 
     def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
-        """Return the entries of a kind on this wrapper, by rank of its group."""
+        """Return log entries of type `kind` about this wrapper, by rank of its group."""
         return [[entry for entry in entries_of(rank, kind) if _is_on(entry, self.number)] for rank in self.ranks]
 
     @property
     def captured(self) -> dict[int, list[ReplicaCaptured]]:
-        """Replicas after backward, by step."""
+        """Recorded replicas after backward passes, by step."""
         return group_by(itertools.chain.from_iterable(self.of(ReplicaCaptured)), lambda replica: replica.step)
 
     @property
     def compared(self) -> dict[int, list[ReplicaCaptured]]:
-        """Replicas after backward by step, of steps that each of `ranks` has captured."""
+        """Recorded replicas by step, of steps that were recorded on each of `ranks`."""
         return {step: replicas for step, replicas in self.captured.items() if len(replicas) == len(self.ranks)}
 
     @property
@@ -67,12 +67,12 @@ class WatchedWrapper:
 
     @property
     def losses(self) -> list[list[LossDifferentiated]]:
-        """Losses of each rank of the group."""
+        """All losses that each rank differentiates, including those of other wrappers."""
         return [entries_of(rank, LossDifferentiated) for rank in self.ranks]
 
     @property
     def loss_line(self) -> Location | None:
-        """Line that computes a loss the wrapper averages, else the backward call."""
+        """Line that computes a loss whose gradients the wrapper averages, else calls backward."""
         losses = (loss for rank_losses in self.losses for loss in rank_losses if self.number in loss.wrappers)
         return next((line for loss in losses if (line := loss.made or loss.location)), None)
 
@@ -85,12 +85,12 @@ def _is_on(entry: Any, number: int) -> bool:
 class Optimizer:
     """An optimizer of ranks that train together."""
 
-    steps: Sequence[Sequence[OptimizerStep]]  # recorded on every rank, each as a sequence by rank
-    ends: Sequence[OptimizerEnd]  # from the ranks that recorded an end
+    steps: Sequence[Sequence[OptimizerStep]]  # steps that every rank recorded; each is a sequence by rank
+    ends: Sequence[OptimizerEnd]  # final states, from the ranks that recorded one
 
 
 def entries_of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:
-    """Return the log entries of a kind on a rank, in order."""
+    """Return a rank's log entries of type `kind`, in order."""
     return [entry for entry in rank.entries if isinstance(entry, kind)]
 
 
@@ -110,7 +110,7 @@ class ScriptFacts:
         self.source = source or ProgramSource()
 
     def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
-        """Return the entries of a kind, by rank."""
+        """Return the log entries of type `kind`, by rank."""
         return [entries_of(rank, kind) for rank in self.ranks]
 
     @cached_property
@@ -120,12 +120,12 @@ class ScriptFacts:
 
     @cached_property
     def elsewhere(self) -> list[int]:
-        """Ranks without a log here."""
+        """Ranks whose logs are not on this machine."""
         return sorted(set(range(self.world_size)) - {rank.started.rank for rank in self.ranks})
 
     @cached_property
     def unwatched(self) -> dict[str, str]:
-        """Reasons by check line, for lines that a failed recorder prevents."""
+        """Reasons why check lines cannot be judged, because a recorder failed; by check line."""
         reasons: dict[str, str] = {}
         for rank in self.ranks:
             for entry in entries_of(rank, WatchingFailed):
@@ -138,7 +138,7 @@ class ScriptFacts:
 
     @property
     def can_compare(self) -> bool:
-        """Check if there are several ranks, and all left a log here."""
+        """Check if there are several ranks, and all their logs are on this machine."""
         return len(self.ranks) > 1 and not self.elsewhere
 
     @cached_property
@@ -164,12 +164,12 @@ class ScriptFacts:
 
     @cached_property
     def model_groups(self) -> dict[tuple[int, ...], ModelSplit]:
-        """Model split by group of ranks that share a model (tensor parallelism)."""
+        """Split of a model (tensor parallelism), for each group of ranks that share it."""
         return by_group({rank.started.rank: entries_of(rank, ModelSplit) for rank in self.ranks})
 
     @cached_property
     def training_groups(self) -> list[list[WatchedRank]]:
-        """Groups of ranks with different samples (no tensor or context parallel peers)."""
+        """Data parallel groups: ranks that train together on different samples."""
         if models := self.model_groups or self.sample_groups:
             by_number = {rank.started.rank: rank for rank in self.ranks}
             return [[by_number[number] for number in group] for group in zip(*models, strict=False)]
@@ -182,7 +182,7 @@ class ScriptFacts:
 
     @cached_property
     def sample_groups(self) -> list[tuple[int, ...]]:
-        """Groups of ranks that share samples on purpose, exchanging activations or splitting inputs."""
+        """Groups of ranks that get the same samples on purpose, to split the computation."""
         trained = {rank.started.rank: [p for p in rank.passes if p.trains] for rank in self.ranks}
         data = {rank: (passes[0].indices, passes[0].rows) if passes else ((), ()) for rank, passes in trained.items()}
         parts = group_by(self.ranks, lambda rank: data[rank.started.rank])
@@ -194,7 +194,7 @@ class ScriptFacts:
 
     @cached_property
     def stages(self) -> list[tuple[int, ...]]:
-        """Pipeline parallel ranks by model; empty if every rank has a whole model.
+        """Ranks of each model that is split into pipeline stages; empty without pipelines.
 
         Stages receive tensors from each other in training, and step with different gradients.
         """
@@ -214,7 +214,7 @@ class ScriptFacts:
 
     @cached_property
     def moved(self) -> Mapping[str, bool]:
-        """Map parameters with gradients to True if the values change (rank 0)."""
+        """Map parameters with gradients to True if their values change in training (rank 0)."""
         values: dict[str, set[int]] = {}
         counts: Counter[str] = Counter()
         for replica in entries_of(self.ranks[0], ReplicaCaptured):
@@ -228,7 +228,7 @@ class ScriptFacts:
 
     @cached_property
     def parameters_part(self) -> bool:
-        """Check if a wrapper's parameters differ between ranks in a compared step."""
+        """Check if a wrapper's parameters differ between ranks in a recorded step."""
         return any(
             differing_names([replica.state.values.parameters for replica in replicas])
             for wrapper in self.wrappers
@@ -245,7 +245,7 @@ class ScriptFacts:
 
     @cached_property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers, matched between ranks by first step line and parameters."""
+        """Optimizers, matched between ranks by parameters and by line of the first step."""
         return list(self._optimizers())
 
     def _optimizers(self) -> Iterator[Optimizer]:
@@ -273,13 +273,13 @@ class ScriptFacts:
                 yield Optimizer(_in_step(list(steps_by_rank.values())), ends)
 
     def _replicas_of(self, rank: WatchedRank) -> tuple[int, ...]:
-        """Return the ranks that train unwrapped parameters with `rank`, including `rank`."""
+        """Return the ranks that train the same unwrapped parameters as `rank`, including itself."""
         groups = self.training_groups if self.stages and not self.wrappers and not self.model_groups else []
         members = (tuple(member.started.rank for member in group) for group in groups if rank in group)
         return next(members, tuple(range(rank.started.world_size)))
 
     def part_steps(self, group: Sequence[int]) -> list[Sequence[PartSteps]]:
-        """Return recorded steps of ranks that share a model, by optimizer."""
+        """Return recorded optimizer steps of ranks that share a model, by optimizer."""
         steps_by_rank = [entries_of(rank, PartStep) for rank in self.ranks if rank.started.rank in group]
         numbers = sorted({step.optimizer for step in steps_by_rank[0]})
         return [
@@ -289,7 +289,7 @@ class ScriptFacts:
 
     @cached_property
     def optimizer_steps(self) -> int:
-        """Total recorded steps of all optimizers on the first rank."""
+        """Number of optimizer steps on the first rank, over all optimizers."""
         for rank in self.ranks[:1]:
             counts = {step.optimizer: step.count + 1 for step in entries_of(rank, OptimizerStep)}
             return sum((counts | {end.optimizer: end.count for end in entries_of(rank, OptimizerEnd)}).values())
@@ -323,9 +323,9 @@ class ScriptFacts:
         return not self.wrappers and not self.model_groups and diverge_for_good([opt.steps for opt in self.optimizers])
 
     def averages_by_hand(self, wrapper: int) -> bool:
-        """Check if gradients not averaged by the wrapper agree at the optimizer steps.
+        """Check if the script averages gradients that the wrapper does not average.
 
-        Only steps without a DDP average count, or all steps if a communication hook leaves local gradients.
+        All are then equal at optimizer steps. Steps after DDP averages count only if a hook leaves local gradients.
         """
         steps = [
             rank_steps
@@ -345,7 +345,7 @@ class ScriptFacts:
 
 
 def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
-    """Check if ranks share samples on purpose; `dealt`: the sampler splits by group."""
+    """Check if ranks share samples on purpose (`dealt`: samplers split data between groups)."""
     group = tuple(rank.started.rank for rank in ranks)
     used = [use.members for rank in ranks for use in entries_of(rank, GroupUsed) if use.differentiated_at is not None]
     if group in used and len(group) < ranks[0].started.world_size:
@@ -386,7 +386,7 @@ def first_steps(rank: WatchedRank) -> list[OptimizerStep]:
 
 
 def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) -> OptimizerEnd:
-    """Fill in the reduction count of an optimizer freed before the script ended."""
+    """Fill in the number of reductions of an optimizer that was freed early."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
     wrapper_ids = {int(name.partition("/")[0]) for name in last.held}
@@ -397,12 +397,12 @@ _Step = TypeVar("_Step", OptimizerStep, PartStep)
 
 
 def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
-    """Return the steps recorded on every rank, each by rank."""
+    """Return the steps that every rank recorded, each as a list by rank."""
     return aligned([{step.count: step for step in steps} for steps in by_rank])
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
-    """Return model splits by group of ranks, if all members report the group."""
+    """Return the model split of each group of ranks that all its members report."""
     groups: dict[tuple[int, ...], ModelSplit] = {}
     for rank_splits in splits.values():
         for split in rank_splits[:1]:

@@ -25,7 +25,7 @@ class TrainedWrapper:
 
 @dataclass(frozen=True, slots=True)
 class Training(View):
-    """Loaders and wrappers of a script, without judgement."""
+    """Loaders and wrappers of a script."""
 
     checks = ("loop",)
     world_size: int

@@ -64,7 +64,7 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
 
 
 def are_scaled(names: Sequence[str], steps: Steps) -> list[str]:
-    """Return parameters whose gradients differ only by the rank's usual factor."""
+    """Return parameters whose gradients differ between ranks only by each rank's usual factor."""
     sketches = {name: [entry.gradients.get(name, ()) for entry in steps] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in by_rank] for name, by_rank in sketches.items()}
     factors = [[norm / by_rank[0] for norm in by_rank] for by_rank in norms.values() if min(by_rank) > LEAST]
@@ -95,7 +95,7 @@ def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> 
 
 
 def spell_values(value: float | None, nothing: str = "no gradient") -> str:
-    """Format a norm."""
+    """Format a norm, or return `nothing` for None."""
     return nothing if value is None else f"{value:.6g}"
 
 

@@ -12,10 +12,10 @@ from ddpcheck.trace.script_facts import ScriptFacts
 
 
 class NotRecorded(Exception):
-    """A needed fact was not recorded; the text says why, for a check line.
+    """Missing fact that a judge needs; the message is shown on a check line.
 
-    Queries of views raise it. A judge that needs the fact is not looked at, and the check line says why. If too few
-    steps were made to judge, nothing is missing, and there is nothing to report.
+    Queries of views raise it. The judge then has no result, and its check line is "not checked". If there are only too
+    few steps to judge, do not raise it: no fact is missing, and there is nothing to report.
     """
 
 
@@ -26,8 +26,8 @@ class View:
     """
 
     __slots__ = ()
-    checks: ClassVar[tuple[str, ...]]  # check lines; a finding is in the first that its rule names, else in the last
-    needs_all_ranks: ClassVar[bool] = True
+    checks: ClassVar[tuple[str, ...]]  # a finding belongs to the first check line that its rule names, else to the last
+    needs_all_ranks: ClassVar[bool] = True  # if False, the view may lack the logs of some ranks
 
     @classmethod
     def of(cls, facts: ScriptFacts) -> Self | None:

@@ -28,7 +28,7 @@ class GroupLogs:
     """Aligned collectives of one process group."""
 
     name: str
-    members: tuple[int, ...]  # as far as known
+    members: tuple[int, ...]  # known members
     first: int  # index of the first call in the logs, from 0
     logs: Sequence[Sequence[Call]]  # by rank, empty without a dump
     waiting: frozenset[int]  # ranks whose last call has not ended
@@ -40,7 +40,7 @@ class RanksSeen:
 
     dumps: Mapping[int, RankDump]  # recorder contents by rank, if recorded
     at_work: frozenset[int] = frozenset()  # running ranks that may still reach a collective
-    # by rank: activity in words after the rank's name, if known from more than the dump
+    # by rank: what it does, in words that follow its name, if known from more than the dump
     doing: Mapping[int, str] = field(default_factory=dict)
     # by rank: current program lines, innermost first, if known
     lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -60,9 +60,9 @@ class WaitGraph:
 
     Attributes:
         open_calls: Calls that have not ended, by rank, in the order of entry.
-        devices: First call completed by peers and not by the device, by rank.
+        devices: First call that peers have completed and the rank's device has not, by rank.
         waits: Calls in which a rank waits, by rank; without the ranks of `devices`.
-        stopped: Ranks that others wait for, in no call or in a call that peers have completed.
+        stopped: Ranks that others wait for, and that are in no call or in one that peers have completed.
         missing: Ranks that others wait for, without a dump.
     """
 
@@ -124,7 +124,7 @@ class WaitGraph:
         return self._absent[key]
 
     def _delayed(self, rank: int, call: RecordedCall) -> frozenset[int]:
-        """Return the peers that entered a call after another call that has not ended."""
+        """Return the peers of a call whose first open call is a different one."""
         peers = {call.peer} if call.between_two else {*self.group(rank, call)[1]}
         before = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
         return frozenset(
@@ -193,7 +193,7 @@ class WaitGraph:
         return self.hang_finding(code, ranks, f"{format_ranks(ranks)} wait for each other", fix, evidence, circle[0][1])
 
     def _lines(self, waits: Sequence[_Wait]) -> list[str]:
-        """Return one line per group description and operation."""
+        """Return a line of evidence for each group description and operation."""
         kinds = group_by(
             waits, lambda wait: (self._description(wait[1]), _operation(wait[1]), wait[1].group == DEFAULT_GROUP)
         )
@@ -224,7 +224,7 @@ class WaitGraph:
 def _positions(
     dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
-    """Yield per rank the next collective number, and True if entered."""
+    """Yield (rank, (number of its next collective, True if already entered))."""
     present = {rank: dumps[rank] for rank in members if rank in dumps}
     by_rank = {rank: dump.collectives(name) for rank, dump in present.items()}
     most = max((call.number for calls in by_rank.values() for call in calls), default=0)

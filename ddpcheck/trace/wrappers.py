@@ -23,7 +23,7 @@ from ddpcheck.trace.unwrapped_params import all_gradients_agree
 from ddpcheck.trace.view import NotRecorded, ScriptView, View
 
 LOSSY_HOOK = 0.1
-"""Relative loss of a communication hook from which its gradients are not compared with the average."""
+"""Relative error of a communication hook, from which on gradients are not compared with the average."""
 
 NOT_REDUCED = (
     "not compared with the average: gradients that are split among more than 8 ranks or along several dimensions, and "
@@ -116,7 +116,7 @@ class Wrappers(ScriptView):
 
 
 def describe_missing_ranks(missing: Sequence[int]) -> str:
-    """Return why not all ranks were compared, or ''."""
+    """Explain why some ranks were not compared, or return ''."""
     return f"not compared with {format_ranks(missing)}, which left no log here" if missing else ""
 
 

@@ -69,7 +69,7 @@ def judge_recompilations(functions: Iterable[CompilationsByRank]) -> list[Findin
 
 
 def judge_graphs(compiled: CompilationsByRank) -> list[Finding]:
-    """Detect different operations between ranks in graphs for inputs of the same shapes.
+    """Detect functions that ranks compile to different operations for inputs of equal shapes.
 
     Skips functions with graph breaks: the parts may differ, e.g. if some ranks print.
     """

@@ -97,7 +97,7 @@ def judge_overlap(loader: Loader) -> list[Finding]:
 
 
 def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[int]]) -> list[Finding]:
-    """Detect parts of a dataset that are drawn separately on each rank."""
+    """Detect ranks that draw their parts of a dataset independently, so that parts overlap."""
     whole, size = all(map(is_whole_pass, first)), len(lists[0])
     if not whole:  # e.g. an endless sampler: parts are disjoint until all samples are taken
         size = min(size, first[0].size // len(first))
@@ -130,7 +130,7 @@ def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[
 
 
 def _mention_groups(groups: Sequence[Sequence[int]]) -> list[str]:
-    """Mention further groups of ranks in the evidence."""
+    """Return evidence that names further groups of ranks."""
     return (
         [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with different samples"]
         if groups
@@ -187,8 +187,8 @@ def judge_inputs(
 ) -> list[Finding]:
     """DDP505: forward inputs that are equal on several ranks and change between steps.
 
-    The inputs may be equal in all steps, only in the first, or only in the last (all ranks loaded rank 0's generator
-    state). Arguments are by rank.
+    The inputs may be equal in all steps, only in the first steps, or only in the last steps (all ranks loaded rank 0's
+    generator state). Arguments are by rank.
     """
     steps = [step for step in zip(*inputs.values(), strict=False) if len({call.step for call in step}) == 1]
     samples = {rank: [tuple(sorted(step[index].samples)) for step in steps] for index, rank in enumerate(inputs)}
@@ -238,8 +238,8 @@ def judge_same_targets(
 ) -> list[Finding]:
     """DDP505: ranks with equal targets but different inputs in each compared step.
 
-    The ranks augment the same samples differently, or draw the same noise (the targets) for different samples. Or one
-    input tensor is equal on all ranks and others, e.g. a hidden state, are not. Arguments are by rank.
+    Either the ranks augment the same samples differently, or they draw the same noise (the targets) for different
+    samples. Inputs may have an equal tensor, if another one (e.g. a hidden state) differs. Arguments are by rank.
     """
     by_pass = [{(loss.step, loss.number): loss for loss in rank_losses if loss.wrappers} for rank_losses in losses]
     passes = aligned(by_pass) if len(by_pass) > 1 else []
@@ -325,10 +325,10 @@ def judge_streams(
 
 
 def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
-    """DDP505: a rank that gets another rank's samples a fixed number of steps apart.
+    """DDP505: a rank whose samples another rank gets a fixed number of steps later.
 
-    Ranks may take turns with as many batches as there are ranks, since every rank then sees every batch. `inputs`: by
-    rank of a wrapper's group.
+    Not reported if there are only about as many batches as ranks: the ranks may take turns, and each sees every batch.
+    `inputs`: by rank of a wrapper's group.
     """
     samples = batches_by_step(inputs)
     if len({batch for batches in samples.values() for batch in batches.values()}) <= len(samples) + 1:
@@ -352,7 +352,7 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
 
 
 def _shared_seed_line(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
-    """Return the seed or draw line of a generator state common to both ranks."""
+    """Return the line that seeds, else uses, a generator whose state both ranks had."""
     states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
     shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)
     return next((line for draw in shared if (line := draw.seeded or draw.location) is not None), None)
@@ -394,7 +394,7 @@ def judge_workers(loader: Loader) -> list[Finding]:
 
 
 def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) -> list[Finding]:
-    """Detect gradients equal on every rank before each average by hand (DDP505)."""
+    """Detect gradients that are equal on all ranks before the script averages them (DDP505)."""
     known = [step for step in steps if all(entry.given for entry in step)]
     inputs = [{entry.given for entry in step} for step in known]
     if len(known) < MIN_TAKEN_STEPS or max(map(len, inputs)) > 1 or len(set.union(*inputs)) < 2 or len(known[0]) < 2:
@@ -410,7 +410,7 @@ def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) 
 
 
 def judge_repeated_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
-    """DDP505: samples on several ranks, if gradients show it (uses may legitimately differ)."""
+    """DDP505: samples on several ranks, if gradients are wrong or equal on all ranks."""
     step, rows = local[0].evidence.step, [item.sample_fingerprints for item in local]
     batch = Counter(local[0].global_sample_fingerprints)
     repeated = {sample for sample, count in Counter(itertools.chain(*rows)).items() if 0 < batch[sample] < count}

@@ -93,7 +93,7 @@ def judge_stale_workers(loader: Loader) -> list[Finding]:
 
 
 def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: a resumed epoch, without its first batches, in a different order."""
+    """DDP506: an epoch that is resumed in a different order, after skipped batches."""
     resumed = [_resumed(loaders) for loaders in passes]
     pairs = [pair for pair in resumed if pair is not None]
     if len(pairs) < len(passes) or len({loader.skipped for loader, _ in pairs}) != 1:
@@ -123,7 +123,7 @@ def _resumed(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
 
 
 def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, after: Sequence[LoaderPass]) -> int:
-    """Count skipped samples that did not begin the previous pass; 0 if consistent."""
+    """Count skipped samples that the previous pass had not trained; 0 if orders match."""
     count = loader.skipped * loader.batch_size
     passed = set(loader.indices[:count])
     # one more batch is no evidence: a prefetching loader takes the next batch early

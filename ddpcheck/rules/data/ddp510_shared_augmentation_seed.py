@@ -102,7 +102,7 @@ def judge_step_draws(
 ) -> list[Finding]:
     """DDP510: random numbers for samples that every rank draws equally in training steps.
 
-    `draws` and `inputs` of all wrappers, by rank. `loads_others`: data loaders return different samples on the ranks.
+    `draws` and `inputs` are by rank. `loads_others`: data loaders return different samples on the ranks.
 
     A draw is for the samples if its count equals the number of samples or of input elements; other draws are for the
     batch as a whole, the global batch, or weights. Integers drawn in forward are diffusion timesteps.
@@ -148,7 +148,7 @@ def judge_step_draws(
 def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequence[Inputs]]) -> list[Finding]:
     """DDP510: equal noise added to the different samples of each rank, from any generator.
 
-    Noise computed from the samples is no more alike between ranks than between steps.
+    Noise that is computed from the samples is not reported: it differs between ranks as much as between steps.
     """
     for steps in common_steps(inputs):
         noise = [[call.added for call in step] for step in steps if all(call.added for call in step)]

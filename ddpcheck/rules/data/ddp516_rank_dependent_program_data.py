@@ -83,7 +83,7 @@ def judge_split(loader: Loader) -> list[Finding]:
 
 
 def judge_other_order(loader: Loader) -> list[Finding]:
-    """DDP516: samples of equal contents on ranks whose parts come from different orders."""
+    """DDP516: equal samples on several ranks, whose parts come from different orders."""
     first, shared = loader.first, loader.num_shared_rows
     if not shared or first[0].size < 0:
         return []
@@ -187,10 +187,10 @@ def _labels(loaders: Sequence[LoaderPass]) -> dict[int, int]:
 def judge_tables(
     tables: Sequence[Sequence[DerivedTable]], passes: Sequence[Sequence[LoaderPass]] = ()
 ) -> list[Finding]:
-    """DDP516: dictionaries with the same keys and values on every rank, assigned differently.
+    """DDP516: dictionaries that assign the same values to the same keys differently on ranks.
 
-    Also lists of the same texts in a different order, unless `passes` (over all loaders) show equal labels on all
-    ranks. At most one finding: a label map has an inverse, and may have several names.
+    Lists of the same texts in a different order are also reported, unless `passes` (over all loaders) show equal labels
+    on all ranks. Returns at most one finding, since a label map may have an inverse and several names.
     """
     alike = have_same_labels(passes)
     by_name = [{o.name: o for o in rank_tables if not (alike and o.name.endswith(OF_A_LIST))} for rank_tables in tables]
@@ -255,7 +255,7 @@ def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
 
 
 def judge_batch_values(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:
-    """DDP516: ranks whose `batch(step)` consistently differs (tensor fingerprints by rank)."""
+    """DDP516: ranks whose `batch(step)` consistently differs (`batches`: fingerprints by rank)."""
     ranks = minority_ranks(batches)
     return one_finding(
         "DDP516",

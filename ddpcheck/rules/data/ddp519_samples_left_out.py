@@ -121,7 +121,7 @@ def _share_indices(first: Sequence[LoaderPass]) -> bool:
 
 
 def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
-    """Return True if the ranks' datasets are disjoint, not just drawn at random."""
+    """Return True if the ranks' datasets are disjoint parts of one dataset."""
     first = [loaders[0] for loaders in passes]
     if all(loader.subset for loader in first):
         return are_disjoint([loader.subset for loader in first])

@@ -29,13 +29,13 @@ _ORDER: Sequence[Sequence[_Judge]] = (
     (ddp506.judge_epoch_order, ddp506.judge_stale_workers),
     (ddp510.judge_shared_draws,),
 )
-"""Judges of one loader; of each row, the first one with findings explains the samples."""
+"""Judges of one loader; of each row, only the first judge with findings is used."""
 
 
 def explain_loaders(
     passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()
 ) -> Iterator[tuple[_Judge | None, Finding]]:
-    """Yield each loader's findings and judges; `passes` by training rank, in order of start."""
+    """Yield the findings on each loader, each with its judge; `passes` are by rank."""
     if len(passes) > 1:
         yield from ((None, finding) for finding in ddp506.judge_resumed(passes) or ddp506.judge_restarted(passes))
     for loader in match_loaders(passes, ranks):

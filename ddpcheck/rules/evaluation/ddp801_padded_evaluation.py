@@ -45,7 +45,7 @@ from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import MEAN, Evaluation, RankMetric
 from ddpcheck.trace.replicas import common_values
 
-FEWEST_SAMPLES = 256  # samples: a smaller integer is ambiguous
+FEWEST_SAMPLES = 256  # smaller integers may equal the number of samples by chance
 
 
 @rule

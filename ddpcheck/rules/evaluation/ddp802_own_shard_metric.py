@@ -48,7 +48,7 @@ LEAST_DIFFERENCE = 1e-4  # relative, of a metric that differs between ranks
 
 @rule
 def judge_shards(evaluations: Evaluations) -> list[Finding]:
-    """DDP802: metric of a rank's own shard, on all evaluating ranks or only one."""
+    """DDP802: metric of one shard, if all ranks evaluate or only some."""
     complete = evaluations.complete
     loops = dict.fromkeys(evaluation.loop for evaluation in complete)
     findings = [finding for loop in loops for finding in judge_own_shard([e for e in complete if e.loop == loop])]
@@ -140,7 +140,7 @@ def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
 
 
 def _is_known(evals: Sequence[Evaluated], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
-    """Return True if the ranks exchange the metric anyway, or the match is uncertain."""
+    """Return True if ranks exchange the metric, or `rank` shows the values of all."""
     ev = evals[rank]
     before = next(index for index, output in enumerate(ev.shown) if output is shown)
     kept = [call for call in ev.exchanged if not (call.sums and call.shown <= before)]
@@ -190,7 +190,7 @@ def _own_shard(rank: int, shown: MetricShown, evals: Sequence[Evaluated], metric
 
 
 def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP802: metric of one shard, as the sampler splits for more ranks than evaluate."""
+    """DDP802: metric of a shard, if the sampler splits for more ranks than evaluate."""
     for evaluation in evaluations:
         for index, (rank, ev) in enumerate(evaluation.by_rank.items()):
             parts = ev.loader.replicas

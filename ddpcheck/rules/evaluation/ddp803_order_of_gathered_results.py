@@ -137,7 +137,7 @@ def _compared(
     metrics: Mapping[str, Metric],
     digits: int,
 ) -> tuple[str, str] | None:
-    """Return the shown metric or comparison of wrong pairs, in words, and evidence."""
+    """Return a message on wrongly paired results that are shown or compared, and evidence."""
     everywhere = list(zip(chain(*indices), chain(*rows), strict=True))
     by_index = dict(everywhere)
     if not by_index or not by_index.keys() <= reference.keys():
@@ -182,7 +182,7 @@ def _accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
 
 
 def _met(evals: Sequence[Evaluated], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
-    """Return the line at which the script compares the pairs, as is or scaled."""
+    """Return the line at which the script compares the pairs, perhaps scaled, or None."""
     rows, labels = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
     for comparison in chain.from_iterable(ev.compared for ev in evals):
         for a, b in ((comparison.one, comparison.other), (comparison.other, comparison.one)):

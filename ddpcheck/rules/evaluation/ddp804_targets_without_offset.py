@@ -32,9 +32,8 @@ from ddpcheck.trace.evaluations import Evaluations
 def judge_targets(evaluations: Evaluations) -> list[Finding]:
     """DDP804: targets that index rows of another rank.
 
-    Each rank has its own row offset among the classes, and the targets are equal on all ranks, or consecutive:
-    on some ranks the targets index another rank's samples as positives. No fault if each rank puts its own rows first,
-    or counts targets from the offset.
+    Reported if each rank's rows begin at a different class, targets are equal on all ranks or consecutive, and some
+    ranks have no target among their own rows. Own rows at the beginning, or targets plus the offset, are no fault.
     """
     uses = evaluations.targets
     for group in sorted({use.members for rank_uses in uses for use in rank_uses}):

@@ -35,7 +35,7 @@ from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, bits_of
 from ddpcheck.trace.replicas import common_values
 
-LEAST_DIFFERENCE = 0.01  # relative, of metrics, that matters
+LEAST_DIFFERENCE = 0.01  # smallest relative difference between metrics that matters
 
 
 @rule

@@ -26,15 +26,15 @@ from ddpcheck.findings.wording import one_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluations import Evaluations
 
-LARGEST_RATIO = 4.0  # of the amounts that two batches add
+LARGEST_RATIO = 4.0  # largest ratio between the amounts that two batches add
 
 
 @rule
 def judge_sums_again(evaluations: Evaluations) -> list[Finding]:
     """DDP806: all_reduce of an earlier all_reduce result; one finding per line.
 
-    Each rank adds about the same amount since the last sum, while the sums grow by the world size or more: numbers that
-    merely grow do not do both.
+    The evidence is that each rank gives the previous result plus a new part, and that all parts are positive and of
+    about the same size.
     """
     findings = []
     for first in evaluations.sums[0] if evaluations.sums else ():

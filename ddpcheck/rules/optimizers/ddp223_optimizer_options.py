@@ -40,7 +40,7 @@ def judge_constructed_optimizers(options: Sequence[Mapping[str, str]]) -> list[F
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP223: options that differ between ranks; a learning rate only if never equal.
+    """DDP223: options that differ between ranks; learning rates only if they were never equal.
 
     Skips optimizers of parameters that ranks train separately, and steps with unequal numbers of averaged backward
     passes, in which a schedule has different rates.

@@ -57,9 +57,9 @@ def explain_by_schedule(rank_steps: Steps, options: Finding) -> list[Finding]:
 def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
     """DDP507: schedule stepped world_size times at once, which ends too early.
 
-    Some schedules are sized for the steps of all ranks. A finding requires that the rate reached its end or minimum at
-    that part of the training, or that the source steps by the world size and no number of the schedule counts all
-    ranks.
+    Some schedules are sized for the steps of all ranks. A finding requires that the rate reached its end or minimum
+    after 1/world_size of the training, or that the source calls step() world_size times and no number of the schedule
+    is the world size or the number of steps of all ranks.
     """
     schedules = [end.schedule for end in ends if end.schedule is not None]
     if world_size < 2 or len(schedules) < max(1, len(ends)):

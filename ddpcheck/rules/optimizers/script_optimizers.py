@@ -96,7 +96,7 @@ def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
 
 
 def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP306 and 521: sharded optimizer state loaded on, or from, some ranks only."""
+    """DDP306 and 521: sharded state loaded on some ranks, or from one rank's state."""
     for rank_steps in steps:
         states, first = [step.shard_states for step in rank_steps], rank_steps[0]
         loaded = [step.restored_at for step in rank_steps]
@@ -155,7 +155,7 @@ def judge_unsynchronized(
 
 
 def reduces_in_step(steps: Sequence[Steps]) -> bool:
-    """Check if steps from rank-local gradients move a parameter equally on all ranks."""
+    """Check if optimizer steps use local gradients, but change parameters equally on ranks."""
     return len(steps) > 1 and any(
         all(is_equal(step, name) and gradients_differ(step, name) for step in steps)
         and steps[-1][0].alone[name] != value

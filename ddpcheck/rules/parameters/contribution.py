@@ -41,7 +41,7 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
     for family in families.values():
         use = ConditionalUse(family, _absences(family, facts), all_at_once, facts)
         by_step = judge_static_graph if facts.wrapper.static_graph else judge_step_dependence
-        findings += judge_rank_dependence(use) or ([] if facts.wrapper.sharded else by_step(use))
+        findings += judge_rank_dependence(use) or ([] if facts.wrapper.sharded else by_step(use))  # a hang first
     return findings
 
 

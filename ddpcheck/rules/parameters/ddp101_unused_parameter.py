@@ -61,7 +61,7 @@ def reword_in_first_steps(finding: Finding, missing_steps: Sequence[int]) -> Fin
 
 
 def explain_unfinished_reduction(facts: FailureFacts) -> list[Finding]:
-    """DDP101: gradients missing since the previous backward, by the indices in the message."""
+    """DDP101: parameters without gradients, whose indices are in DDP's error message."""
     match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", facts.text)
     numbers = [int(number) for number in match[1].split()] if match else []
     trained = [[param.name for param in begun.description.parameters if param.requires_grad] for begun in facts.begun]

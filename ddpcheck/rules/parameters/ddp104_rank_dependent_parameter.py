@@ -35,10 +35,7 @@ from ddpcheck.trace.parameters import ConditionalUse, MissingOn
 
 
 def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
-    """DDP104: parameters missing on some ranks only in the same step.
-
-    Judged before DDP105, since ranks that wait for each other stop DDP.
-    """
+    """DDP104: parameters that are missing on some but not all ranks in a step."""
     partial = [absence for absence in use.absences if len(absence.ranks) < use.facts.world_size]
     if not partial:
         return []
@@ -56,7 +53,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
 
 
 def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, verb: str) -> str:
-    """Describe the first step in which ranks disagree (`verb`: other ranks' action)."""
+    """Describe the first step in which ranks disagree (`verb`: what the other ranks do)."""
     parts = [
         f"{join_names(names.subjects(item.names))} did not contribute on {format_ranks(item.ranks)}"
         for item in absences

@@ -34,7 +34,7 @@ def judge_zero_gradients(
 ) -> list[Finding]:
     """DDP107: gradients that are exactly zero, also for perturbed parameters.
 
-    If every gradient is zero, nothing can be compared: DDP307.
+    Nothing is reported if every gradient is zero, which DDP307 reports.
     """
     zero = zero_everywhere(facts.evidence)
     always = [name for name in zero if name not in nonzero_when_perturbed]
@@ -62,7 +62,7 @@ def judge_zero_gradients(
 
 
 def is_refuted(finding: Finding, nonzero: Collection[str]) -> bool:
-    """Check if a parameter of a DDP107 has a gradient in a later step."""
+    """Check if a parameter of a DDP107 has a nonzero gradient in another step."""
     return finding.code == "DDP107" and not set(finding.subjects).isdisjoint(nonzero)
 
 

@@ -32,7 +32,7 @@ from ddpcheck.trace.parameters import ParameterFacts
 
 
 def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
-    """DDP112: forward outputs in which DDP finds no tensor to search from."""
+    """DDP112: forward outputs in which DDP finds no tensor."""
     output_type = next((item.output_type for item in facts.evidence if item.output_type), "")
     if not output_type or not facts.wrapper.tolerates_unused or not facts.wrapper.is_ddp:
         return []

@@ -39,6 +39,6 @@ def explain_graph_changed(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_error_of_changed_graph(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP513: likewise, in a step that the bare module completes."""
+    """DDP513: DDP's error on a changed graph, if the unwrapped module completes the step."""
     message = "The graph is not the one that DDP recorded in the first step"
     return facts.finding_of_error("DDP513", message, GRAPH_CHANGED)

@@ -23,7 +23,7 @@ _MOST_STEPS = 8
 def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settled: bool) -> list[Finding]:
     """Return findings on parameters, parameter changes and the loop since the last reports.
 
-    `reports`: of every rank that answered. `settled`: enough steps have been seen to judge what an option allows.
+    `reports`: of every rank that answered. `settled`: enough steps have been seen to judge what later steps may refute.
     """
     if context.wrapper.find_unused_parameters:  # temporarily frozen (GAN) is unused to DDP
         reports = [replace(r, changes={n: w for n, w in r.changes.items() if w != "frozen"}) for r in reports]
@@ -60,7 +60,7 @@ _FEW = 4  # first steps: a parameter not read by forward may belong to an idle b
 def _evidence(
     reports: Sequence[RankReport], context: WatchContext, changed: set[str], *, settled: bool
 ) -> list[StepEvidence]:
-    """Return the reports as evidence: every rank in each step with a missing parameter."""
+    """Convert reports to evidence on every rank in each step with a missing parameter."""
     trainable = [name for name in context.trainable if name not in changed]
     steps = sorted({step for report in reports for step in report.missing})[:_MOST_STEPS]
     if context.wrapper.goes_on_without and settled:

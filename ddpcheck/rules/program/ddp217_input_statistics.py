@@ -44,7 +44,7 @@ ROUNDING = 1e-5  # relative to the divisor of the inputs
 def judge_statistics(statistics: Statistics) -> list[Finding]:
     """DDP217: running statistics of a rank's own samples that normalise forward inputs.
 
-    Ignored if equal on all ranks at any forward call, or passed to a collective: inputs are then normalised alike.
+    Ignored if equal on all ranks at any forward call, or passed to a collective: inputs are then normalised equally.
     """
     by_name = [group_by(map(_explained, stats), lambda stat: (stat.wrapper, stat.name)) for stats in statistics.by_rank]
     for name in by_name[0] if len(by_name) > 1 else ():

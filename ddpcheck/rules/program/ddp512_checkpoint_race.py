@@ -78,7 +78,7 @@ def judge_files(program: Program) -> list[Finding]:
 
 
 def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
-    """Yield each write with every unordered use by another rank."""
+    """Yield each write with each use by another rank that no collective separates."""
     by_path: dict[str, dict[int, list[FileUsed]]] = {}
     for rank, rank_uses in enumerate(uses):
         for use in sorted(rank_uses, key=lambda use: use.began):

@@ -17,7 +17,7 @@ _CALLS = ("load_state_dict", "apply")  # load_state_dict sets values, apply may;
 def locate_reduction(
     kinds: Sequence[str], finding: Finding, changes: Changes, _wrapped_at: Location | None = None
 ) -> Finding:
-    """Relocate a finding to the last call (`kinds`) that decides how gradients are reduced."""
+    """Relocate to the last call of `kinds`, which decides how gradients are reduced."""
     calls = changes_of_kind(changes, *kinds)
     calls = [call for call in calls if call.what != "scale" or not set(call.names).isdisjoint(finding.subjects)]
     if not calls:
@@ -29,7 +29,10 @@ def locate_reduction(
 def locate_values(
     finding: Finding, changes: Changes, _wrapped_at: Location | None = None, *, after_forward: bool
 ) -> Finding:
-    """Relocate a finding to a line that sets values, preferably on some ranks only."""
+    """Relocate to a line that sets parameter values, preferably on some ranks only.
+
+    `after_forward`: consider changes after the first forward pass, instead of changes before it.
+    """
     subjects = set(finding.subjects)
     names: dict[tuple[str, Location | None], set[str]] = {}
 

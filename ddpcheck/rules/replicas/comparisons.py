@@ -65,7 +65,7 @@ def judge_order(code: str, noun: str, records: Records) -> list[Finding]:
 
 
 def judge_attribute(code: str, attribute: str, noun: str, records: Records) -> list[Finding]:
-    """Report one finding for each group of ranks that differ from most."""
+    """Report tensors whose `attribute` differs, one finding per group of differing ranks."""
     mismatches = differing_values([{record.name: getattr(record, attribute) for record in r} for r in records])
     findings = []
     for ranks, names in group_by(mismatches, lambda name: minority_ranks(mismatches[name])).items():
@@ -143,7 +143,7 @@ def divergence_finding(
 
 
 def judge_buffers_after_steps(code: str, facts: ReplicaFacts, consequence: str) -> list[Finding]:
-    """Report buffers that differ between ranks after a step, with the `consequence` for "{them}"."""
+    """Report buffers that differ between ranks after a step (`consequence`: text with "{them}")."""
     known, mismatches = facts.known, facts.first_steps(lambda item: item.buffers)
     if not mismatches:
         return []
@@ -171,7 +171,7 @@ def judge_buffers_after_steps(code: str, facts: ReplicaFacts, consequence: str) 
 def program_data_finding(
     code: str, facts: SingleProcessFacts, values: Mapping[str, Sequence[str]], difference: str
 ) -> list[Finding]:
-    """Report program variables that differ between ranks with wrong gradients (`values`: by rank)."""
+    """Report variables (`values`, by rank) that differ, as the cause of wrong gradients."""
     return facts.one_finding(
         code,
         f"{join_names(list(values))} {difference} the ranks compute gradients that are up to "

@@ -33,8 +33,8 @@ def judge_copies(copies: Copies) -> list[Finding]:
 def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
     """DDP306 and 214: copies, criterion buffers and other modules that differ between ranks.
 
-    Copies that a rank neither changes nor calls are unused there (e.g. an EMA updated by rank 0 only). The finding is
-    at the line that made the copy or, if once equal on all ranks, at the line that writes the copy.
+    A copy is not reported if a rank neither changes nor calls it (e.g. an EMA that only rank 0 updates). The finding
+    is at the line that made the copy or, if once equal on all ranks, at the line that writes the copy.
     """
     by_name = [_by_name(rank_states) for rank_states in states]
     findings: list[Finding] = []
@@ -95,7 +95,7 @@ def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, Sta
 
 
 def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: WriteFacts) -> list[Finding]:
-    """Report a copy that diverges from index `first` of its observations `steps` on."""
+    """Report a module that differs between ranks from index `first` of `steps` on."""
     states, state = steps[first], steps[first][0]
     names = [name for name in state.values if len({peer.values.get(name) for peer in states}) > 1]
     ranks = minority_ranks([tuple(peer.values.items()) for peer in states]) if len(states) > 2 else ()
@@ -112,7 +112,7 @@ def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: Wri
 def _use_finding(
     uses: Mapping[int, StateUsed], states: Sequence[Sequence[StateHeld]], copied: Location | None, written: WriteFacts
 ) -> list[Finding]:
-    """Report the use at the line that loads, else writes, else creates the copy."""
+    """Report unequal weights where they are loaded, else written, else copied, else evaluated."""
     ranks = list(uses)
     use = next((use for use in uses.values() if use.loaded), uses[ranks[0]])
     copies = [[state for state in rank_states if state.copies and state.name == use.name] for rank_states in states]

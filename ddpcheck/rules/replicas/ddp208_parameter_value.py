@@ -62,7 +62,7 @@ def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mappi
 
 
 def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
-    """DDP208: replicated parameters with different initial values on ranks of one model."""
+    """DDP208: replicated parameters with unequal initial values on ranks that share a model."""
     names = list(differing_names([step.values for step in steps[0]])) if steps and not steps[0][0].count else []
     if not names:
         return []
@@ -80,7 +80,7 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
 
 
 def judge_start(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP208: parameters that always differ between ranks, with averaged gradients."""
+    """DDP208: parameters that differ between ranks in every step, although gradients are averaged."""
     first = steps[0][0]
     unequal = [name for name in first.alone if not any(is_equal(step, name) for step in steps)]
     averaged = [param_name(name) for name in unequal if is_averaged(steps, name)]
@@ -110,7 +110,7 @@ def locate_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
 
 
 def advise_under_sharding(finding: Finding) -> Finding:
-    """Give a DDP208 on replicated shards the advice for `fully_shard`."""
+    """Replace the fix of a DDP208 on replicated shards by one for `fully_shard`."""
     if finding.code != "DDP208":
         return finding
     fix = (

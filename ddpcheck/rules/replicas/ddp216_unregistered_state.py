@@ -50,7 +50,7 @@ def _compare_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
-    """DDP216: unregistered tensors of the first step that differ between ranks and never change.
+    """DDP216: unregistered tensors that the first step creates differently per rank, and keeps.
 
     Judged only if gradients differ from the global batch: a cache of a rank's own samples is harmless.
     """

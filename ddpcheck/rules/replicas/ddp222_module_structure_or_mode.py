@@ -94,7 +94,7 @@ def _odd_modes(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
 
 
 def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
-    """Relocate to the last `eval` call on the finding's ranks, else everywhere."""
+    """Relocate to the last `eval` call on the finding's ranks, else on all ranks."""
     if MODE not in finding.message:
         return finding
     until = finding.steps[0] if finding.steps else 0

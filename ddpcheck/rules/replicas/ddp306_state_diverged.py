@@ -72,10 +72,10 @@ from ddpcheck.trace.unwrapped_params import (
 )
 
 GAP_FACTOR = 3
-"""Steps since the last average, in longest gaps between averages, after which the averaging has stopped."""
+"""Averaging has stopped if the last average is more than this many of the longest gaps between averages ago."""
 
 EQUAL_SCALE = 1e-4
-"""Relative difference up to which factors of gradients, or norms of clipped gradients, are one number."""
+"""Relative difference up to which factors of gradients, or norms of clipped gradients, count as equal."""
 
 MIN_MARKS = 3
 """Recorded fingerprints of a rank that trains separately: one at the beginning, and after two steps."""
@@ -132,7 +132,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
 
 
 def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
-    """Report one optimizer's reduced shard gradients scaled by rank-dependent factors (DDP306)."""
+    """Report gradient shards that are scaled differently on each rank after reduction (DDP306)."""
     for by_rank in steps:
         scales = [[*step.shard_scales.values()] for step in by_rank]
         if not all(map(_is_uniform, scales)):
@@ -251,7 +251,7 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[F
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
-    """Turn a DDP208 into a DDP306: initial values still differ at a later backward."""
+    """Turn DDP208 into DDP306: no backward pass has been averaged so far."""
     return replace(
         finding,
         code="DDP306",
@@ -265,7 +265,7 @@ def reword_as_never_averaged(finding: Finding) -> Finding:
 
 
 def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
-    """Reword a DDP306 if ranks were not compared before: step and cause are unknown."""
+    """Reword a DDP306 whose first step and cause are unknown (`step`: of this comparison)."""
     if finding.code != "DDP306":
         return finding
     diverged = differing_names([item.parameters for item in values])
@@ -277,7 +277,7 @@ def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], 
 
 
 def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
-    """DDP306: gradients scaled by a different factor on each rank (norm of local parts)."""
+    """DDP306: gradients that each rank scales by a norm of only its own parts."""
     scaled = [(rank_steps, factors) for rank_steps in steps if (factors := gradient_factors(rank_steps)) is not None]
     if not scaled or 2 * len(scaled) <= len(steps):
         return []
@@ -342,7 +342,7 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
 
 
 def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
-    """DDP306: ranks train apart under a hook (post-local SGD), and nothing averages parameters.
+    """DDP306: post-local SGD trains ranks separately, and nothing averages the parameters.
 
     Not reported for optimizers outside torch.optim, which may average in a step that was not run.
     """
@@ -393,7 +393,7 @@ def use_finding(
 
 
 def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Finding]:
-    """DDP306: parameters or optimizer state that diverge on all ranks, although gradients are equal."""
+    """DDP306: parameters or optimizer state that diverge in a step with equal gradients."""
     names, reason = divergence.names, "changed in the forward pass, on each rank differently, and not by the optimizer"
     return divergence_finding(
         "DDP306",

@@ -134,7 +134,7 @@ def replaced_after_sharding(names: Sequence[str], where: Location | None, *, lat
 
 
 def judge_replaced(changes: Changes) -> list[Finding]:
-    """DDP503: parameters assigned over shards, which the next forward pass restores or rejects."""
+    """DDP503: assignments that replace sharded parameters after `fully_shard`."""
     replaced = group_by(changes_of_kind(changes, "replaced"), lambda change: (change.location, bool(change.forwards)))
     findings = []
     for (location, later), group in replaced.items():

@@ -34,7 +34,7 @@ from ddpcheck.trace.replicas import VALUE_CHANGES, Changes, Divergence, ReplicaF
 
 
 def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
-    """DDP515: parameters that `wrap` changed on some ranks after DDP synchronized them."""
+    """DDP515: parameters that some ranks changed after DDP had synchronized them."""
     known = [name for name in differing_names(now) if all(name in values for values in start)]
     names = [name for name in known if len({values[name] for values in start}) == 1]
     if not names:

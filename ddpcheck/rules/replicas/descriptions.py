@@ -78,7 +78,7 @@ def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broad
 
 
 def _without_prefixes(description: ModuleDescription) -> ModuleDescription:
-    """Return the description with uncompiled names (`_orig_mod` removed)."""
+    """Return the description without `_orig_mod`, which torch.compile adds to names."""
     return replace(
         description,
         parameters=tuple(replace(param, name=plain_name(param.name)) for param in description.parameters),
@@ -108,7 +108,7 @@ class Reason:
 def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
     """Compare the arguments of the DDP constructors on all ranks, in order.
 
-    The n-th wrapper of a process group is paired with the n-th wrapper on the other ranks, like the collectives.
+    The n-th wrapper of a process group is paired with the n-th one on the other ranks, as their collectives are.
     """
     findings: list[Finding] = []
     for members in dict.fromkeys(wrapper.ranks for rank_wrappers in ranks for wrapper in rank_wrappers):
@@ -187,7 +187,7 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
 
 
 def explain_set(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
-    """Explain missing modules by a count variable or a differing module class."""
+    """Explain missing modules by a variable that counts them, or by differing classes."""
     path = _top_that_differs(finding, wrappers)
     above = path.rpartition(".")[0]
     counts = [sum(m[0].rpartition(".")[0] == above and m[0] != "" for m in w.description.modules) for w in wrappers]
@@ -220,7 +220,7 @@ _EXPLANATIONS = {SET: explain_set, ORDER: explain_order, SHAPE: explain_size}
 
 
 def _counted(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
-    """Find a variable whose size equals `sizes` up to a common offset."""
+    """Explain `sizes`, by rank, by a variable with equal sizes up to a constant."""
     by_name = [group_by(wrapper.sizes, lambda variable: variable.name) for wrapper in wrappers]
     candidates: list[tuple[int, bool, int, SizedVariable, str]] = []
     for index, (name, variables) in enumerate(by_name[0].items()):

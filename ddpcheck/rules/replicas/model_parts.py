@@ -23,7 +23,7 @@ from ddpcheck.trace.script_facts import PartSteps
 
 
 def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str, int]]) -> list[tuple[int, ...]]:
-    """Return groups of ranks of one model, if a recipe's `model` splits layers.
+    """Return the ranks of each model, if a recipe's `model` splits layers over ranks.
 
     Such ranks have the same samples, different parameters, and a common collective in an autograd function.
     """
@@ -39,14 +39,14 @@ def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str
 
 @rule
 def judge_hand_splits(split: HandSplit) -> list[Finding]:
-    """DDP301: hand-split layers of all wrappers."""
+    """DDP301: layers that the script itself splits over ranks, of all wrappers."""
     return [finding for wrappers in split.wrappers for finding in judge_hand_split(wrappers, split.facts.world_size)]
 
 
 def judge_model_parts(
     steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit, *, wrapped: bool = False
 ) -> list[Finding]:
-    """Judge the steps of one optimizer."""
+    """Judge one optimizer's steps on the ranks of a split model."""
     return (
         ([] if wrapped else judge_parts_without_optimizer(steps, ranks, split))
         or judge_values(steps, ranks, split)
@@ -80,7 +80,7 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
 
 @rule
 def judge_groups(parts: ModelParts) -> list[Finding]:
-    """Judge groups of ranks that share a model by samples, else steps, else norms."""
+    """Judge ranks that share a model: their samples, else steps, else gradient norms."""
     facts, steps = parts.facts, parts.steps
     groups, wrapped, inputs = list(facts.model_groups), bool(facts.wrappers), facts.of(Inputs)
     data_findings, step_findings = [], []
@@ -98,7 +98,7 @@ def judge_groups(parts: ModelParts) -> list[Finding]:
 
 
 def _of_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return findings of the first group that has any, with ranks of all groups alike."""
+    """Return one group's findings, adding the ranks of other groups with equal codes."""
     first = next(filter(None, findings_by_group), ())
     codes = {finding.code for finding in first}
     alike = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
