@@ -264,7 +264,7 @@ class World:
         return not self._processes.has_failed
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the process group; return True if every rank is ready."""
+        """Wait at most `seconds` for the process group; return True if all ranks joined."""
         deadline = time.monotonic() + seconds
         while (usable := self.usable) and not self._processes.ready and (wait := deadline - time.monotonic()) > 0:
             self._processes.poll(wait)

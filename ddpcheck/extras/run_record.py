@@ -88,7 +88,7 @@ def _marked(text: str) -> str:
 
 @functools.cache
 def _folders(working: str) -> dict[str, list[str]]:
-    """Return local folders by marker; `here` inserts the first of each list."""
+    """Return the local folders that each marker stands for; function `here` restores the first."""
     packages = map(os.path.dirname, _torch_folders())
     folders = {
         "ddpcheck": [str(_OWN)],

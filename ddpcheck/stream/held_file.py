@@ -66,7 +66,7 @@ def is_held(path: Path, pid: int) -> bool:
 def mapped_file(path: Path, size: int) -> mmap.mmap:
     """Create a memory-mapped file that stays mapped until the process ends.
 
-    A map has a descriptor that it never uses and closes when freed, so it must not be freed. The blocks are allocated
+    A map closes its descriptor when freed, which the program may have reused by then: never free it. The blocks are allocated
     first (`OSError` without space): writing to a sparse map kills the process (SIGBUS) if the disk is full.
     """
     import ctypes

@@ -104,7 +104,7 @@ def averages_over_ranks(
         consume: If True, a mean may reuse the memory of its tensor if nothing else references it.
 
     Raises:
-        UsageError: The ranks pass different positions; raised on all ranks.
+        UsageError: Number, shapes or dtypes of `like` differ between ranks; raised on all ranks.
     """
     is_present = [any(layouts) for layouts in _layouts_over_ranks(tensors, like, group)]
     yield from _means(tensors, like, is_present, _BUCKET, group, consume=consume)

@@ -170,7 +170,7 @@ def draws(step: int) -> list[SharedDraw]:
 
 @contextlib.contextmanager
 def _seeding_lines() -> Iterator[list[Location | None]]:
-    """Yield a list, at first `[None]`, that collects user lines calling `torch.manual_seed`."""
+    """Yield a list, after a first None, of user lines that call `torch.manual_seed`."""
     lines: list[Location | None] = [None]
 
     def seeds(*_args: Any, **_kwargs: Any) -> None:

@@ -160,7 +160,7 @@ _DEEPEST_PLAIN = 3
 
 
 def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Return the `attributes` that a step may change without writing a registered tensor."""
+    """Return copies of attributes that a step may change, except parameters and buffers."""
     saved: dict[str, Any] = {}
     for key, value in attributes.items():
         if key in MODULE_INTERNALS and key != "training":

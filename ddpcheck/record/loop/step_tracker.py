@@ -90,7 +90,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def __init__(
         self, wrapper: nn.Module, loop: LoopRecord, listeners: Sequence[StepListener], *, completes: bool = True
     ) -> None:
-        """Follow `wrapper`; `completes`: add zero gradients that DDP waits for."""
+        """Follow `wrapper`; if `completes`, add zeros for missing gradients that DDP awaits."""
         self.parameters = SyncedParameters(wrapper)  # parameters that the wrapper synchronizes
         self._module = inner_module(wrapper)
         inside_forward.discard(id(wrapper))  # left by a freed wrapper that raised in its forward pass

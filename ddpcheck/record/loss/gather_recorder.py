@@ -326,7 +326,7 @@ def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
-    """Return where the only block of `columns` equal to `rows` begins, or None."""
+    """Return the start of the only consecutive columns equal to `rows`, or None."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:
         return None

@@ -349,7 +349,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         )
 
     def _is_replayed(self, pass_: _Pass) -> bool:
-        """Return True if a pass trains, or evaluates other samples on each rank."""
+        """Return True if a pass trains, or each rank evaluates different samples."""
         if pass_.is_replayed is None:
             assert self._reader is not None
             ended = self._reader.get(f"{pass_.key} ended")

@@ -322,7 +322,7 @@ class _RankRecorder:
         return watch
 
     def _overwritten(self, call: Call, call_args: Mapping[str, Any]) -> None:
-        """Detect backward through a tensor that a collective overwrote, and sums of gradients."""
+        """Record sums of gradients; watch for backward through tensors that a collective overwrote."""
         self._sums.note_left(call, call_args)
         tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()

@@ -381,7 +381,7 @@ def _evaluates(module: nn.Module, use: _Followed) -> bool:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module, and inner modules with all of its parameters."""
+    """Yield a module, then each inner module that has all parameters of the module."""
     count, pending = len(_shapes(module)), [module]
     for layer in pending:  # grows in the loop
         yield layer

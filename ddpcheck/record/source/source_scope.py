@@ -304,7 +304,7 @@ def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterat
 
 
 def _updates(node: ast.stmt, name: str, holder: type) -> bool | None:
-    """Return True if `node` updates the value, False if it replaces it, else `None`."""
+    """Return True if `node` updates `name`, False if `node` overwrites it, else `None`."""
     if isinstance(node, ast.AugAssign):
         return True if _is(_base(node.target, name), name, holder) else None
     if isinstance(node, ast.Assign):

@@ -93,7 +93,7 @@ def _is_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> boo
 
 
 def runs_of(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
-    """Count the calls in each execution of a loop; calls outside separate executions."""
+    """Count the calls in each execution of `loop`; a call outside ends an execution."""
     is_inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
     runs = [0]
     for call in calls:

@@ -213,8 +213,8 @@ def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
 def entries_of(items: Sequence[Item], options: CompareOptions, *, canonical: bool) -> tuple[Entry, ...]:
     """Return an `Entry` for each item, with a fingerprint of each tensor.
 
-    `canonical` gives equal values the same bits: 0.0 and -0.0, and all NaNs. It copies each tensor, and is needed only
-    if bits differ.
+    `canonical` gives equal values the same bits: 0.0 and -0.0, and all NaNs. It copies each tensor: use it only after
+    plain fingerprints differ.
     """
     with torch.no_grad():
         return tuple(_entry(*item, options, canonical=canonical) for item in items)
