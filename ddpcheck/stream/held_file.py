@@ -66,8 +66,9 @@ def is_held(path: Path, pid: int) -> bool:
 def mapped_file(path: Path, size: int) -> mmap.mmap:
     """Create a memory-mapped file that stays mapped until the process ends.
 
-    A map closes its descriptor when freed, which the program may have reused by then: never free it. The blocks are allocated
-    first (`OSError` without space): writing to a sparse map kills the process (SIGBUS) if the disk is full.
+    A map closes its descriptor when freed, whose number the program may have reused by then: it is never freed. The
+    blocks are allocated first (`OSError` without space): writing to a sparse map kills the process (SIGBUS) if the disk
+    is full.
     """
     import ctypes
 
