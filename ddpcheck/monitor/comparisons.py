@@ -72,8 +72,8 @@ class ReplicaComparison:
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         """Compare the replicas, in full if digests differ; collective on the group.
 
-        `step` is the number of ended steps. With `after_backward`, DDP has reduced the gradients of the next step, which
-        no optimizer has used: they are compared with the average of the local gradients in `probe`.
+        `step`: number of ended steps. With `after_backward`, DDP has reduced the gradients of the next step, and no
+        optimizer has used them: they are compared with the average of the local gradients in `probe`.
         """
         digest_key, key = self.next_key, self._recorder.replica.count
         state = self._recorder.replica.capture(step, after_backward=after_backward)
