@@ -92,7 +92,7 @@ def _loop_at(frames: Sequence[Frame]) -> int | None:
     return next((index for index, frame in enumerate(frames) if is_rank_file[index] and frame.name in _LOOP), None)
 
 
-_LOOP = ("_perform", "_answer", "_live", "_set_up")
+_LOOP = ("_run_task", "_answer", "_serve", "_set_up")  # functions of `worlds.rank`
 
 
 def format_stack(frames: Sequence[Frame]) -> str:

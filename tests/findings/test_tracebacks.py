@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ddpcheck.findings import stacks
 from ddpcheck.findings.tracebacks import fold_traceback
+from ddpcheck.worlds import rank
 
 WHOLE = """\
 Traceback (most recent call last):
@@ -74,3 +76,7 @@ def test_files_of_the_user_with_similar_names_are_shown(file: str) -> None:
 @pytest.mark.parametrize("text", ["", "no traceback", "  File without a line", "rank 1:\n  indented"])
 def test_other_texts_stay_as_they_are(text: str) -> None:
     assert fold_traceback(text) == text
+
+
+def test_the_functions_by_which_the_loop_of_a_rank_is_known_exist() -> None:
+    assert [name for name in stacks._LOOP if not callable(getattr(rank, name, None))] == []

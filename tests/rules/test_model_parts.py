@@ -14,15 +14,17 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, RandomD
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches, judge_shards
-from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_hand_split
 from ddpcheck.rules.gradients.reducer import judge_reducer, judge_sharded
+from ddpcheck.rules.parameters.ddp104_rank_dependent_parameter import judge_skipped_reductions
+from ddpcheck.rules.registry import judge_view
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_counted_norms
 from ddpcheck.rules.replicas.model_parts import judge_model_parts, judge_norms_of_steps
 from ddpcheck.stream.entries import GroupUsed, RankStarted, ReplicaCaptured, Sketch, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
-from ddpcheck.trace.script_facts import WatchedWrapper, by_group
+from ddpcheck.trace.model_parts import HandSplit, ModelParts
+from ddpcheck.trace.script_facts import ScriptFacts, by_group
 
 SPLIT = ModelSplit((0, 1), None)
 GRADIENTS = {"norm.weight": (1.0, 2.0), "norm.bias": (0.5, -1.0)}
@@ -56,6 +58,19 @@ OTHER = {"norm.weight": (2.0, 1.0), "norm.bias": (0.5, -1.0)}
 def test_ranks_of_one_model_have_alike_what_is_not_split(one: Any, other: Any, code: str) -> None:
     steps = [[step(count, **one), step(count, **other)] for count in range(4)]
     assert [finding.code for finding in judge_model_parts(steps, (0, 1), SPLIT)] == [code] * bool(code)
+
+
+def test_the_ranks_of_a_script_that_compute_one_model_are_compared() -> None:
+    for values, codes in [((1, 2), ["DDP208"]), ((1, 1), [])]:
+        logs = [[SPLIT, *(step(count, values={"norm.weight": value}) for count in range(4))] for value in values]
+        ranks = [WatchedRank(RankStarted(rank, 2, "gloo"), log, []) for rank, log in enumerate(logs)]
+        assert [finding.code for finding in judge_view(ModelParts(ScriptFacts(ranks, ended=True)))] == codes
+
+
+def test_ranks_that_skip_the_reductions_of_different_parameters_wait_for_each_other() -> None:
+    (found,) = judge_skipped_reductions({(0, 0): frozenset("a"), (0, 1): frozenset("a"), (0, 2): frozenset("b")})
+    assert (found.code, found.subjects) == ("DDP104", ("a", "b")) and "rank 2 and rank 0" in found.message
+    assert judge_skipped_reductions({(0, 0): frozenset("a"), (1, 1): frozenset("b")}) == []
 
 
 def test_a_wrapper_knows_what_an_optimizer_holds() -> None:
@@ -206,12 +221,11 @@ def by_hand(
     line: Location | None = AT,
 ) -> list[str]:
     """Two groups of DDP, of which ranks 0 and 1 compute one model; what is said of rank 1 is other than on rank 0."""
-    wrappers = []
+    logs = []
     for place in range(2):
         ranks = (place, place + 2)
         context = WatchContext(Names(), WrapperFacts(), 2, trainable=("words", "up", "bias"))
         made = WrapperMade("Net", ranks, context, Location("train.py", 3), by_library=False, classes={})
-        logs = []
         for rank in ranks:
             model = (0, 1) if rank < 2 else (2, 3)
             steps = [captured(rank, 0, 7, gradient * place, parts[place])]
@@ -219,8 +233,8 @@ def by_hand(
             given = [Inputs(0, n, (n, n + other * place), None) for n in range(3)]
             entries = [made, GroupUsed("tp", model), GroupUsed("tp", model, line), *steps, *given]
             logs.append(WatchedRank(RankStarted(rank, 4, "gloo"), entries, []))
-        wrappers.append(WatchedWrapper(0, made, logs))
-    return [f"{one.code} {one.subjects} {one.ranks} {one.location}" for one in judge_hand_split(wrappers, 4)]
+    facts = ScriptFacts(sorted(logs, key=lambda log: log.started.rank), ended=True)
+    return [f"{one.code} {one.subjects} {one.ranks} {one.location}" for one in judge_view(HandSplit(facts))]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ _APPLY: Any = nn.Module.apply.__code__
 class LineRecorder(Recorder):
     """Recorder of optimizer lines and of changes to wrapped modules."""
 
+    made = 0  # number of optimizers that the script has constructed
+
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._seen: set[tuple[int, str, Location | None]] = set()
@@ -46,7 +48,6 @@ class LineRecorder(Recorder):
         self.rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # digest of the initial rates
         self.restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()  # line of the last `load_state_dict`
         self.scaler: Any = None  # enabled GradScaler whose step() is running
-        self.made = 0
         # torch seed at the first parameter registration, and the line that set the seed
         self.seeded: tuple[int | None, Location | None] = (None, None)
         self._hooks: dict[Any, Location] = {}  # registration line of a tensor hook, by code object
