@@ -35,10 +35,12 @@ _MOST_TIMES = 8  # checks per line with `eval`, which may run in each step on an
 _APPLY: Any = nn.Module.apply.__code__
 
 
-class LineRecorder(Recorder):
+class LineRecorder(Recorder, subjects=("optimizers",)):
     """Recorder of optimizer lines and of changes to wrapped modules."""
 
     made = 0  # number of optimizers that the script has constructed
+    # torch seed at the first parameter registration, and the line that set the seed
+    seeded: tuple[int | None, Location | None] = (None, None)
 
     def __init__(self, run: Recording) -> None:
         self._run = run
@@ -48,8 +50,6 @@ class LineRecorder(Recorder):
         self.rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # digest of the initial rates
         self.restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()  # line of the last `load_state_dict`
         self.scaler: Any = None  # enabled GradScaler whose step() is running
-        # torch seed at the first parameter registration, and the line that set the seed
-        self.seeded: tuple[int | None, Location | None] = (None, None)
         self._hooks: dict[Any, Location] = {}  # registration line of a tensor hook, by code object
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
