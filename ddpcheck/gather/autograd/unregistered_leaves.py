@@ -51,7 +51,7 @@ def unregistered_leaves(
 
 
 def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[_NamedTensor]:
-    """Return named tensors that `recipe.loss` and the module reach; the module's own come last."""
+    """Return named tensors reached by the recipe's loss and the module; the module's last."""
     named = [*module.named_buffers(), *unregistered_tensors(module)]
     return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in named)]
 
