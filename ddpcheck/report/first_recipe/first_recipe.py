@@ -80,8 +80,8 @@ _TODO = """\
 # TODO: return the arguments of forward, {names}, for SAMPLES samples.
 raise NotImplementedError("TODO: say in batch() what goes into the model")"""
 _OF_SEVERAL = """\
-tensors = [one for one in {output} if torch.is_tensor(one) and one.requires_grad]
-return [one.float().square().mean() for one in tensors]  # ddpcheck adds them up"""
+tensors = [out for out in {output} if torch.is_tensor(out) and out.requires_grad]
+return [out.float().square().mean() for out in tensors]  # ddpcheck adds them up"""
 _LOSSES: Mapping[Output, str] = {
     "tensor": "return output.float().square().mean()",
     "scalar": "return output",
