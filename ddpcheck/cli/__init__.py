@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return complain_of(error)
     finally:
-        if previous is not None:
+        if previous is not None and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:  # `_follow` ignores it
             signal.signal(signal.SIGTERM, previous)
 
 

@@ -71,6 +71,9 @@ def _follow(launch: LauncherEnv) -> int:
     """Serve rank 0 without output; return the exit code, which is not the report's."""
     from ddpcheck.worlds.launchers.leader import Follower
 
+    # To the end of this process: torchrun terminates the other ranks once rank 0 has exited with an error, and would
+    # list a rank that dies of SIGTERM while its interpreter exits as a second failure. `ending` has a deadline.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with ending(launch, _WITHOUT_LEADER):
             if Follower(launch).serve():
