@@ -172,9 +172,9 @@ def wrap(module, device):
             note="not a DistributedDataParallel",
             code=1,
         ),
-        case("slow", "hangs", broken("running/sleeps_on_one_rank"), {"defaults": "stops"}, rows=1, code=4),
-        case("slow", "raises", broken("running/raises_everywhere"), {"defaults": "stops"}, rows=1, code=3),
-        case("", "shapes", broken("ranks/parameter_shape"), {"defaults": "stops DDP201"}, rows=1, code=1),
+        case("slow", "hangs", broken("running/sleeps_on_one_rank"), {"defaults": "stops DDP402"}, rows=1, code=4),
+        case("slow", "raises", broken("running/raises_everywhere"), {"defaults": "stops DDP401"}, rows=1, code=3),
+        case("", "shapes", broken("ranks/parameter_shape"), {"defaults": "stops DDP203"}, rows=1, code=1),
         case(
             *("exhaustive", "hangs under all", broken("training/inner_module_called_on_a_rank"), {}),
             rows=3,

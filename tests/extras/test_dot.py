@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from ddpcheck.extras.graph.dot import draw, lay_out, picture_format, summary
 from ddpcheck.extras.graph.drawing_data import (
     COLOURS,
-    DARK,
     FOLD_FROM,
     MOST_MODULES,
     GraphView,
     MarkedParam,
     ModuleFact,
     Node,
+    colour,
     fold,
     module_of,
     prefixes,
@@ -147,7 +147,7 @@ def test_the_text_on_a_colour_can_be_read(code: str) -> None:
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    text = "#FFFFFF" if code in DARK else "#000000"
+    text = {"white": "#FFFFFF", "black": "#000000"}[colour(code)["fontcolor"]]
     light, dark = sorted((luminance(COLOURS[code]), luminance(text)), reverse=True)
     assert (light + 0.05) / (dark + 0.05) >= 4.5
 
