@@ -119,67 +119,60 @@ def more():
 """
 
 
-def scheduled(folder: Path, tail: str, world_size: int = 6) -> Report:
+RING = IN_TWO_GROUPS.replace("(ORDER)", "(rank, (rank - 1) % size)")
+IN_ORDER = IN_TWO_GROUPS.replace("(ORDER)", "sorted([rank, (rank - 1) % size])")
+
+
+def scheduled(folder: Path, tail: str, world_size: int) -> Report:
     file = folder / "recipe.py"
     file.write_text(HEAD + tail)
     return ddpcheck.check_schedule(str(file), world_size=world_size, steps=2)
 
 
-def test_of_ranks_with_the_same_collectives_as_real_ones_nothing_is_found(tmp_path: Path) -> None:
-    report = scheduled(tmp_path, HEALTHY)
+@pytest.mark.parametrize(
+    ("tail", "world_size", "words"),
+    [
+        (HEALTHY, 6, ["which pair up"]),
+        pytest.param(BY_VOTE, 4, ["2 barrier"], marks=pytest.mark.slow),  # by the votes of all, not of rank 0 only
+        pytest.param(IN_SHARDS, 4, ["all_gather", "reduce_scatter", "all_reduce"], marks=pytest.mark.slow),
+        pytest.param(ON_ONE_MACHINE, 4, [], marks=pytest.mark.slow),  # a branch that only larger worlds take
+        pytest.param(IN_ORDER, 4, [], marks=pytest.mark.slow),
+    ],
+    ids=["as real ranks", "a vote", "collectives_of_fully_shard", "a small world", "one order of groups"],
+)
+def test_ranks_with_matching_collectives_have_no_finding(
+    tail: str, world_size: int, words: list[str], tmp_path: Path
+) -> None:
+    report = scheduled(tmp_path, tail, world_size)
     assert report.status == "clean", shown(report)
     ranks, collectives = report.checks
-    assert ranks.detail == "6 ranks simulated one by one, 2 steps each"
-    assert "which pair up" in collectives.detail
+    assert ranks.detail == f"{world_size} ranks simulated one by one, 2 steps each"
+    assert all(word in collectives.detail for word in words), collectives.detail
 
 
-def test_what_some_ranks_do_alone_is_found_and_told_in_two_groups(tmp_path: Path) -> None:
-    (finding,) = scheduled(tmp_path, ON_ONE_MACHINE).findings
-    assert (finding.code, finding.ranks) == ("DDP403", (4, 5))
-    assert finding.evidence[0].startswith("ranks 0 to 3, collective number ")
-    assert finding.evidence[1].startswith("ranks 4 and 5, collective number ")
-
-
-@pytest.mark.slow
-def test_ranks_that_decide_together_are_answered_as_by_all(tmp_path: Path) -> None:
-    report = scheduled(tmp_path, BY_VOTE, world_size=4)
-    assert report.status == "clean", shown(report)
-    assert "2 barrier" in report.checks[1].detail, "rank 0 alone has sent no longer text"
-
-
-def test_ranks_that_decide_each_by_itself_on_what_all_have_sent_part(tmp_path: Path) -> None:
-    (finding,) = scheduled(tmp_path, BY_MEAN, world_size=4).findings
-    assert (finding.code, finding.ranks) == ("DDP403", (2, 3)) and "barrier" in finding.subjects
-
-
-@pytest.mark.slow
-def test_two_replicas_of_shards_make_the_collectives_of_fully_shard(tmp_path: Path) -> None:
-    report = scheduled(tmp_path, IN_SHARDS, world_size=4)
-    assert report.status == "clean", shown(report)
-    assert all(word in report.checks[1].detail for word in ("all_gather", "reduce_scatter", "all_reduce"))
-
-
-@pytest.mark.slow
-def test_a_branch_that_no_rank_of_a_small_world_takes_is_not_found_there(tmp_path: Path) -> None:
-    assert scheduled(tmp_path, ON_ONE_MACHINE, world_size=4).status == "clean"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("order", "found"), [("(rank, (rank - 1) % size)", ["DDP403"]), ("sorted([rank, (rank - 1) % size])", [])]
+    ("tail", "world_size", "ranks"),
+    [
+        (ON_ONE_MACHINE, 6, (4, 5)),
+        (BY_MEAN, 4, (2, 3)),
+        pytest.param(RING, 4, (0, 1, 2, 3), marks=pytest.mark.slow),
+    ],
+    ids=["on one machine", "each rank decides", "a ring of groups"],
 )
-def test_groups_in_a_ring_wait_for_each_other_unless_all_keep_to_one_order(
-    tmp_path: Path, order: str, found: list[str]
-) -> None:
-    report = scheduled(tmp_path, IN_TWO_GROUPS.replace("(ORDER)", order), world_size=4)
-    assert [finding.code for finding in report.findings] == found, shown(report)
-    if found:
-        assert report.findings[0].ranks == (0, 1, 2, 3) and "wait for each other" in report.findings[0].message
+def test_ranks_that_diverge_are_named(tail: str, world_size: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    report = scheduled(tmp_path, tail, world_size)
+    (finding,) = report.findings
+    assert (finding.code, finding.ranks) == ("DDP403", ranks)
+    if tail == ON_ONE_MACHINE:
+        assert finding.evidence[0].startswith("ranks 0 to 3, collective number ")
+        assert finding.evidence[1].startswith("ranks 4 and 5, collective number ")
+    assert tail != BY_MEAN or "barrier" in finding.subjects
+    assert tail != RING or "wait for each other" in finding.message
 
 
 @pytest.mark.slow
 def test_a_rank_that_raises_is_named_by_its_own_number(tmp_path: Path) -> None:
-    report = scheduled(tmp_path, RAISES)
+    report = scheduled(tmp_path, RAISES, 6)
     assert report.error is not None and report.error.exit_code == 3
     assert report.error.message.startswith("simulated rank 3 raised KeyError")
     assert [check.status for check in report.checks] == ["error", "skipped"]

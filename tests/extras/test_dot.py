@@ -1,15 +1,29 @@
-"""Pictures as dot source: built from small values, without a rank and without torch."""
+"""Pictures as dot source and folding of modules: built from small values, without a rank and without torch."""
 
+import html
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddpcheck.extras.graph.dot import draw, lay_out, picture_format, summary
-from ddpcheck.extras.graph.drawing_data import COLOURS, DARK, GraphView, MarkedParam, ModuleFact, Node
+from ddpcheck.extras.graph.drawing_data import (
+    COLOURS,
+    FOLD_FROM,
+    MOST_MODULES,
+    GraphView,
+    MarkedParam,
+    ModuleFact,
+    Node,
+    colour,
+    fold,
+    module_of,
+    prefixes,
+)
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.replace import replace
@@ -25,7 +39,7 @@ def marked(name: str, code: str, *readers: str, where: str = "", shape: tuple[in
 
 
 def picture(*marks: MarkedParam, name: str = "encoder", reason: str = "detach()") -> GraphView:
-    """encoder -> detach() -> head -> loss, with a module that is never called."""
+    """Return encoder -> detach() -> head -> loss, with a module that is never called."""
     end = PathEnd("cut", reason, Location("net.py", 17), "")
     return GraphView(
         nodes=(
@@ -43,111 +57,85 @@ def picture(*marks: MarkedParam, name: str = "encoder", reason: str = "detach()"
             ("head", "outside"): True,
             ("outside", "loss"): True,
         },
-        modules={"": ModuleFact("Net", 3, 1), name: ModuleFact("Linear", 1, 1), "head": ModuleFact("Linear", 1, 1)}
-        | {"idle": ModuleFact("Linear", 1, 0)},
+        modules={"": ModuleFact("Net", 3, 1)}
+        | {path: ModuleFact("Linear", 1, int(path != "idle")) for path in (name, "head", "idle")},
         parameters=marks,
     )
 
 
 def report(*codes: str, target: str = "net.py") -> Report:
-    return Report(
-        target=target,
-        world={"world_size": 2},
-        findings=tuple(Finding(code, ("x",), "It is.", Severity.ERROR) for code in codes),
-    )
+    findings = tuple(Finding(code, ("x",), "It is.", Severity.ERROR) for code in codes)
+    return Report(target=target, world={"world_size": 2}, findings=findings)
+
+
+def drawn(*marks: MarkedParam, codes: Iterable[str] | None = None, **view: object) -> Dot:
+    return parse(draw(replace(picture(*marks), **view), report(*(codes or [mark.mark[0] for mark in marks]))))
 
 
 MARKS = (marked("encoder.weight", "DDP103", "encoder"), marked("idle.weight", "DDP101", shape=(1, 8)))
 
 
-def drawn() -> Dot:
-    return parse(draw(picture(*MARKS), report("DDP101", "DDP103", "DDP305")))
-
-
-def test_a_parameter_stands_at_its_module_in_the_colour_of_its_cause() -> None:
-    dot = drawn()
+def test_a_parameter_is_drawn_in_its_module_in_the_colour_of_its_cause() -> None:
+    dot = drawn(*MARKS)
+    model = "model  Net \u00b7 3 parameters"
     detached, unused = dot.node("detached"), dot.node("unused")
-    assert dot.nodes[detached]["fillcolor"] == COLOURS["DDP103"]
     assert dot.nodes[detached]["label"] == "detached-parameter\nencoder.weight  8\u00d78"
-    assert dot.clusters_of(detached) == ["model  Net \u00b7 3 parameters", "encoder  Linear \u00b7 1 parameter"]
+    assert dot.clusters_of(detached) == [model, "encoder  Linear \u00b7 1 parameter"]
+    assert dot.clusters_of(unused) == [model, "idle  Linear \u00b7 1 parameter \u00b7 not called"]
+    assert [dot.nodes[node]["fillcolor"] for node in (detached, unused)] == [COLOURS["DDP103"], COLOURS["DDP101"]]
     (reader,) = [target for source, target, _ in dot.edges if source == detached]
     assert dot.nodes[reader]["label"] == "linear" and dot.around[reader] == dot.around[detached]
-    assert dot.nodes[unused]["fillcolor"] == COLOURS["DDP101"]
-    assert dot.clusters_of(unused) == [
-        "model  Net \u00b7 3 parameters",
-        "idle  Linear \u00b7 1 parameter \u00b7 not called",
-    ]
     assert "head.weight" not in "".join(dot.labels())
+    assert draw(picture(*MARKS), report("DDP101")) == draw(picture(*MARKS), report("DDP101"))
 
 
-def test_a_cut_stands_between_what_was_computed_and_where_the_path_would_have_gone_on() -> None:
-    dot = parse(draw(picture(), report()))
-    stop = dot.node("detach()\nat net.py:17")
+def test_a_cut_is_between_its_operation_and_the_next_and_an_arrow_back_does_not_turn_the_picture_around() -> None:
+    dot = drawn(edges={**picture().edges, ("head", "encoder"): True})
+    stop, encoder, head = dot.node("detach()\nat net.py:17"), dot.node("encoder\nLinear"), dot.node("head\nLinear")
     assert dot.nodes[stop]["shape"] == "octagon"
-    (before,) = [edge for edge in dot.edges if edge[1] == stop]
-    (after,) = [edge for edge in dot.edges if edge[0] == stop]
-    assert before[0] == dot.node("encoder\nLinear") and before[2] == {}
-    assert after[1] == dot.node("head\nLinear") and after[2]["style"] == "dashed"
+    assert [edge for edge in dot.edges if stop in edge] == [(encoder, stop, {}), (stop, head, {"style": "dashed"})]
+    assert [(s, t) for s, t, look in dot.edges if "constraint" in look] == [(head, encoder)]
 
 
-def test_an_arrow_to_what_runs_again_does_not_turn_the_picture_around() -> None:
-    view = picture()
-    dot = parse(draw(replace(view, edges={**view.edges, ("head", "encoder"): True}), report()))
-    assert [(s, t) for s, t, look in dot.edges if "constraint" in look] == [
-        (dot.node("head\nLinear"), dot.node("encoder\nLinear"))
-    ]
-
-
-def test_a_module_that_stands_for_others_is_counted_and_what_one_of_them_calls() -> None:
+def test_a_module_that_represents_several_is_counted_with_the_calls_of_one_of_them() -> None:
     facts = {"": ModuleFact("Net", 9, 1), "a": ModuleFact("List", 9, 0)}
     facts["a.0"] = ModuleFact("Block", 3, 1, ("a.0", "a.1", "a.2"))
     parts = [Node(f"part {n}", "module", "a.0", Counter(add=3 * n)) for n in (1, 2)]
     dot = parse(draw(GraphView(tuple(parts), {}, facts), report()))
+    block = "0 \u2026 2  3 \u00d7 Block \u00b7 3 parameters each"
     assert dot.labels() == ["add", "add \u00d72"]
-    assert dot.clusters_of("n1")[1:] == [
-        "a  List \u00b7 9 parameters",
-        "0 \u2026 2  3 \u00d7 Block \u00b7 3 parameters each",
-    ]
+    assert dot.clusters_of("n1")[1:] == ["a  List \u00b7 9 parameters", block]
 
 
 def test_many_marked_modules_share_nodes() -> None:
-    marks = [marked(f"{side}.{n}.weight", "DDP101") for side in ("left", "right") for n in range(9)]
-    dot = parse(draw(picture(*marks), report("DDP101")))
+    dot = drawn(*(marked(f"{side}.{n}.weight", "DDP101") for side in ("first", "second") for n in range(9)))
     labels = [label for label in dot.labels() if label.startswith("unused")]
-    assert [label.splitlines()[1].split(".")[0] for label in labels] == ["left", "right"]
+    assert [label.splitlines()[1].split(".")[0] for label in labels] == ["first", "second"]
     assert all(label.endswith("and 3 more") for label in labels)
 
 
-def test_the_title_has_target_world_size_codes_and_a_legend_of_what_is_there() -> None:
-    title = drawn().title
-    assert title.splitlines()[0] == "net.py"
-    assert "rank 0 of 2" in title
-    assert "DDP305 loss-normalisation: not drawn" in title
+def test_the_title_has_target_world_size_codes_and_a_legend_of_what_is_drawn() -> None:
+    title = drawn(*MARKS, codes=["DDP101", "DDP103", "DDP305"]).title
+    assert title.startswith("net.py\nrank 0 of 2") and "DDP305 loss-normalisation: not drawn" in title
     assert f"DDP101 unused-parameter: {RULES['DDP101'].summary}\nDDP103 detached-parameter: " in title
     assert "zero-gradient" not in title and "end of a path" in title
-    clean = parse(draw(picture(), report()))
-    assert "no findings" in clean.title and "DDP" not in clean.title
+    title = drawn().title
+    assert "no findings" in title and "DDP" not in title
 
 
-def test_a_tied_parameter_is_drawn_once_with_all_its_names() -> None:
-    view = picture(MarkedParam(("DDP101", ""), "idle", ("idle.weight", "other.weight"), (1, 8)))
-    assert parse(draw(view, report("DDP101"))).node("idle.weight = other.weight")
-    assert summary(view, report("DDP101")) == "2 modules drawn, 1 anomalous parameter (DDP101)"
-
-
-def test_a_tensor_of_no_module_has_a_box_that_says_nothing_of_calls_and_a_node_of_its_own() -> None:
-    view = picture(MarkedParam(("DDP106", ""), "Config", ("batch",)))
-    dot = parse(draw(view, report("DDP106")))
+def test_names_places_and_ranks_of_parameters() -> None:
+    tied = MarkedParam(("DDP101", ""), "idle", ("idle.weight", "other.weight"), (1, 8))
+    dot = drawn(
+        *(tied, MarkedParam(("DDP106", ""), "Config", ("batch",))),  # a tensor of no module, with the name of a node
+        marked("head.weight", "DDP104", where="not on rank 1 in step 0"),
+    )
+    assert dot.node("idle.weight = other.weight") and "not on rank 1 in step 0" in dot.nodes["n9"]["label"]
     assert dot.clusters_of(dot.node("unregistered-parameter\nbatch"))[1:] == ["Config"]
     assert "batch" in dot.labels() and dot.edges[0][0] == "n1"
+    assert summary(picture(tied), report("DDP101")) == "2 modules drawn, 1 anomalous parameter (DDP101)"
 
 
-def test_ranks_and_steps_are_said_on_the_node() -> None:
-    view = picture(marked("head.weight", "DDP104", where="not on rank 1 in step 0"))
-    assert "not on rank 1 in step 0" in parse(draw(view, report("DDP104"))).nodes["n7"]["label"]
-
-
-def test_every_rule_on_parameters_has_a_colour_of_its_own() -> None:
+def test_every_rule_on_parameters_has_its_own_colour() -> None:
     of_parameters = {code for code in RULES if code.startswith("DDP1")} - {"DDP109", "DDP112"}  # an option; an output
     assert set(COLOURS) == of_parameters and len(set(COLOURS.values())) == len(COLOURS)
 
@@ -159,93 +147,138 @@ def test_the_text_on_a_colour_can_be_read(code: str) -> None:
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    text = "#FFFFFF" if code in DARK else "#000000"
+    text = {"white": "#FFFFFF", "black": "#000000"}[colour(code)["fontcolor"]]
     light, dark = sorted((luminance(COLOURS[code]), luminance(text)), reverse=True)
     assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
-HARD = [
-    "[red]",
-    "a<b>",
-    "</B>",
-    'say "x"',
-    "it's &amp;",
-    "\\N",
-    "\\",
-    "a\\",
-    "two\nlines",
-    "tab\t",
-    "\x00",
-    "\ud800",
-    "ü→∑",
-    "<>",
-    "%",
-]
+HARD = ["[red]", "a<b>", "</B>", 'say "x"', "it's &amp;", "\\N", "\\", "a\\"]
+HARD += ["two\nlines", "tab\t", "\x00", "\ud800", "ü→∑", "<>", "%"]
 
 
-def shown(name: str) -> str:
+def printed(name: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
-
-
-def assert_survives(name: str) -> None:
-    mark = marked(f"{name}.{name}", "DDP103", "encoder")
-    dot = parse(draw(picture(mark, name=name, reason=name), report("DDP103", target=name)))
-    labels = "\n".join(dot.labels())
-    assert f"detached-parameter\n{shown(name)}.{shown(name)}  8\u00d78" in labels
-    assert f"{shown(name)}\nat net.py:17" in labels
-    assert f"{shown(name)}  Linear \u00b7 1 parameter" in dot.clusters.values()
-    assert dot.title.startswith(shown(name))
-
-
-@pytest.mark.parametrize("name", HARD)
-def test_a_name_with_markup_survives(name: str) -> None:
-    assert_survives(name)
 
 
 @given(st.text(st.characters(exclude_characters=".[]"), min_size=1, max_size=12))
 def test_any_name_survives(name: str) -> None:
-    assert_survives(name)
+    mark = marked(f"{name}.{name}", "DDP103", "encoder")
+    dot = parse(draw(picture(mark, name=name, reason=name), report("DDP103", target=name)))
+    labels, text = "\n".join(dot.labels()), printed(name)
+    assert f"detached-parameter\n{text}.{text}  8\u00d78" in labels and f"{text}\nat net.py:17" in labels
+    assert f"{text}  Linear \u00b7 1 parameter" in dot.clusters.values()
+    assert dot.title.startswith(text)
+
+
+for _name in HARD:
+    test_any_name_survives = example(_name)(test_any_name_survives)
 
 
 @needs_dot
-def test_dot_reads_what_is_written_and_shows_names_as_they_are() -> None:
-    import html
-
+def test_dot_shows_names_unchanged() -> None:
     for name in HARD:
         source = draw(picture(marked(f"{name}.{name}", "DDP103"), name=name), report("DDP103"))
         done = subprocess.run(["dot", "-Tsvg"], input=source.encode(), capture_output=True, timeout=60, check=True)
-        assert done.stderr == b""
-        assert f">{shown(name)}.{shown(name)}  8\u00d78<" in html.unescape(done.stdout.decode()).replace("\xa0", " ")
+        text = html.unescape(done.stdout.decode()).replace("\xa0", " ")
+        assert done.stderr == b"" and f">{printed(name)}.{printed(name)}  8\u00d78<" in text
 
 
-def test_the_same_picture_gives_the_same_text() -> None:
-    assert draw(picture(*MARKS), report("DDP101")) == draw(picture(*MARKS), report("DDP101"))
-
-
-@pytest.mark.parametrize(("path", "form"), [(None, "dot"), ("x.dot", "dot"), ("x.GV", "dot"), ("a.b/x.DOT", "dot")])
-def test_the_extension_says_the_format(path: str | None, form: str) -> None:
-    assert picture_format(path) == form
+@pytest.mark.parametrize("path", [None, "x.dot", "x.GV", "a.b/x.DOT"])
+def test_the_extension_says_the_format(path: str | None) -> None:
+    assert picture_format(path) == "dot"
 
 
 @pytest.mark.parametrize("path", ["x.pdf", "x", ".svg", "x.svg.txt"])
-def test_an_unknown_extension_is_said_with_the_choices(path: str) -> None:
+def test_an_unknown_extension_is_refused_with_the_choices(path: str) -> None:
     with pytest.raises(UsageError, match=r"use \.dot, \.svg or \.png$"):
         picture_format(path)
 
 
 @needs_dot
-@pytest.mark.parametrize(("form", "begins"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
-def test_dot_lays_it_out(form: str, begins: bytes) -> None:
-    assert lay_out(draw(picture(*MARKS), report()), form, timeout=60).startswith(begins)
-
-
-@needs_dot
-def test_a_failure_of_dot_is_one_sentence() -> None:
+def test_dot_lays_it_out_before_a_deadline_and_its_failure_is_one_sentence() -> None:
+    source = draw(picture(*MARKS), report())
+    assert lay_out(source, "svg", timeout=60).startswith(b"<?xml")
+    assert lay_out(source, "png", timeout=60).startswith(b"\x89PNG")
     with pytest.raises(UsageError, match=r"dot failed with exit code 1: .*syntax error"):
         lay_out("digraph {", "svg", timeout=60)
-
-
-@needs_dot
-def test_dot_has_a_deadline() -> None:
     with pytest.raises(UsageError, match=r"within 0\.001 s.*-o graph\.dot"):
-        lay_out(draw(picture(*MARKS), report()), "svg", timeout=0.001)
+        lay_out(source, "svg", timeout=0.001)
+
+
+# Folding
+
+FAULT = ("linear.w", "DDP101")
+
+
+def tree(*paths: str, **kinds: str) -> dict[str, str]:
+    """Return modules by path, with their parents; each has the kind of its name, or as in `kinds`."""
+    modules = {prefix: "" for path in paths for prefix in prefixes(path)}
+    return {path: kinds.get(path.replace(".", "_"), path.rpartition(".")[2].strip("0123456789")) for path in modules}
+
+
+def stack(depth: int = 12, **kinds: str) -> dict[str, str]:
+    names = ("norm", "linear", "gelu")
+    return tree(*(f"blocks.{number}.{name}" for number in range(depth) for name in names), **kinds)
+
+
+def leaves(shown: Mapping[str, str]) -> list[str]:
+    drawn = dict.fromkeys(shown.values())
+    return [path for path in drawn if not any(module_of(inner) == path for inner in drawn)]
+
+
+def blocks(shown: Mapping[str, str]) -> list[int]:
+    """Return how many blocks each drawn block represents."""
+    return [*Counter(target for path, target in shown.items() if module_of(path) == "blocks").values()]
+
+
+def test_a_small_model_is_drawn_unfolded_and_equal_blocks_once() -> None:
+    modules = stack(depth=4)
+    assert len(modules) <= FOLD_FROM and fold(modules) == {path: path for path in modules}
+    shown = fold(tree("embed") | stack() | tree("head"))
+    assert leaves(shown) == ["embed", "blocks.0.norm", "blocks.0.linear", "blocks.0.gelu", "head"]
+    assert blocks(shown) == [12] and shown["blocks.7.linear"] == "blocks.0.linear"
+
+
+def test_equal_modules_are_drawn_once_only_if_they_follow_each_other() -> None:
+    layers = [f"{name}{number}" for number in range(20) for name in ("linear", "relu")]
+    assert leaves(fold(tree(*layers))) == layers
+    assert leaves(fold(tree(*(f"linear{number}" for number in range(30)), "relu"))) == ["linear0", "relu"]
+
+
+def test_a_block_with_a_fault_is_drawn_separately() -> None:
+    shown = fold(stack(), [("blocks.7.linear", FAULT)])
+    assert blocks(shown) == [7, 1, 4]
+    targets = [shown[f"blocks.{number}.linear"] for number in (6, 7, 9)]
+    assert targets == ["blocks.0.linear", "blocks.7.linear", "blocks.8.linear"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "kinds", "counts"),
+    [
+        ([FAULT] * 12, {}, [12]),
+        ([(FAULT, number // 6) for number in range(12)], {}, [6, 6]),
+        ([], {"blocks_3_linear": "Conv2d"}, [3, 1, 8]),
+    ],
+    ids=["the same fault", "two faults", "another class"],
+)
+def test_blocks_are_equal_if_their_faults_and_classes_are(
+    faults: list[object], kinds: dict[str, str], counts: list[int]
+) -> None:
+    by_path = [(f"blocks.{number}.linear", fault) for number, fault in enumerate(faults)]
+    assert blocks(fold(stack(**kinds), by_path)) == counts
+
+
+def test_deep_modules_fold_into_their_parents_except_around_a_cut() -> None:
+    paths = tree(*(f"a{i}.b{j}.c{k}" for i in range(6) for j in range(5) for k in range(4)))
+    modules = {path: path for path in paths}  # none is like its neighbour
+    shown = fold(modules)
+    assert leaves(shown) == [f"a{i}.b{j}" for i in range(6) for j in range(5)]
+    assert shown["a3.b1.c2"] == "a3.b1" and len(set(shown.values())) <= MOST_MODULES
+    shown = fold(modules, cuts=["a3.b1"])
+    assert [path for path in leaves(shown) if path.count(".") == 2] == [f"a3.b1.c{k}" for k in range(4)]
+
+
+@pytest.mark.parametrize("inside", [[""], ["", "a"], ["", "a", "a.0", "a.0.b"], ["", "a[0]", "a[0].b"]])
+def test_a_path_has_prefixes(inside: list[str]) -> None:
+    path = inside[-1]
+    assert prefixes(path) == inside and module_of(f"{path}.w" if path else "w") == path

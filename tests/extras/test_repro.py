@@ -1,4 +1,4 @@
-"""Reproductions: what is written, that it runs without ddpcheck, and shows a fault where there is one."""
+"""Reproductions: what is written, that it runs without ddpcheck, and that it shows a fault if there is one."""
 
 import ast
 import os
@@ -16,7 +16,6 @@ from ddpcheck.extras.repro import script as repro_script
 from ddpcheck.extras.repro import write_reproduction
 from ddpcheck.extras.repro.script import COMPARISONS, imports_from_ddpcheck, tolerance_for, why_none, world_size_for
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.recipe.recipe import Recipe
@@ -29,7 +28,7 @@ from tests.tiers import one_of
 ROOT = Path(__file__).parents[2]
 HEALTHY = ROOT / "tests" / "zoo" / "healthy"
 
-# fault of the suite: what each rank of the two says of its broken recipe
+# fault of the suite: what each of the two ranks prints for its broken recipe (the same, or "rank 0|rank 1")
 SHOWN = {
     "parameters/opaque_output": "failed in .*: RuntimeError: Expected to mark a variable ready only once",
     "parameters/detach": "failed in .*: RuntimeError: Expected.*encoder.weight: step 0: no .*encoder.bias: step 0: no ",
@@ -74,6 +73,37 @@ def runner() -> Iterator[Runner]:
         yield started
 
 
+def small_report(code: str = "DDP101", subject: str = "a", **world: object) -> Report:
+    finding = Finding(
+        code, (subject,), f"No operation reads {subject}.", Severity.ERROR, location=Location("net.py", 3)
+    )
+    return Report("t", findings=(finding,), world={"world_size": 2, "steps": 3, **world})
+
+
+NET = """\
+import torch
+from torch import nn
+
+
+def batch(step):
+    return torch.randn(8, 2, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model, x):
+    return (model(x)[:, 0] - x.sum(1)).square().mean()
+
+
+def model():
+    return nn.Linear(2, 1)
+"""
+
+
+def written(folder: Path, text: str = NET, attribute: str = "") -> str:
+    """Write a target, and return its name."""
+    (folder / "net.py").write_text(text)
+    return f"{folder / 'net.py'}{attribute}"
+
+
 # `make test-all` has every sixth; `python -m tests.reproductions` runs all, and those of the other faults.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", one_of(6, SHOWN))
@@ -85,95 +115,14 @@ def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runn
     script = write(report, broken, tmp_path / "broken")
     ran = runner.run(script)
     assert ran.shows, ran.text
-    words = SHOWN[name]
-    of_rank = words.split("|") if "|" in words else [words, words]
-    for number, output in enumerate(ran.outputs):
-        assert re.search(rf"(?s)^rank {number}: .*{of_rank[number]}", output, flags=re.MULTILINE), ran.text
+    for number, (output, words) in enumerate(zip(ran.outputs, (SHOWN[name].split("|") * 2)[:2], strict=True)):
+        assert re.search(rf"(?s)^rank {number}: .*{words}", output, flags=re.MULTILINE), ran.text
         assert "Traceback" not in output
     twin = write(report, fixed, tmp_path / "fixed", report.findings[0])
     assert twin.name == script.name
     ran = runner.run(twin)
     assert ran.codes == [0, 0], ran.text
     assert all(f"rank {number}: " in output for number, output in enumerate(ran.outputs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attribute", ["broken", "make", "main"])
-def test_names_of_the_target_do_not_meet_those_of_the_script(attribute: str, runner: Runner, tmp_path: Path) -> None:
-    """The target uses the names of the script's functions, settings, variables and imports for things of its own."""
-    (tmp_path / "net.py").write_text(CROWDED)
-    target = f"{tmp_path / 'net.py'}:{attribute}"
-    finding = Finding("DDP305", ("loss",), "It is summed.", Severity.ERROR)
-    report = Report(target, findings=(finding,), world={"world_size": 2, "steps": 1})
-    ran = runner.run(write_reproduction(report, target, tmp_path / "out"))
-    assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
-
-
-MODES = """\
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.head(self.body(x).tanh())
-
-
-class Frozen(Net):
-    def train(self, mode=True):
-        super().train(mode)
-        self.body[1].eval()
-        return self
-
-
-class Trained(Net):
-    def train(self, data):
-        raise AssertionError("nobody asked for that")
-
-
-def partly():
-    net = Net()
-    net.body.eval()
-    return net
-
-
-def batch(step):
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-
-
-def loss(model, x):
-    return (model(x)[:, 0] - x.sum(1)).square().mean()
-
-
-def model():
-    return {model}
-"""
-
-
-@pytest.mark.parametrize(
-    ("model", "mixes"),
-    [
-        pytest.param("Net().eval()", True, marks=pytest.mark.slow),
-        pytest.param("Trained()", True, marks=pytest.mark.slow),
-        ("Frozen()", False),
-        ("Frozen().eval()", False),
-        ("partly()", False),
-    ],
-)
-def test_a_model_is_put_into_training_mode_as_by_a_check(
-    model: str, mixes: bool, runner: Runner, tmp_path: Path
-) -> None:
-    """A BatchNorm mixes samples in training mode only."""
-    (tmp_path / "net.py").write_text(MODES.replace("{model}", model))
-    target = str(tmp_path / "net.py")
-    script = write_reproduction(small_report(target, "DDP304"), target, tmp_path / "out")
-    ran = runner.run(script)
-    assert ran.codes == [int(mixes)] * 2, ran.text
 
 
 CROWDED = """\
@@ -214,12 +163,58 @@ def make():
     return broken
 
 
-def main():
-    return broken
+main = make
 """
 
 
-# Under torchrun itself, with ddpcheck out of reach: once, for it imports torch three times
+@pytest.mark.slow
+@pytest.mark.parametrize("attribute", ["broken", "make", "main"])
+def test_names_of_the_target_do_not_collide_with_those_of_the_script(
+    attribute: str, runner: Runner, tmp_path: Path
+) -> None:
+    """The target uses the names of the script's functions, settings, variables and imports for its own objects."""
+    target = written(tmp_path, CROWDED, f":{attribute}")
+    ran = runner.run(write_reproduction(small_report("DDP305", steps=1), target, tmp_path / "out"))
+    assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
+
+
+MODES = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+class Frozen(Net):
+    def train(self, mode=True):
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+
+class Trained(Net):
+    def train(self, data):
+        raise AssertionError("the script calls a training function")
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "mixes"), [pytest.param("Trained()", True, marks=pytest.mark.slow), ("Frozen().eval()", False)]
+)
+def test_a_model_is_put_into_training_mode_as_by_a_check(
+    model: str, mixes: bool, runner: Runner, tmp_path: Path
+) -> None:
+    """A BatchNorm mixes samples in training mode only."""
+    target = written(tmp_path, NET.replace("nn.Linear(2, 1)", model) + MODES)
+    ran = runner.run(write_reproduction(small_report("DDP304"), target, tmp_path / "out"))
+    assert ran.codes == [int(mixes)] * 2, ran.text
+
+
+# Under torchrun itself, without ddpcheck: one test, since torchrun imports torch three times
 
 
 def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -234,21 +229,21 @@ def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_command_line_writes_a_script_that_torchrun_fails_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runner: Runner
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "new & other" / "repro"
     assert cli.main(["report", "examples/faults/parameters/unused.py:broken", "--repro", str(folder)]) == 1
-    said = capsys.readouterr()
+    out, err = capsys.readouterr()
     script = folder / "repro_ddp101.py"
     command = f"torchrun --standalone --nproc-per-node 2 '{script}'"
-    assert said.err == f"ddpcheck: wrote {script}; run it with: {command}\n" and "DDP101" in said.out
-    assert sorted(path.name for path in folder.iterdir()) == ["repro_ddp101.py"]
+    assert err == f"ddpcheck: wrote {script}; run it with: {command}\n" and "DDP101" in out
+    assert [path.name for path in folder.iterdir()] == ["repro_ddp101.py"]
     text = script.read_text()
     docstring = ast.get_docstring(ast.parse(text)) or ""
     assert "torchrun --standalone --nproc-per-node 2 repro_ddp101.py" in docstring
-    place = re.search(r"unused.py:26, line (\d+) here", docstring)
-    assert place and "self.old_head = " in text.splitlines()[int(place[1]) - 1]
+    line = re.search(r"unused.py:26, line (\d+) here", docstring)
+    assert line and "self.old_head = " in text.splitlines()[int(line[1]) - 1]
     assert str(ROOT) not in text and (ROOT / "examples/faults/parameters/unused.py").read_text() in text
     done = torchrun(script, tmp_path)
     assert done.returncode == 1
@@ -256,123 +251,95 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
         for name in ("old_head.weight", "old_head.bias"):
             assert f"rank {rank}: {name}: step 0: no gradient; step 1: no gradient" in done.stdout
         assert f"rank {rank}: failed in forward of step 1: RuntimeError" in done.stdout
-    healthy = tmp_path / "fixed"
-    report = check("examples/faults/parameters/unused.py:broken")
-    twin = write_reproduction(report, "examples/faults/parameters/unused.py:fixed", healthy, finding=report.findings[0])
-    ran = runner.run(twin)
-    assert ran.codes == [0, 0] and ran.text.count("finished, and shows no fault") == 2, ran.text
 
 
 @pytest.mark.slow
-def test_modules_of_the_project_come_along_and_a_stand_in_for_syncbn(
+def test_modules_of_the_project_are_copied_and_syncbn_is_replaced_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.chdir(ROOT)
     target = "examples/digits/unused_head.py"
-    report = check(target, timeout=60, preload=["sklearn.datasets"])
-    script = write_reproduction(report, target, tmp_path / "out")
-    assert sorted(path.name for path in script.parent.iterdir()) == [
-        "digits_training.py",
-        "repro_ddp101.py",
-    ]
+    script = write_reproduction(
+        check(target, timeout=60, preload=["sklearn.datasets"]), target, out := tmp_path / "out"
+    )
+    assert sorted(path.name for path in out.iterdir()) == ["digits_training.py", "repro_ddp101.py"]
     ran = runner.run(script)
     assert ran.codes == [1, 1]
-    assert ran.text.count("old_head.weight: step 0: no gradient") == 2, ran.text
-    assert ran.text.count("old_head.bias: step 0: no gradient") == 2, ran.text
+    for words in ("old_head.weight: step 0: no gradient", "old_head.bias: step 0: no gradient"):
+        assert ran.text.count(words) == 2, ran.text
     assert ran.text.count("RuntimeError: Expected to have finished reduction") == 2, ran.text
 
 
-# What is written where
+# What is written
 
 
-def small_report(target: str, code: str = "DDP101") -> Report:
-    finding = Finding(code, ("a",), "Said.", Severity.ERROR, location=Location("net.py", 3))
-    return Report(target, findings=(finding,), world={"world_size": 2, "steps": 3})
-
-
-NET = '''\
-"""A net."""
-import torch
-from torch import nn
-
-
-def batch(step):
-    return torch.ones(4, 2)
-
-
-def loss(model, batch):
-    return model(batch).sum()
-'''
-
-
-def test_a_package_of_the_user_is_copied_with_what_it_imports_inside_of_functions(
+def test_a_package_of_the_user_is_copied_with_imports_inside_of_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:
     package = tmp_path / "src" / "netpack"
     (package / "parts").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "parts" / "__init__.py").write_text("from ddpcheck import Recipe\n\nKIND = Recipe\n")
-    (package / "parts" / "late.py").write_text("WIDTH = 1\n")
-    (package / "not_needed.py").write_text("")
-    (package / "task.py").write_text(
-        NET.replace("from torch import nn", "from torch import nn\n\nfrom . import parts")
-        + "\n\ndef model():\n    from netpack.parts.late import WIDTH\n\n    assert parts.KIND\n"
-        "    return nn.Linear(2, WIDTH)\n"
+    task = NET.replace("from torch import nn", "from torch import nn\n\nfrom . import parts").replace(
+        "    return nn.Linear(2, 1)",
+        "    from netpack.parts.late import WIDTH\n\n    assert parts.KIND\n    return nn.Linear(2, WIDTH)",
     )
+    kind = "from ddpcheck import Recipe\n\nKIND = Recipe\n"
+    files = {"__init__.py": "", "parts/__init__.py": kind, "parts/late.py": "WIDTH = 1\n", "not_needed.py": ""}
+    for name, text in {**files, "task.py": task}.items():
+        (package / name).write_text(text)
     monkeypatch.chdir(tmp_path / "src")
     out = tmp_path / "out"
-    script = write_reproduction(small_report("netpack.task"), "netpack.task", out)
-    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*.py")) == [
-        "netpack/__init__.py",
-        "netpack/parts/__init__.py",
-        "netpack/parts/late.py",
-        "repro_ddp101.py",
-    ]
+    script = write_reproduction(small_report(), "netpack.task", out)
+    copies = {path.relative_to(out).as_posix(): path.read_text() for path in out.rglob("*.py")}
+    names = [*files][:3]
+    assert sorted(copies) == [*(f"netpack/{name}" for name in names), "repro_ddp101.py"]
+    late = copies["netpack/parts/late.py"]
+    assert late.endswith("WIDTH = 1\n") and "written by ddpcheck" in late.splitlines()[0]
     shutil.rmtree(package)
     ran = runner.run(script)
-    assert ran.codes == [0, 0], ran.text
-    write_again = (out / "netpack" / "parts" / "late.py").read_text()
-    assert write_again.endswith("WIDTH = 1\n") and "written by ddpcheck" in write_again.splitlines()[0]
+    assert ran.codes == [0, 0] and ran.text.count("finished, and shows no fault") == 2, ran.text
 
 
-def test_only_what_ddpcheck_wrote_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(NET + "\n\ndef model():\n    return nn.Linear(2, 1)\n")
-    target = str(tmp_path / "net.py")
-    out = tmp_path / "out"
-    script = write_reproduction(small_report(target), target, out)
-    assert write_reproduction(small_report(target), target, out) == script
+def test_only_files_of_ddpcheck_are_overwritten_and_a_docstring_has_any_name(tmp_path: Path) -> None:
+    target, out = written(tmp_path), tmp_path / "out"
+    report = small_report(subject='a"""b\\n[red]\x1b{x}"')
+    script = write_reproduction(report, target, out)
+    text = script.read_text()
+    assert "[red]" in (ast.get_docstring(ast.parse(text)) or "") and "\x1b" not in text
+    assert write_reproduction(report, target, out) == script
     script.write_text("mine")
     with pytest.raises(UsageError, match="already exists, and ddpcheck did not write it; choose another folder"):
-        write_reproduction(small_report(target), target, out)
+        write_reproduction(report, target, out)
     assert script.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("code", "sentence"),
+    ("change", "sentence"),
     [
-        ("\n\ndef model():\n    import ddpcheck\n\n    return nn.Linear(2, 1)\n", "net.py:16 needs ddpcheck itself"),
-        ("\n\ndef model():\n    return nn.Linear(2, len(RULES))\n", "net.py:16 needs ddpcheck itself (RULES)"),
+        (("    return nn.Lin", "    import ddpcheck\n\n    return nn.Lin"), "net.py:15 needs ddpcheck itself"),
+        (("Linear(2, 1)", "Linear(2, len(RULES))"), "net.py:15 needs ddpcheck itself (RULES)"),
     ],
 )
-def test_a_target_that_needs_more_of_ddpcheck_is_refused(tmp_path: Path, code: str, sentence: str) -> None:
-    (tmp_path / "net.py").write_text(
-        NET.replace("import torch\n", "import torch\nfrom ddpcheck.findings.rules import RULES\n") + code
-    )
+def test_a_target_that_needs_more_of_ddpcheck_is_refused(
+    tmp_path: Path, change: tuple[str, str], sentence: str
+) -> None:
+    text = NET.replace("import torch\n", "import torch\nfrom ddpcheck.findings.rules import RULES\n", 1)
     with pytest.raises(UsageError) as caught:
-        write_reproduction(small_report("t"), str(tmp_path / "net.py"), tmp_path / "out")
+        write_reproduction(small_report(), written(tmp_path, text.replace(*change)), tmp_path / "out")
     assert sentence in str(caught.value) and not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_reproduced_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_a_finding_that_cannot_be_reproduced_is_refused_in_a_sentence(tmp_path: Path) -> None:
     recipe = Recipe(model=lambda: None, batch=lambda step: None, loss=lambda model, batch: None)  # type: ignore
     with pytest.raises(UsageError, match="a Recipe built in Python cannot be written to a file"):
-        write_reproduction(small_report("recipe"), recipe, tmp_path)  # type: ignore[arg-type]
+        write_reproduction(small_report(), recipe, tmp_path)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the report has no finding"):
         write_reproduction(Report("t"), "t.py", tmp_path)
+    with pytest.raises(UsageError, match=r"no script shows DDP512 \(checkpoint-race\)"):
+        write_reproduction(small_report("DDP512"), "t.py", tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+def test_a_folder_that_cannot_be_written_is_refused_before_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -380,20 +347,26 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
     assert capsys.readouterr().err == f"ddpcheck: error: cannot write to the folder {tmp_path / 'file'}: File exists\n"
 
 
-def test_a_clean_report_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("report", "code", "sentence"),
+    [
+        (Report("t"), 0, "no finding to reproduce"),
+        (small_report("DDP512"), 1, "no script shows DDP512 (checkpoint-race)"),
+    ],
+    ids=["no finding", "no script"],
+)
+def test_a_report_without_a_script_writes_nothing(
+    report: Report,
+    code: int,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ddpcheck.report.checking.check.check", lambda *_, **__: report)
     out = tmp_path / "out"
-    assert cli.main(["report", str(HEALTHY / "lstm.py"), "--repro", str(out)]) == 0
-    assert capsys.readouterr().err == f"ddpcheck: no finding to reproduce, nothing written to {out}\n"
-    assert not out.exists()
-
-
-def test_a_docstring_holds_whatever_a_name_holds(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(NET + "\n\ndef model():\n    return nn.Linear(2, 1)\n")
-    odd = 'a"""b\\n[red]\x1b{x}"'
-    finding = Finding("DDP101", (odd,), f"No one reads {odd}", Severity.ERROR)
-    report = Report("t", findings=(finding,), world={"world_size": 2, "steps": 3})
-    text = write_reproduction(report, str(tmp_path / "net.py"), tmp_path / "out").read_text()
-    assert "[red]" in (ast.get_docstring(ast.parse(text)) or "") and "\x1b" not in text
+    assert cli.main(["report", "t.py", "--repro", str(out)]) == code
+    assert capsys.readouterr().err == f"ddpcheck: {sentence}, nothing written to {out}\n" and not out.exists()
 
 
 @pytest.mark.exhaustive
@@ -406,20 +379,16 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
     codes += ["DDP407", "DDP502", "DDP504", "DDP505", "DDP510", "DDP517"]
     for number, target in enumerate([*targets, HEALTHY / "transformer_tied_dropout.py"]):
         for code in codes[:: 4 if number else 1]:
-            script = write_reproduction(small_report("t", code), str(target), tmp_path / f"{number}")
+            script = write_reproduction(small_report(code), str(target), tmp_path / f"{number}")
             own = script.read_text().partition("# The training loop")
             (tmp_path / f"own-{number}-{code}.py").write_text("".join(own[1:]))
     width = "line-length=124"  # that of the code, within a function
-    done = subprocess.run(
-        [ruff, "format", "--diff", "--isolated", "--config", width, *tmp_path.glob("own-*.py")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    done = subprocess.run(
-        [ruff, "check", "--isolated", "--select", "F,E7,E9", *tmp_path.glob("[0-9]")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
+    for options in (
+        ["format", "--diff", "--isolated", "--config", width, *tmp_path.glob("own-*.py")],
+        ["check", "--isolated", "--select", "F,E7,E9", *tmp_path.glob("[0-9]")],
+    ):
+        done = subprocess.run([ruff, *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> None:
@@ -430,7 +399,7 @@ def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> N
         assert set(re.findall(r"rank\.(\w+)", f"{facts} {at_fault}")) <= known, name
         ast.parse(f"lambda ranks: {at_fault}")
     emitted = {rule.code for rule in RULES.values() if "report" in rule.checks}
-    emitted -= {"DDP521", "DDP522"}  # found by `run` and `watch` alone; and seen by what follows the compiler only
+    emitted -= {"DDP521", "DDP522"}  # found by `run` and `watch` only, and only in compiled code
     shown = {rule.code for rule in RULES.values() if rule.repro}
     assert len(emitted) > 50 and emitted <= shown and {RULES[code].repro for code in shown} == set(COMPARISONS)
 
@@ -443,25 +412,14 @@ def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> Non
     assert "LossGraph" in defined and sorted(set(defined)) == sorted(defined)
 
 
-def test_a_finding_that_no_script_shows_gets_a_sentence_and_no_script(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(COMPARISONS, "missing")
-    out = tmp_path / "out"
-    assert cli.main(["report", f"{FAULTS}/parameters/unused.py:broken", "--repro", str(out)]) == 1
-    said = f"ddpcheck: no script shows DDP101 (unused-parameter), nothing written to {out}\n"
-    assert capsys.readouterr().err == said and not out.exists()
-    with pytest.raises(UsageError, match=r"no script shows DDP512 \(checkpoint-race\)"):
-        write_reproduction(small_report("t", "DDP512"), f"{FAULTS}/parameters/unused.py:fixed", out)
-
-
 @pytest.mark.parametrize(("code", "shown"), [("DDP101", True), ("DDP104", False), ("DDP305", False)])
-def test_of_a_model_that_is_split_over_ranks_only_what_needs_no_common_samples_is_shown(code: str, shown: bool) -> None:
-    report = small_report("t", code)
-    report = replace(report, world={"world_size": 4, "steps": 3, "notes": [how_split([(0, 1), (2, 3)])]})
+def test_a_model_that_is_split_over_ranks_has_scripts_for_findings_that_need_no_common_samples(
+    code: str, shown: bool
+) -> None:
+    report = small_report(code, world_size=4, notes=[how_split([(0, 1), (2, 3)])])
     (finding,) = report.findings
     assert ("tensor parallelism" in why_none(finding, report)) is not shown
-    assert world_size_for(finding, report) == 4 and why_none(finding, small_report("t", code)) == ""
+    assert world_size_for(finding, report) == 4 and why_none(finding, small_report(code)) == ""
 
 
 def test_the_world_is_as_small_as_the_finding_allows() -> None:
@@ -509,22 +467,31 @@ if __name__ == "__main__":
 """
 
 
+LATE = """\
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.head = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.used(x)
+"""
+
+
 @pytest.mark.slow
-def test_a_target_stays_as_it_is_and_neither_its_tests_nor_its_program_run(tmp_path: Path, runner: Runner) -> None:
+def test_a_target_is_copied_unchanged_and_neither_its_tests_nor_its_program_run(
+    tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "pack"
     (package / "parts").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "other.py").write_text("import ddpcheck\n\nKIND = ddpcheck.Recipe\n")
-    (package / "parts" / "__init__.py").write_text("")
-    (package / "parts" / "late.py").write_text(
-        "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.used, self.head = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)\n\n"
-        "    def forward(self, x):\n        return self.used(x)\n"
-    )
-    (package / "task.py").write_text(MIXED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        script = write_reproduction(small_report("pack.task:make"), "pack.task:make", tmp_path / "out")
+    files = {"__init__.py": "", "other.py": "import ddpcheck\n\nKIND = ddpcheck.Recipe\n", "parts/__init__.py": ""}
+    for name, text in {**files, "parts/late.py": LATE, "task.py": MIXED}.items():
+        (package / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    script = write_reproduction(small_report(), "pack.task:make", tmp_path / "out")
     text = script.read_text()
     assert MIXED.partition("\n\n")[2] in text and text.count("from __future__ import annotations\n") == 1
     ran = runner.run(script)

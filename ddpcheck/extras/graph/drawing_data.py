@@ -6,7 +6,6 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import mul
 from typing import Literal
 
 from ddpcheck.findings.evidence.steps import PathEnd
@@ -112,11 +111,10 @@ COLOURS: Mapping[str, str] = {code: rule.color for code, rule in RULES.items() i
 The palette of Okabe and Ito, distinguishable with any kind of color blindness (https://jfly.uni-koeln.de/color/). The
 name of the rule is on every node as well.
 """
-_LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue (ITU-R BT.601)
-_BRIGHTNESS = {code: sum(map(mul, _LUMA, bytes.fromhex(color[1:]))) for code, color in COLOURS.items()}  # to 255
-DARK = [code for code, brightness in _BRIGHTNESS.items() if brightness < 100]  # need white text
 
 
 def colour(code: str) -> dict[str, str]:
     """Return the dot attributes of a parameter node for the rule `code`."""
-    return {"fillcolor": COLOURS[code], "fontcolor": "white" if code in DARK else "black"}
+    red, green, blue = bytes.fromhex(COLOURS[code][1:])
+    is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 100  # brightness from 0 to 255 (ITU-R BT.601)
+    return {"fillcolor": COLOURS[code], "fontcolor": "white" if is_dark else "black"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,12 +106,11 @@ class FlowRecorder(TensorRecorder):
         reason = f"{operation}()" if outputs else f"{operation}(), which leaves torch"
         if outputs and lost:
             reason = cut_reason(name, outputs[0])
-        end, hidden = None, False
-        ends = (stop for stop in self._ends.values() if lost or not outputs or stop.cause == "unreachable")
-        if any(stop.reason == reason for stop in ends):
-            end = self._ends.get(stop_key(PathEnd("", reason, user_location(), frame.module or "")))
-        if end:  # the stop node represents the operation
-            frame.after = key = stop_key(end)
+        key, hidden = stop_key(PathEnd("", reason, user_location(), frame.module or "")), False
+        end = self._ends.get(key)
+        is_end = end is not None and (lost or not outputs or end.cause == "unreachable")
+        if is_end:  # the stop node represents the operation
+            frame.after = key
             self.nodes.setdefault(key, Node(key, "stop", frame.module, end=end))
         elif outputs:
             key = self._node(frame).key
@@ -123,7 +121,7 @@ class FlowRecorder(TensorRecorder):
             return
         self._read(key, inputs)
         for output in outputs:
-            self._known[output] = entry = (key, not end and (output.requires_grad or hidden))
+            self._known[output] = entry = (key, not is_end and (output.requires_grad or hidden))
             if name.endswith("_") and output._base is not None and any(output is tensor for tensor in inputs):
                 self._known[output._base] = entry  # written in place through a view
 
@@ -236,7 +234,6 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
 
 MOST_NODES = 3_000  # Graphviz needs minutes for larger graphs
 _FRAMES_PER_NODE = 4  # Python frames per node in the recursion of torchviz
-_STACK = 512 << 20  # bytes of address space; only the used part takes memory
 _STOP = {"shape": "octagon", "color": "#B00020", "fillcolor": "#FFF1F0", "fontcolor": "#B00020"}
 _ADDRESS = re.compile(r"\b\d{9,}\b")
 
@@ -266,9 +263,12 @@ def draw_autograd(
             f"the autograd graph of the loss has {count:,} nodes, and --view autograd draws {MOST_NODES:,}: use --view "
             "modules, or a recipe with a smaller model"
         )
-    graph = _with_deep_stack(
-        lambda: make_dot(tuple(losses.values()), params={**tensors, **losses}), _FRAMES_PER_NODE * count
-    )
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + _FRAMES_PER_NODE * count)
+    try:
+        graph = make_dot(tuple(losses.values()), params={**tensors, **losses})
+    finally:
+        sys.setrecursionlimit(limit)
     stops: dict[str, str] = {}
     for name, (code, where) in marks.items():
         tensor = tensors.get(name)
@@ -283,18 +283,3 @@ def draw_autograd(
             graph.edge(key, stops[label], style="dashed")
     numbers: dict[str, str] = {}
     return _ADDRESS.sub(lambda match: numbers.setdefault(match[0], f"n{len(numbers)}"), str(graph.source))
-
-
-def _with_deep_stack(function: Any, frames: int) -> Any:
-    """Call a recursive function in a thread with room for `frames` frames."""
-    results: list[Any] = []
-    limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
-    sys.setrecursionlimit(limit + frames)
-    try:
-        thread = threading.Thread(target=lambda: results.append(function()))
-        thread.start()
-        thread.join()
-    finally:
-        threading.stack_size(size)
-        sys.setrecursionlimit(limit)
-    return results[0]

@@ -182,11 +182,10 @@ class Rank:
         return {**self.net.state_dict(), **kept}
 
     def attributes(self) -> dict[str, Any]:
-        facts = dict[str, Any](unregistered_state(self.net))
-        for path, part in self.net.named_modules():
-            named = {f"{path}.{key}".strip("."): x for key, x in vars(part).items() if isinstance(x, (int, float, str))}
-            facts |= {name: value for name, value in named.items() if name in self.set["subjects"]}
-        return facts
+        parts, plain = self.net.named_modules(), (int, float, str)
+        values = {f"{path}.{key}".strip("."): x for path, part in parts for key, x in vars(part).items()}
+        named = {name: x for name, x in values.items() if isinstance(x, plain) and name in self.set["subjects"]}
+        return {**dict(unregistered_state(self.net)), **named}
 
     def gradients(self) -> dict[str, Any]:
         return {name: dense(p.grad) for name, p in self.net.named_parameters() if p.grad is not None}

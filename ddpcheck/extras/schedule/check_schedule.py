@@ -91,10 +91,8 @@ def check_schedule(
         suppress=suppress,
         baseline=baseline,
     )
-    simulation, start = (
-        _Simulation(target, decided(options, target), progress or (lambda _words: None)),
-        time.perf_counter(),
-    )
+    simulation = _Simulation(target, decided(options, target), progress or (lambda _words: None))
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ddpcheck-", ignore_cleanup_errors=True) as folder:
         simulation.run(Path(folder))
     return simulation.report(time.perf_counter() - start)
@@ -199,7 +197,7 @@ class _Simulation:
         ]
         if 0 < self.shards < self.asked.world_size:
             parts = (
-                "all of it on each rank" if self.shards == 1 else "one half of it on even ranks, the other on odd ones"
+                "one half of it on even ranks, the other on odd ones" if self.shards > 1 else "all of it on each rank"
             )
             notes.append(f"the batch has fewer samples than there are ranks: {parts}")
         return notes

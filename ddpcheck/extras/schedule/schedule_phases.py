@@ -304,8 +304,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return Done(outputs)
 
     def _reduce_scatter_base(self, output: Any, source: Any, opts: Any = None) -> Any:
-        output.reshape(-1).copy_(source.reshape(self.size(), -1)[self.rank()])
-        _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
+        self.reduce_scatter([output.reshape(-1)], [source.reshape(self.size(), -1)], opts)
         return Done([output])
 
     reduce_scatter_single = _reduce_scatter_base
@@ -317,12 +316,14 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input_tensor in zip(outputs, inputs, strict=True):
-            _fill_repeated(output, input_tensor)
+            source = input_tensor.reshape(-1)  # is repeated if it is shorter than the output
+            if output.numel() and source.numel():
+                index = torch.arange(output.numel()) % source.numel()
+                output.copy_(source[index].reshape(output.shape))
         return Done(outputs)
 
     def alltoall_base(self, output: Any, source: Any, *_sizes: Any) -> Any:
-        _fill_repeated(output, source)
-        return Done([output])
+        return self.alltoall([output], [source])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input_tensor in zip(outputs or (), inputs, strict=False):
@@ -353,14 +354,6 @@ def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
         tensor.detach().pow_(size)
 
 
-def _fill_repeated(output: torch.Tensor, source: torch.Tensor) -> None:
-    """Fill `output` with the elements of `source`, repeated if shorter."""
-    flat = source.reshape(-1)
-    if output.numel() and flat.numel():
-        index = torch.arange(output.numel()) % flat.numel()
-        output.copy_(flat[index].reshape(output.shape))
-
-
 def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[ScheduledCall], SimulatedAnswers]:
     """Initialize a default process group with this rank real and all others simulated.
 
@@ -376,7 +369,9 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[Sched
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     collective_log.replace_functions(("new_group",), _of_our_backend)
-    collective_log.replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
+    collective_log.replace_functions(
+        ("monitored_barrier",), lambda _name, _original: lambda group=None, *_args, **_kwargs: dist.barrier(group)
+    )
     collective_log.record_calls(lambda call: calls.append(ScheduledCall(call)))
     collective_log.on_given.append(functools.partial(_note_wait, calls))
     return calls, answers
@@ -391,13 +386,8 @@ def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., A
     return new_group
 
 
-def _barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    dist.barrier(group)
-
-
 def _note_wait(calls: list[ScheduledCall], call: Call, kwargs: Mapping[str, Any]) -> None:
     """Mark the last collective as waiting unless it is asynchronous or functional."""
     if calls[-1].call is call:
-        calls[-1] = ScheduledCall(
-            call, waits=not (kwargs.get("async_op") or "self" in kwargs or "group_name" in kwargs)
-        )
+        is_async = kwargs.get("async_op") or "self" in kwargs or "group_name" in kwargs
+        calls[-1] = ScheduledCall(call, waits=not is_async)
