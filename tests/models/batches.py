@@ -131,11 +131,7 @@ def image_and_text(size: int = 32, *, labels: bool = False, **more: bool) -> Cal
 
 
 def image_question(size: int = 32, classes: int = 3) -> Callable[[int], Batch]:
-    return lambda _step: {
-        "input_ids": tokens(),
-        "pixel_values": images(size),
-        "labels": torch.rand(SAMPLES, classes),
-    }
+    return lambda _step: {"input_ids": tokens(), "pixel_values": images(size), "labels": torch.rand(SAMPLES, classes)}
 
 
 def image_tokens(image_token: int, count: int, size: int = 32) -> Callable[[int], Batch]:

@@ -115,10 +115,7 @@ ROWS: dict[str, A] = {
         | {"num_heads": 2, "window_size": 4, "max_position_embeddings": 64, "bos_token_id": 1}
         | {"eos_token_id": 2},
     ),
-    "gptj": A(
-        *(DECODER_ONLY, "GPT-J", "GPTJForCausalLM", b.causal_lm),
-        {**GPT2, "rotary_dim": 8},
-    ),
+    "gptj": A(*(DECODER_ONLY, "GPT-J", "GPTJForCausalLM", b.causal_lm), {**GPT2, "rotary_dim": 8}),
     "gpt_neox": A(DECODER_ONLY, "GPT-NeoX", "GPTNeoXForCausalLM", b.causal_lm, {**TEXT, **ENDS}),
     "llama": A(DECODER_ONLY, "Llama", "LlamaForCausalLM", b.causal_lm, DECODER),
     "mistral": A(DECODER_ONLY, "Mistral", "MistralForCausalLM", b.causal_lm, {**DECODER, "sliding_window": 4}),

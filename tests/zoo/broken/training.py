@@ -33,11 +33,7 @@ EXPECT = {
     "load_balancing": {"code": "DDP304", "subjects": ["loss"], "severity": "warning"},
     "weakly_coupled": {"code": "DDP304", "subjects": ["scaled"], "severity": "warning"},
     "gather_no_grad": {"code": "DDP309", "subjects": ["all_gather"], "severity": "warning"},
-    "functional_gather_without_gradient": {
-        "code": "DDP309",
-        "subjects": ["all_gather_tensor"],
-        "severity": "error",
-    },
+    "functional_gather_without_gradient": {"code": "DDP309", "subjects": ["all_gather_tensor"], "severity": "error"},
     "delay_all_reduce_too_early": {
         "code": ["DDP302", "DDP301", "DDP303"],
         "subjects": ["0.weight"],
@@ -172,9 +168,7 @@ def balancing_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 # The loss that balances experts multiplies means over the batch; the experts couple nothing.
 load_balancing = recipe(
-    Experts,
-    batch=lambda step: torch.randn(24, 8, generator=torch.Generator().manual_seed(step)),
-    loss=balancing_loss,
+    Experts, batch=lambda step: torch.randn(24, 8, generator=torch.Generator().manual_seed(step)), loss=balancing_loss
 )
 
 
