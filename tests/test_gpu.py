@@ -16,6 +16,7 @@ from ddpcheck.report.checking.check import check  # noqa: E402
 from tests.faultsuite.cases import FAULTS as FOLDER  # noqa: E402
 from tests.faultsuite.cases import Case, all_cases  # noqa: E402
 from tests.faultsuite.runs import faults_in  # noqa: E402
+from tests.reports import shown  # noqa: E402
 from tests.zoo import targets  # noqa: E402
 
 pytestmark = [
@@ -49,13 +50,6 @@ def target_of(name: str) -> str:
 
 def on_gpu(name: str, **options: Any) -> Report:
     return check(target_of(name), device="cuda", timeout=60, **options)
-
-
-def shown(report: Report) -> str:
-    lines = [f"{f.code} {f.severity.value} {f.subjects} ranks {f.ranks}: {f.message}" for f in report.findings]
-    lines += [fact for f in report.findings for fact in f.evidence]
-    lines += [f"{c.name}: {c.status} {c.detail}" for c in report.checks]
-    return "\n".join([report.status, *lines, str(report.error)])
 
 
 def assert_healthy(report: Report) -> None:

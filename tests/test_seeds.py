@@ -6,14 +6,11 @@ A row of the other systems is named in the docstring of a test: "Seed 2, it recu
 
 import ast
 import functools
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-FAULTS = ROOT / "examples" / "faults"
+from tests.faultsuite.cases import FAULTS, ROOT, read_case
 
 # What DistributedDataParallel only states in its documentation, the fault that breaks it, and the rule that tells.
 PYTORCH = {
@@ -95,20 +92,17 @@ NAMED = {
 @pytest.mark.parametrize("row", PYTORCH)
 def test_what_ddp_only_documents_is_a_fault_that_is_found(row: str) -> None:
     for name, code in PYTORCH[row].items():
-        path = FAULTS / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        fault = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(fault)
-        assert fault.EXPECT["code"] == code
-        assert {"broken", "fixed"} <= vars(fault).keys()
+        case = read_case(FAULTS / f"{name}.py")
+        assert case.expected.code == code
+        twins = re.findall(r"^(?:def )?(broken|fixed)\b", case.path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert {*twins} == {"broken", "fixed"}
 
 
 @functools.cache
 def docstrings() -> list[str]:
-    """Of all tests."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    nodes = [node for path in paths for node in ast.parse(path.read_text()).body]
+    """Of all tests in files that name a seed."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    nodes = [node for text in texts if re.search(r"\bseed [1-5]\b", text, re.I) for node in ast.parse(text).body]
     tests = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return [" ".join((ast.get_docstring(test) or "").split()) for test in tests]
 
