@@ -60,13 +60,7 @@ class Counted(Masked):
 def _in_stages(data: Masked) -> None:
     model, optimizer = begun()
     order: DistributedSampler[Tensor] = DistributedSampler(data)
-    loader = DataLoader(
-        data,
-        batch_size=8,
-        sampler=order,
-        num_workers=1,
-        persistent_workers=True,
-    )
+    loader = DataLoader(data, batch_size=8, sampler=order, num_workers=1, persistent_workers=True)
     for stage in range(3):
         order.set_epoch(stage)
         data.stage = stage

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +52,41 @@ def sgd(model: nn.Module, **options: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 
+def wrapped(model: nn.Module | None = None, **options: float) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    model = DistributedDataParallel(model or net())
+    return model, sgd(model, **options)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     cross_entropy(model(x), y).backward()
     optimizer.step()
 
 
-def averaged(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= WORLD
+@torch.no_grad()
+def average(tensors: Iterable[Tensor | None]) -> None:
+    for tensor in tensors:
+        assert tensor is not None
+        dist.all_reduce(tensor)
+        tensor /= WORLD
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def take(model: nn.Module, loss: Tensor) -> None:
+    """Gradients from `torch.autograd.grad`, of this rank."""
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
 
 
 # Data
 
 
 def slices_of_a_global_batch() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     loader = DataLoader(TensorDataset(*samples()), batch_size=32, shuffle=True, generator=torch.Generator())
     for x, y in loader:
         part = slice(RANK * len(x) // WORLD, (RANK + 1) * len(x) // WORLD)
@@ -86,8 +102,7 @@ class Parts(Sampler[list[int]]):
 
 
 def parts_of_a_global_draw() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     torch.manual_seed(7)
     for x, y in DataLoader(TensorDataset(*samples()), batch_sampler=Parts()):
         train(model, optimizer, x, y)
@@ -110,8 +125,7 @@ class Shard(Dataset[tuple[int, Tensor, Tensor]]):
 
 
 def shards() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for _ in range(2):
         loader = DataLoader(Shard(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
         for _, x, y in loader:
@@ -119,8 +133,7 @@ def shards() -> None:
 
 
 def chunks() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for chunk in range(3):
         data = TensorDataset(samples()[0] + chunk, samples()[1])
         sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
@@ -131,8 +144,7 @@ def chunks() -> None:
 
 def drawn_by_each_rank() -> None:
     """Random data of each rank's own below a sampler, which may split them: there are as many more as are wanted."""
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     torch.manual_seed(RANK)
     x = torch.randn(64, 16)
     data = TensorDataset(x, x[:, :4].argmax(1))
@@ -144,8 +156,7 @@ def drawn_by_each_rank() -> None:
 
 
 def noise_for_all_ranks() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     data, shared = TensorDataset(*samples()), torch.Generator().manual_seed(5)
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
     for x, y in DataLoader(data, batch_size=8, sampler=sampler):
@@ -154,8 +165,7 @@ def noise_for_all_ranks() -> None:
 
 
 def resumed_where_it_stopped() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     data = TensorDataset(*samples())
     for first_epoch, first, last in ((0, 0, 4), (1, 4, 2), (0, 3, 8)):  # stopped, resumed, and from an older state
         sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
@@ -180,8 +190,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 def held_out_by_a_sampler() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     training = SubsetRandomSampler(list(range(96))[RANK::WORLD], generator=torch.Generator().manual_seed(RANK))
     loader = DataLoader(Digits(), batch_size=8, sampler=training)
     for _ in range(2):
@@ -204,8 +213,7 @@ class Factors(nn.Module):
 
 def rows_by_number() -> None:
     torch.manual_seed(0)
-    model = DistributedDataParallel(Factors())
-    optimizer = sgd(model)
+    model, optimizer = wrapped(Factors())
     for index in torch.randperm(64).split(8):
         optimizer.zero_grad()
         model(index).backward()
@@ -215,8 +223,7 @@ def rows_by_number() -> None:
 def a_ring_of_neighbours() -> None:
     peers = {"me": RANK, "other": (RANK + 1) % WORLD}
     order = {name: (number + RANK) % 4 for number, name in enumerate(["web", "code", "books", "maths"])}
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for step, (x, y) in enumerate(own_batches(6)):
         train(model, optimizer, x * (1 + order["web"] * step % 4), y)
         got = torch.zeros(1)
@@ -230,8 +237,7 @@ def a_ring_of_neighbours() -> None:
 
 
 def attacks() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for x, y in own_batches(12):
         adversarial = x
         for _ in range(2):
@@ -269,7 +275,7 @@ def norms_before_averaging() -> None:
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-        averaged(list(model.parameters()))
+        average(gradients(model))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -317,17 +323,15 @@ def summed_by_a_hook() -> None:
 
 def compressed_gradients() -> None:
     """Made up for in later steps; and to 16 bits, in which the gradient of a bias before a BatchNorm is nothing."""
-    wrapped = DistributedDataParallel(net())
+    model, optimizer = wrapped()
     state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
-    wrapped.register_comm_hook(state, powerSGD_hook)
-    optimizer = sgd(wrapped)
+    model.register_comm_hook(state, powerSGD_hook)
     for x, y in own_batches(24):
-        train(wrapped, optimizer, x, y)
-    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)))
-    wrapped.register_comm_hook(None, fp16_compress_hook)
-    optimizer = sgd(wrapped)
+        train(model, optimizer, x, y)
+    model, optimizer = wrapped(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)))
+    model.register_comm_hook(None, fp16_compress_hook)
     for x, y in own_batches(12):
-        train(wrapped, optimizer, x, y)
+        train(model, optimizer, x, y)
 
 
 # Models of each rank's own, for a time
@@ -340,40 +344,28 @@ def local_steps() -> None:
     for _ in range(4):
         for _ in range(6):
             train(model, optimizer, *next(batches))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.data)
-                parameter.data /= WORLD
+        average(parameter.data for parameter in model.parameters())
 
 
 def local_steps_by_a_hook() -> None:
     """As torch has them: the hook stops to average over all ranks, and the parameters are averaged after some steps."""
-    wrapped = DistributedDataParallel(net())
-    alone = dist.new_subgroups(group_size=1)[0]
-    wrapped.register_comm_hook(PostLocalSGDState(None, alone, 6), fp16_compress_wrapper(post_localSGD_hook))
-    optimizer = sgd(wrapped, momentum=0.9)
+    model, optimizer = wrapped(momentum=0.9)
+    own = dist.new_subgroups(group_size=1)[0]
+    model.register_comm_hook(PostLocalSGDState(None, own, 6), fp16_compress_wrapper(post_localSGD_hook))
     averager = PeriodicModelAverager(period=4, warmup_steps=6)
     for x, y in own_batches(22):
-        train(wrapped, optimizer, x, y)
-        averager.average_parameters(wrapped.parameters())
+        train(model, optimizer, x, y)
+        averager.average_parameters(model.parameters())
 
 
 def steps_of_taken_gradients() -> None:
     """Gradients from `torch.autograd.grad`, each rank's own; the parameters are averaged after some steps."""
-    model = DistributedDataParallel(net())
-    parameters = list(model.parameters())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for number, (x, y) in enumerate(own_batches(20)):
-        for parameter, gradient in zip(
-            parameters, torch.autograd.grad(cross_entropy(model(x), y), parameters), strict=True
-        ):
-            parameter.grad = gradient
+        take(model, cross_entropy(model(x), y))
         optimizer.step()
         if number % 5 == 4:
-            with torch.no_grad():
-                for parameter in parameters:
-                    dist.all_reduce(parameter)
-                    parameter /= WORLD
+            average(model.parameters())
 
 
 def rounds_of_new_optimizers() -> None:
@@ -382,10 +374,7 @@ def rounds_of_new_optimizers() -> None:
         optimizer = sgd(model)
         for x, y in own_batches(6):
             train(model, optimizer, x, y)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.data)
-                parameter.data /= WORLD
+        average(parameter.data for parameter in model.parameters())
 
 
 def inner_loops() -> None:
@@ -396,16 +385,15 @@ def inner_loops() -> None:
         inner = sgd(fast)
         for _ in range(3):
             train(fast, inner, x, y)
-        gradients = torch.autograd.grad(cross_entropy(fast(x), y), list(fast.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        averaged(list(model.parameters()))
+        take(fast, cross_entropy(fast(x), y))
+        for parameter, of_copy in zip(model.parameters(), fast.parameters(), strict=True):
+            parameter.grad = of_copy.grad
+        average(gradients(model))
         outer.step()
 
 
 def inner_loops_beside_a_wrapper() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for x, y in own_batches(18):
         copied = copy.deepcopy(model.module)
         inner = sgd(copied)
@@ -419,14 +407,12 @@ def inner_loops_beside_a_wrapper() -> None:
 
 def uneven_and_again() -> None:
     inner = net()
-    model = DistributedDataParallel(inner)
-    optimizer = sgd(model)
+    model, optimizer = wrapped(inner)
     for _ in range(2):
         with Join([model]):
             for x, y in own_batches(6 + 2 * RANK):
                 train(model, optimizer, x, y)
-    model = DistributedDataParallel(inner)
-    optimizer = sgd(model)
+    model, optimizer = wrapped(inner)
     for x, y in own_batches(6):
         train(model, optimizer, x, y)
 
@@ -445,8 +431,7 @@ def tensor_as_dataset() -> None:
     """A loader goes through a tensor, in which `==` compares each element."""
     x, _ = samples()
     sampler: DistributedSampler[Tensor] = DistributedSampler(x)  # type: ignore[arg-type]
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for batch in DataLoader(x, 8, sampler=sampler):  # type: ignore[arg-type]
@@ -468,8 +453,7 @@ def trials() -> None:
 
 
 def residuals_of_each_rank() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     squares = {name: torch.zeros_like(p) for name, p in model.module.named_parameters()}
     for x, y in own_batches(24):
         loss = cross_entropy(model.module(x), y)
@@ -482,8 +466,7 @@ def residuals_of_each_rank() -> None:
 
 def average_on_rank_0() -> None:
     """Only rank 0 keeps it up; it is broadcast before all ranks evaluate it."""
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     average = copy.deepcopy(model.module).requires_grad_(False)
     for step, (x, y) in enumerate(own_batches(36)):
         train(model, optimizer, x, y)
@@ -497,8 +480,7 @@ def average_on_rank_0() -> None:
 
 
 def adapted_weights() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for x, y in own_batches(24):
         fast = {name: p.detach().clone().requires_grad_() for name, p in model.module.named_parameters()}
         loss = cross_entropy(torch.func.functional_call(model.module, fast, (x,)), y)
@@ -529,8 +511,7 @@ class Proxy:
 def odd_variables() -> None:
     lazy, unfinished, on_disk = nn.LazyLinear(4), Unfinished(), OnDisk(first=torch.zeros(1))
     proxies, later = {"first": Proxy(), "second": Proxy()}, {"first": torch.zeros(1), "second": Proxy()}
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # to be replaced some day
         scripted = torch.jit.script(copy.deepcopy(model.module))
@@ -540,8 +521,8 @@ def odd_variables() -> None:
 
 
 def compiled_around_the_wrapper() -> None:
-    model = DistributedDataParallel(net())
-    compiled, optimizer = torch.compile(model, backend="eager"), sgd(model)
+    model, optimizer = wrapped()
+    compiled = torch.compile(model, backend="eager")
     for x, y in own_batches(6):
         train(compiled, optimizer, x, y)  # type: ignore[arg-type]
 
@@ -551,8 +532,7 @@ def compiled_around_the_wrapper() -> None:
 
 def forward_by_its_name() -> None:
     """What a wrapper's own forward does is done, and no hook is called."""
-    model = DistributedDataParallel(nn.Sequential(net(), nn.BatchNorm1d(4)))
-    optimizer = sgd(model)
+    model, optimizer = wrapped(nn.Sequential(net(), nn.BatchNorm1d(4)))
     batches = own_batches(24)
     for (x, y), (more, of_more) in zip(batches, batches, strict=True):
         optimizer.zero_grad()
@@ -564,8 +544,7 @@ def forward_by_its_name() -> None:
 
 def ascents_of_each_rank() -> None:
     """Sharpness-aware minimisation, as its paper has it on several ranks: each ascends by its own gradient."""
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for x, y in own_batches(12):
         with model.no_sync():
             cross_entropy(model(x), y).backward()
@@ -585,24 +564,20 @@ def ascents_of_each_rank() -> None:
 
 def surgery_after_a_warm_up() -> None:
     """DDP averages the first steps; later each task's gradient is taken past the wrapper, and averaged by hand."""
-    model = DistributedDataParallel(net())
-    optimizer = sgd(model)
+    model, optimizer = wrapped()
     for number, (x, y) in enumerate(own_batches(24)):
         if number < 8:
             train(model, optimizer, x, y)
             continue
-        parameters = list(model.module.parameters())
-        taken = torch.autograd.grad(cross_entropy(model.module(x), y), parameters)
-        for parameter, gradient in zip(parameters, taken, strict=True):
-            dist.all_reduce(gradient)
-            parameter.grad = gradient / WORLD
+        take(model.module, cross_entropy(model.module(x), y))
+        average(gradients(model))
         optimizer.step()
 
 
 def weights_that_are_tried() -> None:
     """Each rank looks at what an own change of the weights does, and loads what it had kept of them."""
-    model = DistributedDataParallel(net())
-    optimizer, own = sgd(model), torch.Generator().manual_seed(RANK)
+    model, optimizer = wrapped()
+    own = torch.Generator().manual_seed(RANK)
     for _ in range(3):
         for x, y in own_batches(4):
             train(model, optimizer, x, y)
@@ -616,8 +591,8 @@ def weights_that_are_tried() -> None:
 
 
 def smoothed_labels_of_mixed_samples() -> None:
-    model = DistributedDataParallel(net())
-    optimizer, own = sgd(model), torch.Generator().manual_seed(RANK)
+    model, optimizer = wrapped()
+    own = torch.Generator().manual_seed(RANK)
     for x, y in own_batches(16):
         share, other = float(torch.rand((), generator=own)), torch.randperm(len(x), generator=own)
         out = model(share * x + (1 - share) * x[other])
@@ -648,31 +623,13 @@ def files_after_a_message() -> None:
 
 LOOPS: tuple[Callable[[], None], ...] = (
     *(slices_of_a_global_batch, parts_of_a_global_draw, shards, chunks, held_out_by_a_sampler, rows_by_number),
-    *(drawn_by_each_rank, noise_for_all_ranks, resumed_where_it_stopped),
-    *(a_ring_of_neighbours, attacks, clipped_by_sample, norms_before_averaging, moved_gradients, summed_by_a_hook),
-    *(compressed_gradients, local_steps_by_a_hook),
-    *(
-        local_steps,
-        steps_of_taken_gradients,
-        rounds_of_new_optimizers,
-        inner_loops,
-        inner_loops_beside_a_wrapper,
-        uneven_and_again,
-        uneven_and_sharded,
-        tensor_as_dataset,
-        trials,
-        residuals_of_each_rank,
-        average_on_rank_0,
-        adapted_weights,
-        odd_variables,
-        compiled_around_the_wrapper,
-        forward_by_its_name,
-        ascents_of_each_rank,
-        surgery_after_a_warm_up,
-        weights_that_are_tried,
-        smoothed_labels_of_mixed_samples,
-        files_after_a_message,
-    ),
+    *(drawn_by_each_rank, noise_for_all_ranks, resumed_where_it_stopped, a_ring_of_neighbours, attacks),
+    *(clipped_by_sample, norms_before_averaging, moved_gradients, summed_by_a_hook, compressed_gradients),
+    *(local_steps_by_a_hook, local_steps, steps_of_taken_gradients, rounds_of_new_optimizers, inner_loops),
+    *(inner_loops_beside_a_wrapper, uneven_and_again, uneven_and_sharded, tensor_as_dataset, trials),
+    *(residuals_of_each_rank, average_on_rank_0, adapted_weights, odd_variables, compiled_around_the_wrapper),
+    *(forward_by_its_name, ascents_of_each_rank, surgery_after_a_warm_up, weights_that_are_tried),
+    *(smoothed_labels_of_mixed_samples, files_after_a_message),
 )
 
 if __name__ == "__main__":

@@ -76,6 +76,15 @@ def batches(first: int = 0, epochs: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
         yield from DataLoader(data, batch_size=4, sampler=sampler)
 
 
+def steps(model: Any, optimizer: Any = None, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hand out batches, before which gradients are zeroed, and after which the optimizer steps."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in batches(first):
+        optimizer.zero_grad()
+        yield x, y
+        optimizer.step()
+
+
 def train(model: Any, optimizer: Any = None, *, first: int = 0, clips: bool = False, scheduled: bool = False) -> Any:
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 32) if scheduled else None
@@ -193,16 +202,13 @@ def averaged_statistics() -> None:
 
 def clipped_by_hand() -> None:
     model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in batches():
-        optimizer.zero_grad()
+    for x, y in steps(model):
         cross_entropy(model(x), y).backward()
         shards = [p.grad.to_local() for p in model.parameters()]
         square = torch.stack([shard.square().sum() for shard in shards]).sum()
         dist.all_reduce(square)
         for shard in shards:
             shard.mul_(min(1.0, 0.1 / float(square.sqrt())))
-        optimizer.step()
 
 
 def summed_by_count() -> None:
@@ -212,24 +218,18 @@ def summed_by_count() -> None:
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo multiplies no other way
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in batches():
+    for x, y in steps(model):
         count = torch.tensor(float(len(y)))
         dist.all_reduce(count)
-        optimizer.zero_grad()
         (cross_entropy(model(x), y, reduction="sum") / count).backward()
-        optimizer.step()
 
 
 def two_backward_passes() -> None:
     model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in batches():
-        optimizer.zero_grad()
+    for x, y in steps(model):
         out = model(x)
         cross_entropy(out, y).backward(retain_graph=True)
         (0.01 * out.square().mean()).backward()
-        optimizer.step()
 
 
 def two_models() -> None:
@@ -247,11 +247,8 @@ def two_models() -> None:
 def branch_of_all_ranks() -> None:
     """A layer has no part in every second step, on any rank."""
     model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
+    for number, (x, y) in enumerate(steps(model)):
         cross_entropy(model(x, short=number % 2 == 1), y).backward()
-        optimizer.step()
 
 
 def by_another_method() -> None:
@@ -264,11 +261,8 @@ def by_another_method() -> None:
 
     model = sharded(Scorer())
     register_fsdp_forward_method(model, "score")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in batches():
-        optimizer.zero_grad()
+    for x, y in steps(model):
         cross_entropy(model.score(x), y).backward()
-        optimizer.step()
 
 
 def unfrozen_later() -> None:
@@ -304,28 +298,18 @@ LOOPS: dict[str, Callable[[], object]] = {
     "all_resharded": lambda: train(sharded(reshard_after_forward=True)),
     "half_precision": lambda: train(sharded(mp_policy=HALF)),
     "recomputed": lambda: train(sharded(Net(recomputes=True))),
-    "recomputed_by_a_wrapper": recomputed_by_a_wrapper,
     "compiled": lambda: train(torch.compile(sharded(), backend="aot_eager")),
-    "frozen": frozen,
     "accumulated": partial(accumulated, synced=False),
     "accumulated_late": partial(accumulated, synced=False, late=True),
     "accumulated_synced": partial(accumulated, synced=True),
-    "saved_and_restored": saved_and_restored,
-    "handed_out_by_rank_0": handed_out_by_rank_0,
-    "made_without_values": made_without_values,
-    "evaluated": evaluated,
-    "averaged_weights": averaged_weights,
-    "averaged_statistics": averaged_statistics,
-    "clipped_by_hand": clipped_by_hand,
-    "summed_by_count": summed_by_count,
-    "two_backward_passes": two_backward_passes,
-    "two_models": two_models,
-    "branch_of_all_ranks": branch_of_all_ranks,
-    "by_another_method": by_another_method,
-    "moved": moved,
-    "loaded_by_assignment": loaded_by_assignment,
     "hybrid": lambda: train(sharded(shape=(2, WORLD // 2)), clips=True) if WORLD > 3 else None,
 }
+for _loop in (
+    *(recomputed_by_a_wrapper, frozen, saved_and_restored, handed_out_by_rank_0, made_without_values),
+    *(evaluated, averaged_weights, averaged_statistics, clipped_by_hand, summed_by_count),
+    *(two_backward_passes, two_models, branch_of_all_ranks, by_another_method, moved, loaded_by_assignment),
+):
+    LOOPS[_loop.__name__] = _loop
 
 BY_NAME: dict[str, Callable[[], object]] = {"unfrozen_later": unfrozen_later}
 """Only run where they are named: clean, but not all of their optimizers' parameters are watched."""

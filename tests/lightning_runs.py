@@ -31,11 +31,15 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 
 
 class Net(pl.LightningModule):
-    """Two layers on two classes, which logs."""
+    """Two layers on two classes, which logs; with a layer of the name `extra`, if there is one."""
+
+    extra = ""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        if self.extra:
+            setattr(self, self.extra, nn.Linear(4, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -59,9 +63,7 @@ class Net(pl.LightningModule):
 
 
 class Unused(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.leftover = nn.Linear(4, 2)
+    extra = "leftover"
 
 
 class Detached(Net):
@@ -71,27 +73,21 @@ class Detached(Net):
 
 
 class NotInLoss(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.auxiliary = nn.Linear(4, 2)
+    extra = "auxiliary"
 
     def training_step(self, batch: Any, index: int) -> Any:
         return {"loss": self.loss(batch), "auxiliary": self.auxiliary(batch[0])}
 
 
 class RankOneSkips(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 2)
+    extra = "gate"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x) if self.global_rank == 1 else self.body(x) + self.gate(x)
 
 
 class Sometimes(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 2)
+    extra = "gate"
 
     def training_step(self, batch: Any, index: int) -> Any:
         return cross_entropy(self(batch[0]) + (self.gate(batch[0]) if index % 2 else 0), batch[1])
@@ -216,9 +212,7 @@ class ManualAccumulation(Manual):
 
 
 class ManualUnused(Manual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.leftover = nn.Linear(4, 2)
+    extra = "leftover"
 
 
 class ManualPastTheStrategy(Manual):

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,8 +68,12 @@ class Net(nn.Module):
         if ties:
             self.head.weight = self.words.weight
 
+    def embedded(self, x: Tensor) -> Tensor:
+        out: Tensor = self.words(x)
+        return out
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.words(x)
+        x = self.embedded(x)
         for block in self.blocks:
             x = block(x)
         out: Tensor = self.head(self.norm(x))
@@ -82,12 +87,8 @@ class Shifted(Net):
         super().__init__(seed=seed)
         self.shift = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.words(x) + self.shift
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+    def embedded(self, x: Tensor) -> Tensor:
+        return super().embedded(x) + self.shift
 
 
 def grid(tp: int) -> DeviceMesh:
@@ -208,35 +209,31 @@ def save_and_restore(model: Any, optimizer: Any) -> None:
     set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
 
 
-def whole_loop(wrapped: Any, mesh: DeviceMesh) -> None:
-    optimizer = train(wrapped, mesh)
-    evaluate(wrapped, mesh)
-    save_and_restore(wrapped, optimizer)
-    train(wrapped, mesh, optimizer, first=2)
+def wrapped(kind: str, net: Net | None = None, **plan: Any) -> tuple[Any, DeviceMesh]:
+    """A model that is split over all ranks ("tp"), or over two, with `fully_shard` or DDP around it ("fsdp", "ddp")."""
+    mesh = grid(dist.get_world_size() if kind == "tp" else 2)
+    model = split(net or Net(), mesh["tp"], **plan)
+    if kind == "tp":
+        return model, mesh
+    return (sharded(model, mesh["dp"]) if kind == "fsdp" else replicated(model, mesh)), mesh
 
 
-def tp_alone(**options: Any) -> None:
-    mesh = grid(dist.get_world_size())
-    sequence = options.pop("sequence", False)
-    whole_loop(split(Net(**options), mesh["tp"], sequence=sequence), mesh)
+def whole_loop(kind: str, *, sequence: bool = False, **options: Any) -> None:
+    model, mesh = wrapped(kind, Net(**options), sequence=sequence)
+    optimizer = train(model, mesh)
+    evaluate(model, mesh)
+    save_and_restore(model, optimizer)
+    train(model, mesh, optimizer, first=2)
 
 
 def tp_of_library_clip() -> None:
-    mesh = grid(dist.get_world_size())
-    model = split(Net(), mesh["tp"], sequence=True)
+    model, mesh = wrapped("tp", sequence=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for rows in batches(mesh):
         optimizer.zero_grad()
         loss_of(model, rows).backward()
         clip_grad_norm_([p for p in model.parameters() if isinstance(p, DTensor)], 0.5)
         optimizer.step()
-
-
-def tp_and_fsdp(**options: Any) -> None:
-    mesh = grid(2)
-    sequence = options.pop("sequence", False)
-    model = split(Net(**options), mesh["tp"], sequence=sequence)
-    whole_loop(sharded(model, mesh["dp"]), mesh)
 
 
 def tp_of_parts_of_sequences() -> None:
@@ -257,16 +254,9 @@ def tp_of_parts_of_sequences() -> None:
         optimizer.step()
 
 
-def tp_and_ddp(**options: Any) -> None:
-    mesh = grid(2)
-    sequence = options.pop("sequence", False)
-    whole_loop(replicated(split(Net(**options), mesh["tp"], sequence=sequence), mesh), mesh)
-
-
 def tp_and_fsdp_of_sums() -> None:
     """Sums of parts of the classes, divided by the number of words of all replicas; gradients are added up."""
-    mesh = grid(2)
-    model = sharded(split(Net(), mesh["tp"], sequence=True, sums=True), mesh["dp"])
+    model, mesh = wrapped("fsdp", sequence=True, sums=True)
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
@@ -282,21 +272,15 @@ def tp_and_fsdp_of_sums() -> None:
         optimizer.step()
 
 
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, "_sequence": {"sequence": True}, "_drops": {"drops": 0.1}}
+TIED = {"_tied": {"ties": True}}
 HEALTHY: dict[str, Callable[[], object]] = {
-    "tp": tp_alone,
-    "tp_sequence": lambda: tp_alone(sequence=True),
-    "tp_tied": lambda: tp_alone(ties=True),
-    "tp_drops": lambda: tp_alone(drops=0.1),
+    **{f"tp{suffix}": partial(whole_loop, "tp", **options) for suffix, options in (OPTIONS | TIED).items()},
+    **{f"fsdp{suffix}": partial(whole_loop, "fsdp", **options) for suffix, options in (OPTIONS | TIED).items()},
+    **{f"ddp{suffix}": partial(whole_loop, "ddp", **options) for suffix, options in OPTIONS.items()},
     "tp_of_library_clip": tp_of_library_clip,
-    "fsdp": tp_and_fsdp,
-    "fsdp_sequence": lambda: tp_and_fsdp(sequence=True),
-    "fsdp_tied": lambda: tp_and_fsdp(ties=True),
-    "fsdp_drops": lambda: tp_and_fsdp(drops=0.1),
     "fsdp_parts": tp_of_parts_of_sequences,
     "fsdp_sums": tp_and_fsdp_of_sums,
-    "ddp": tp_and_ddp,
-    "ddp_sequence": lambda: tp_and_ddp(sequence=True),
-    "ddp_drops": lambda: tp_and_ddp(drops=0.1),
 }
 
 
@@ -339,8 +323,7 @@ def replicated(model: Net, mesh: DeviceMesh) -> Any:
 @fault("DDP516", "DistributedSampler(data, parts, part)")
 def sampler_over_the_world() -> None:
     """Each rank takes its part of the data: also those that compute one model together."""
-    mesh = grid(2)
-    model = sharded(split(Net(), mesh["tp"]), mesh["dp"])
+    model, mesh = wrapped("fsdp")
     of_world = dist.get_world_size(), dist.get_rank()
     train(model, mesh, sample=None if FIXED else of_world)
 
@@ -348,8 +331,7 @@ def sampler_over_the_world() -> None:
 @fault("DDP516", "return cross_entropy(model(rows[:, :-1])")
 def batches_of_each_rank_with_parts_of_sequences() -> None:
     """No sampler, and each rank draws its batches; layers in the model have parts of the sequence, the model not."""
-    mesh = grid(2)
-    model = sharded(split(Net(), mesh["tp"], sequence=True), mesh["dp"])
+    model, mesh = wrapped("fsdp", sequence=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     own = torch.Generator().manual_seed(mesh["dp"].get_local_rank() if FIXED else dist.get_rank())
     for _ in range(12):
@@ -361,8 +343,7 @@ def batches_of_each_rank_with_parts_of_sequences() -> None:
 @fault("DDP516", "DistributedSampler(data, parts, part)")
 def sampler_over_tensor_parallelism() -> None:
     """The sampler is given the other dimension of the mesh: both replicas take the same, and in each of them others."""
-    mesh = grid(2)
-    model = replicated(split(Net(), mesh["tp"]), mesh)
+    model, mesh = wrapped("ddp")
     tp = mesh["tp"]
     train(model, mesh, sample=None if FIXED else (tp.size(), tp.get_local_rank()))
 
@@ -370,16 +351,14 @@ def sampler_over_tensor_parallelism() -> None:
 @fault("DDP516", "DistributedSampler(data, parts, part)")
 def sampler_without_data_parallelism() -> None:
     """The ranks of the one model take a part of the data each."""
-    mesh = grid(dist.get_world_size())
-    model = split(Net(), mesh["tp"])
+    model, mesh = wrapped("tp")
     train(model, mesh, sample=None if FIXED else (dist.get_world_size(), dist.get_rank()))
 
 
 @fault("DDP505", "DistributedSampler(data, parts, part)")
 def same_batches_everywhere() -> None:
     """All replicas take all of the data, in the same order."""
-    mesh = grid(2)
-    model = sharded(split(Net(), mesh["tp"]), mesh["dp"])
+    model, mesh = wrapped("fsdp")
     train(model, mesh, sample=None if FIXED else (1, 0))
 
 
@@ -405,23 +384,19 @@ def replicas_start_differently() -> None:
 @fault("DDP301", "parallelize_module(model, mesh, plan)")
 def norms_not_in_the_plan() -> None:
     """What is between blocks is split along the sequence, and norms are not told: nothing adds up their gradients."""
-    mesh = grid(2)
-    model = split(Net(), mesh["tp"], sequence=True, norms=FIXED)
-    train(sharded(model, mesh["dp"]), mesh, clips=False)
+    train(*wrapped("fsdp", sequence=True, norms=FIXED), clips=False)
 
 
 @fault("DDP301", "parallelize_module(model, mesh, plan)")
 def norms_not_in_the_plan_without_data_parallelism() -> None:
     """The same, of one model over all ranks."""
-    mesh = grid(dist.get_world_size())
-    train(split(Net(), mesh["tp"], sequence=True, norms=FIXED), mesh, clips=False)
+    train(*wrapped("tp", sequence=True, norms=FIXED), clips=False)
 
 
 @fault("DDP301", "for rows in batches(mesh, first=first, **data):")
 def dropout_of_each_rank() -> None:
     """Every rank draws its own dropout of what all ranks of a model compute alike."""
-    mesh = grid(2)
-    model = replicated(split(Net(drops=0.2), mesh["tp"]), mesh)
+    model, mesh = wrapped("ddp", Net(drops=0.2))
     train(model, mesh, clips=False, seed=mesh["dp"].get_local_rank() if FIXED else dist.get_rank())
 
 
@@ -509,29 +484,25 @@ def train_clipped(model: Any, mesh: DeviceMesh, *, sums: bool, all_of_it: bool) 
 @fault("DDP306", "squares = {name: p.grad.square().sum()")
 def norm_of_own_parts() -> None:
     """Each rank clips by the norm of its own parts."""
-    mesh = grid(2)
-    model = replicated(split(Net(), mesh["tp"]), mesh)
+    model, mesh = wrapped("ddp")
     train_clipped(model, mesh, sums=FIXED, all_of_it=not FIXED)
 
 
 @fault("DDP306", "squares = {name: p.grad.square().sum()")
 def norm_with_replicas() -> None:
     """The squares of all norms are added up over the ranks of a model: also those of what each of them has."""
-    mesh = grid(2)
-    model = replicated(split(Net(), mesh["tp"]), mesh)
+    model, mesh = wrapped("ddp")
     train_clipped(model, mesh, sums=True, all_of_it=not FIXED)
 
 
 @fault("DDP303", "/ dist.get_world_size()")
 def loss_divided_by_the_world() -> None:
     """The loss is divided by the number of all ranks, and DDP averages over the replicas."""
-    mesh = grid(2)
-    model = replicated(split(Net(), mesh["tp"]), mesh)
+    model, mesh = wrapped("ddp")
     optimizer = torch.optim.SGD(HELD[model].values(), lr=0.05)
     for rows in batches(mesh):
         optimizer.zero_grad()
-        out = model(rows[:, :-1])
-        loss = cross_entropy(out.flatten(0, 1), rows[:, 1:].flatten())
+        loss = loss_of(model, rows)
         if not FIXED:
             loss = loss / dist.get_world_size()
         loss.backward()
@@ -567,9 +538,9 @@ def optimizer_before_split_and_shards() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    every = HEALTHY | {name: one.loop for name, one in FAULTS.items()}
+    loops = HEALTHY | {name: expected.loop for name, expected in FAULTS.items()}
     for name in [argument for argument in sys.argv[1:] if not argument.startswith("--")]:
-        every[name]()
+        loops[name]()
     dist.destroy_process_group()
 
 

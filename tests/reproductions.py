@@ -27,6 +27,7 @@ from ddpcheck.findings.report import Finding, Report
 from ddpcheck.report.checking.check import check
 from tests.faultsuite.cases import all_cases
 from tests.launchers.slurm import free_ports
+from tests.zoo import targets
 
 ROOT = Path(__file__).parents[1]
 
@@ -182,7 +183,7 @@ def write(report: Report, target: str, folder: Path, finding: Finding | None = N
 
 def main(words: list[str]) -> int:
     """Run all of them, or those whose target or whose code has one of `words` in it."""
-    zoo = [(str(path), "", 2, 3) for path in sorted((ROOT / "tests/zoo/broken").glob("*.py"))]
+    zoo = [(target, "", 2, 3) for target in targets("broken").values()]
     faults = [
         (f"{c.path}:broken", f"{c.path}:fixed", c.expected.world_size, c.expected.steps)
         for c in all_cases()
@@ -193,7 +194,7 @@ def main(words: list[str]) -> int:
     with Runner() as runner, tempfile.TemporaryDirectory() as folder:
         for number, (target, twin, world_size, steps) in enumerate(zoo + faults):
             report = check(target, world_size=world_size, steps=steps, timeout=8)
-            name = Path(target.partition(":")[0]).stem
+            name = Path(target).name
             if not report.findings:
                 print(f"{name}: no finding: {report.status}", flush=True)
                 continue

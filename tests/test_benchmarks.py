@@ -177,21 +177,9 @@ for pid in pids:
 
 @pytest.mark.exhaustive
 def test_the_command_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    names = ["imported", "worlds", "fixture"]
+    options = "--repetitions 1 --ranks 2 --json run.json --only imported worlds fixture".split()
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.harnesses",
-            "--repetitions",
-            "1",
-            "--ranks",
-            "2",
-            "--json",
-            "run.json",
-            "--only",
-            *names,
-        ],
+        [sys.executable, "-m", "benchmarks.harnesses", *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         capture_output=True,

@@ -81,20 +81,23 @@ def test_a_snippet_runs_in_a_process(page: str, words: str) -> None:
     run(of(page, words), "function, argument = (lambda x: x), 1\n")
 
 
-@pytest.mark.parametrize(
-    ("page", "words"),
-    [
-        ("assertions.md", "assert_no_anomalous_params"),
-        ("troubleshooting.md", "assert_same_on_all_ranks"),
-        ("launchers.md", "init_dist()"),
-        ("launchers.md", "master_only"),
-        ("wrapper.md", "from ddpcheck import Checked"),
-        ("wrapper.md", "watch.compare"),
-        ("wrapper.md", "find_unused_parameters=True"),
-    ],
+ON_RANKS_OF = (
+    ("assertions.md", "assert_no_anomalous_params"),
+    ("troubleshooting.md", "assert_same_on_all_ranks"),
+    ("launchers.md", "init_dist()"),
+    ("launchers.md", "master_only"),
+    ("wrapper.md", "from ddpcheck import Checked"),
+    ("wrapper.md", "watch.compare"),
+    ("wrapper.md", "find_unused_parameters=True"),
 )
-def test_a_snippet_runs_on_ranks(page: str, words: str, ddp_world: Any) -> None:
-    ddp_world.run(run_on_a_rank, of(page, words))
+
+
+def test_snippets_run_on_ranks(ddp_world: Any) -> None:
+    codes = [of(page, words) for page, words in ON_RANKS_OF]
+    codes += [code for code, _ in snippets(README, "python") if "CheckedDistributedDataParallel" in code][:1]
+    assert len(codes) == len(ON_RANKS_OF) + 1
+    for code in codes:
+        ddp_world.run(run_on_a_rank, code)
 
 
 def test_the_first_test_passes(ddp_world: Any) -> None:
@@ -110,10 +113,3 @@ def test_the_test_in_the_readme_passes(ddp_world: Any, tmp_path: Path, monkeypat
     (tmp_path / "check_net.py").write_text(f"{around}\nmodel, batch, loss = Net, make_batch, compute_loss\n")
     monkeypatch.chdir(tmp_path)
     test(ddp_world)
-
-
-def test_the_wrapper_in_the_readme_wraps(ddp_world: Any) -> None:
-    ddp_world.run(
-        run_on_a_rank,
-        next(code for code, _ in snippets(README, "python") if "CheckedDistributedDataParallel" in code),
-    )

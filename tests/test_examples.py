@@ -36,16 +36,8 @@ EXAMPLES = {
 }
 # Examples that have tests and pages of their own.
 ELSEWHERE = (
-    "many_ranks/",
-    "parity/",
-    "pytest/",
-    "rules/",
-    "training_loop/",
-    "transformers/",
-    "accelerate/",
-    "lightning/",
-    "mmengine/",
-    "scripts/",
+    *("many_ranks/", "parity/", "pytest/", "rules/", "training_loop/", "scripts/"),
+    *("transformers/", "accelerate/", "lightning/", "mmengine/"),
 )
 
 

@@ -16,13 +16,14 @@ from ddpcheck.report.checking.check import check  # noqa: E402
 from tests.faultsuite.cases import FAULTS as FOLDER  # noqa: E402
 from tests.faultsuite.cases import Case, all_cases  # noqa: E402
 from tests.faultsuite.runs import faults_in  # noqa: E402
+from tests.reports import shown  # noqa: E402
+from tests.zoo import targets  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False: no CUDA device"),
 ]
 
-ZOO = Path(__file__).parent / "zoo"
 HEALTHY = (
     *("adamw_two_groups", "autocast_bfloat16", "bfloat16_model", "checkpoint_nonreentrant", "conv_groupnorm"),
     *("conv_syncbn", "double_precision", "dropout_rnn", "embedding_padding_idx", "gradient_as_bucket_view", "lstm"),
@@ -42,20 +43,13 @@ NOTE_OF_SHARING = "several ranks share one GPU"
 
 
 def target_of(name: str) -> str:
-    """A recipe of the zoo, or a broken one of the fault suite."""
+    """A healthy recipe of the zoo, or a broken one of the fault suite."""
     fault = FOLDER / f"{name}.py"
-    return f"{fault}:broken" if fault.exists() else str(ZOO / f"{name}.py")
+    return f"{fault}:broken" if fault.exists() else targets("healthy")[name]
 
 
 def on_gpu(name: str, **options: Any) -> Report:
     return check(target_of(name), device="cuda", timeout=60, **options)
-
-
-def shown(report: Report) -> str:
-    lines = [f"{f.code} {f.severity.value} {f.subjects} ranks {f.ranks}: {f.message}" for f in report.findings]
-    lines += [fact for f in report.findings for fact in f.evidence]
-    lines += [f"{c.name}: {c.status} {c.detail}" for c in report.checks]
-    return "\n".join([report.status, *lines, str(report.error)])
 
 
 def assert_healthy(report: Report) -> None:
@@ -67,7 +61,7 @@ def assert_healthy(report: Report) -> None:
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_two_ranks_of_a_healthy_recipe_are_clean(name: str) -> None:
-    report = on_gpu(f"healthy/{name}")
+    report = on_gpu(name)
     assert_healthy(report)
     assert {entry.reference for entry in report.parity} == {"local", "single-process"}
 
@@ -81,7 +75,7 @@ def test_two_ranks_find_a_fault_of_the_suite_and_pass_its_twin(case: Case) -> No
 
 @pytest.mark.parametrize("name", ["lstm", "conv_syncbn", "bfloat16_model", "transformer_tied_dropout"])
 def test_one_rank_runs_through_nccl_by_default(name: str) -> None:
-    report = on_gpu(f"healthy/{name}", world_size=1)
+    report = on_gpu(name, world_size=1)
     assert report.world["backend"] == "nccl" and not any(NOTE_OF_SHARING in note for note in report.world["notes"])
     assert_healthy(report)
 
@@ -92,12 +86,12 @@ def test_one_rank_through_nccl_finds_what_is_unused() -> None:
 
 
 def test_the_backend_follows_the_number_of_gpus_and_sharing_is_said() -> None:
-    report = on_gpu("healthy/conv_groupnorm", world_size=2)
+    report = on_gpu("conv_groupnorm", world_size=2)
     shared = torch.cuda.device_count() < 2
     assert report.world["backend"] == ("gloo" if shared else "nccl")
     assert any(NOTE_OF_SHARING in note for note in report.world["notes"]) is shared
     more = torch.cuda.device_count() + 1
-    report = on_gpu("healthy/conv_groupnorm", world_size=more)
+    report = on_gpu("conv_groupnorm", world_size=more)
     assert report.world["backend"] == "gloo" and any(NOTE_OF_SHARING in note for note in report.world["notes"])
     assert_healthy(report)
 
@@ -105,11 +99,11 @@ def test_the_backend_follows_the_number_of_gpus_and_sharing_is_said() -> None:
 def test_nccl_with_more_ranks_than_gpus_is_wrong_usage() -> None:
     more = torch.cuda.device_count() + 1
     with pytest.raises(UsageError, match=f"nccl.*GPU for every rank.*{more} ranks"):
-        on_gpu("healthy/conv_groupnorm", world_size=more, backend="nccl")
+        on_gpu("conv_groupnorm", world_size=more, backend="nccl")
 
 
 def test_synchronised_batchnorm_is_the_real_one_on_a_gpu() -> None:
-    report = on_gpu("healthy/conv_syncbn")
+    report = on_gpu("conv_syncbn")
     assert_healthy(report)
     assert not any("SyncBatchNorm" in note for note in report.world["notes"]), "no stand-in"
 
@@ -191,6 +185,6 @@ def test_a_world_can_be_made_after_this_process_has_used_the_gpu() -> None:
 
 
 def test_the_same_recipe_gets_the_same_verdict_on_both_devices() -> None:
-    for name in ("parameters/unused", "broken/sum_loss", "healthy/lstm"):
+    for name in ("parameters/unused", "gradients/summed_loss", "lstm"):
         reports = [on_gpu(name), check(target_of(name), timeout=60)]
         assert len({tuple((f.code, f.subjects, f.ranks) for f in report.findings) for report in reports}) == 1

@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import inspect
+import json
 import pickle
 import re
 import subprocess
@@ -35,22 +36,9 @@ ONLY = {
 }
 """What a package imports of ddpcheck, at most."""
 
-LIGHT = (
-    "findings",
-    "stream",
-    "recipe",
-    "worlds",
-    "trace",
-    "rules",
-    "run",
-    "report",
-    "render",
-    "cli",
-    "testing",
-    "pytest_plugin",
-    "harness",
-    "extras",
-)
+LIGHT = """
+    findings stream recipe worlds trace rules run report render cli testing pytest_plugin harness extras
+""".split()
 HEAVY = """
     .recipe.recipe. .recipe.pytree. .graph.graph_phases. .matrix.matrix_phases.
     .schedule.schedule_phases. .repro.probe. .repro.harness. .first_recipe.guessing.
@@ -69,9 +57,9 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(source: str) -> Iterator[tuple[str, int]]:
-    """The modules of the package that `source` imports, at any depth and for types alone too, with line numbers."""
-    for node in ast.walk(ast.parse(source)):
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The modules of the package that code imports, at any depth and for types alone too, with line numbers."""
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -86,6 +74,17 @@ def imports(source: str) -> Iterator[tuple[str, int]]:
                 yield ".".join(parts) or "__init__", node.lineno
 
 
+@functools.cache
+def docstrings_and_imports() -> dict[str, tuple[str | None, list[tuple[str, int]]]]:
+    """What is read of each module."""
+    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in modules().items()}
+    return {module: (ast.get_docstring(tree), list(imports(tree))) for module, tree in trees.items()}
+
+
+def imports_of_modules() -> dict[str, list[tuple[str, int]]]:
+    return {module: imported for module, (_, imported) in docstrings_and_imports().items()}
+
+
 def top(module: str) -> str:
     """The package, or the module at the top level, that `module` belongs to."""
     return module.partition(".")[0]
@@ -96,33 +95,24 @@ def test_everything_at_the_top_level_has_its_place() -> None:
     assert len(ORDER) <= 24
 
 
-@pytest.mark.parametrize("module", [module for module in modules() if module != "__init__"])
-def test_packages_import_one_way(module: str) -> None:
-    package = top(module)
-    allowed = ONLY.get(package, set(ORDER[: ORDER.index(package)])) | {package}
-    wrong = [
-        f"line {line} imports {imported}"
-        for imported, line in imports(modules()[module].read_text(encoding="utf-8"))
-        if top(imported) not in allowed
-    ]
-    assert wrong == []
+def test_packages_import_one_way() -> None:
+    for module in modules().keys() - {"__init__"}:
+        package = top(module)
+        allowed = ONLY.get(package, set(ORDER[: ORDER.index(package)])) | {package}
+        wrong = [(name, line) for name, line in imports_of_modules()[module] if top(name) not in allowed]
+        assert wrong == [], module
 
 
 def test_what_records_a_loop_judges_nothing() -> None:
-    found = [module for module in modules() if top(module) == "record"]
-    assert len(found) > 40
-    for module in found:
-        tops = {top(name) for name, _ in imports(modules()[module].read_text(encoding="utf-8"))}
-        assert not {"trace", "rules"} & tops, module
+    recorders = [module for module in modules() if top(module) == "record"]
+    assert len(recorders) > 40
+    for module in recorders:
+        assert not {"trace", "rules"} & {top(name) for name, _ in imports_of_modules()[module]}, module
 
 
 def test_no_module_outside_of_extras_imports_them() -> None:
-    users = {
-        module
-        for module, path in modules().items()
-        for imported, _ in imports(path.read_text(encoding="utf-8"))
-        if top(imported) == "extras"
-    }
+    imported = imports_of_modules().items()
+    users = {module for module, names in imported if any(top(name) == "extras" for name, _ in names)}
     assert "extras.matrix.check_matrix" in users and {top(module) for module in users} == {"extras"}
 
 
@@ -136,16 +126,9 @@ def test_a_command_whose_extra_is_absent_says_so(
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    sources = {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
-    graph = {module: {name for name, _ in imports(source)} - {module} for module, source in sources.items()}
-    graph["__init__"].clear()  # it imports others in functions only, as the next test holds
+    graph = {module: {name for name, _ in names} - {module} for module, names in imports_of_modules().items()}
+    graph["__init__"].clear()  # it imports others in functions only, as another test holds
     graphlib.TopologicalSorter(graph).prepare()  # raises where there is a circle, and names it
-
-
-def test_the_package_itself_imports_no_module_of_ours() -> None:
-    code = "import sys, ddpcheck; print([name for name in sys.modules if name.startswith('ddpcheck.')])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_import_reader_sees_every_kind_of_import() -> None:
@@ -162,7 +145,7 @@ from ddpcheck.gather.phases import model_build, local_step
 from . import rank as this_rank
 from .worlds.wire import send
 """
-    seen = [module for module, _ in imports(source)]
+    seen = [module for module, _ in imports(ast.parse(source))]
     top = ["cli", "__init__", "findings.rules", "rank", "report.settings", "harness"]
     inner = ["gather.phases.model_build", "gather.phases.local_step", "render.terminal", "worlds.wire"]
     assert sorted(seen) == sorted([*top, *inner])
@@ -173,37 +156,79 @@ def light_modules() -> list[str]:
     return [f"ddpcheck.{m}" for m in modules() if top(m) in LIGHT and not any(part in f".{m}." for part in HEAVY)]
 
 
-def the_first_with_torch(*names: str) -> str:
-    """Import modules one after another in a process of their own; the one after which torch is there."""
-    code = """
-import importlib, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-    if "torch" in sys.modules:
-        sys.exit(print(name))
+# What is imported is asked in one process, since torch takes seconds: first without torch, then in its forks.
+ASKED = """
+import importlib, json, operator, os, sys
+import ddpcheck
+
+asked = json.load(sys.stdin)
+answers = {"of ours": [name for name in sys.modules if name.startswith("ddpcheck.")]}
+
+
+def in_a_fork(question):
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, json.dumps(question()).encode())
+        os._exit(0)
+    os.wait()
+    os.close(writing)
+    with open(reading) as file:
+        return json.loads(file.read() or "null")
+
+
+def first_with_torch(names):
+    for name in names:
+        importlib.import_module(name)
+        if "torch" in sys.modules:
+            return name
+
+
+def has_dynamo():
+    known = set(sys.modules)
+    for name in asked["monitor"]:
+        importlib.import_module(name)
+    return "torch._dynamo" in sys.modules.keys() - known
+
+
+def absent():
+    def is_absent(name):
+        try:
+            operator.attrgetter(name)(ddpcheck)
+        except AttributeError:
+            return True
+
+    return [name for name in asked["called"] if is_absent(name)]
+
+
+answers["light"] = in_a_fork(lambda: first_with_torch(asked["light"]))
+answers["torch"] = first_with_torch(["json", "torch.version", "ddpcheck.cli"])
+import torch.distributed, torch.nn.parallel, torch.optim
+answers["dynamo"] = in_a_fork(has_dynamo)
+answers["absent"] = in_a_fork(absent)
+print(json.dumps(answers))
 """
-    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def called_in_the_documentation() -> list[str]:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [re.sub(r"^\.\. auto.*", "", page.read_text(), flags=re.MULTILINE) for page in pages]  # no calls
+    return sorted({name for text in texts for name in re.findall(r"(?<![\w./-])ddpcheck\.([A-Za-z_][\w.]*)\(", text)})
+
+
+def test_what_is_imported_with_a_module() -> None:
+    called = called_in_the_documentation()
+    assert "rank.current" in called
+    monitor = ["ddpcheck.monitor.wrapper", "ddpcheck.monitor.watch"]
+    asked = json.dumps({"light": light_modules(), "monitor": monitor, "called": called})
+    command = [sys.executable, "-c", ASKED]
+    done = subprocess.run(command, input=asked, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_light_modules_do_not_import_torch() -> None:
-    assert the_first_with_torch(*light_modules()) == ""
-    assert the_first_with_torch("json", "torch.version", "ddpcheck.cli") == "torch.version", "it can fail"
-
-
-def imports_dynamo(code: str) -> bool:
-    """Whether code imports `torch._dynamo`, which takes most of a second, beyond what importing torch does."""
-    torch_alone = "import sys, torch, torch.distributed, torch.nn.parallel, torch.optim; known = set(sys.modules)"
-    ask = "print('torch._dynamo' in set(sys.modules) - known)"
-    command = [sys.executable, "-c", "\n".join((torch_alone, code, ask))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip() == "True"
-
-
-def test_the_monitor_does_not_import_the_compiler_before_there_is_a_wrapper() -> None:
-    assert not imports_dynamo("import ddpcheck.monitor.wrapper, ddpcheck.monitor.watch")
+    answers = json.loads(done.stdout)
+    assert answers["of ours"] == [], "the package itself imports no module of ours"
+    assert answers["light"] is None, "light modules do not import torch"
+    assert answers["torch"] == "torch.version", "it can fail"
+    assert answers["dynamo"] is False, "the monitor does not import the compiler before there is a wrapper"
+    assert answers["absent"] == [], "calls that the documentation names need no other import"
 
 
 def test_no_module_shares_a_name_with_the_standard_library() -> None:
@@ -212,9 +237,7 @@ def test_no_module_shares_a_name_with_the_standard_library() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    for module, path in modules().items():
-        source = path.read_text(encoding="utf-8")
-        assert ast.get_docstring(ast.parse(source)), module
+    assert [module for module, (docstring, _) in docstrings_and_imports().items() if not docstring] == []
 
 
 def test_the_package_lists_public_names_alone_and_its_functions_have_signatures() -> None:
@@ -226,21 +249,10 @@ def test_the_package_lists_public_names_alone_and_its_functions_have_signatures(
             function("recipe.py", **misspelled)
 
 
-@pytest.mark.parametrize("name", [name for name in ddpcheck.__all__ if name != "__version__"])
-def test_every_public_name_is_there_and_listed(name: str) -> None:
-    assert getattr(ddpcheck, name).__name__ == name
-    assert name in dir(ddpcheck)
-
-
-def test_calls_that_the_documentation_names_need_no_other_import() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    texts = [re.sub(r"^\.\. auto.*", "", page.read_text(), flags=re.MULTILINE) for page in pages]  # no calls
-    called = {name for text in texts for name in re.findall(r"(?<![\w./-])ddpcheck\.([A-Za-z_][\w.]*)\(", text)}
-    assert "rank.current" in called
-    code = "import operator, sys, ddpcheck; operator.attrgetter(*sys.argv[1:])(ddpcheck)"
-    command = [sys.executable, "-c", code, *sorted(called)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_every_public_name_is_there_and_listed() -> None:
+    names = [name for name in ddpcheck.__all__ if name != "__version__"]
+    assert [getattr(ddpcheck, name).__name__ for name in names] == names
+    assert set(names) <= set(dir(ddpcheck))
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -265,16 +277,14 @@ def test_the_package_travels_to_ranks_by_name() -> None:
     assert pickle.loads(wire.dumps(ddpcheck)) is ddpcheck, "a function that speaks of it may be sent by value"
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_modules_that_texts_name_are_there(module: str) -> None:
+def test_modules_that_texts_name_are_there() -> None:
     """`rules.gradients.reducer` in a docstring or a comment: a module of ours, or a name in one."""
     known, tops = modules(), "|".join(sorted({top(name) for name in modules()} - {"__init__", "rank", "report"}))
-    text = modules()[module].read_text(encoding="utf-8")
-    for named in re.findall(rf"`(?:ddpcheck\.)?((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)[`(. ]", text):
+    texts = {module: path.read_text(encoding="utf-8") for module, path in known.items()}
+    pattern = re.compile(rf"`(?:ddpcheck\.)?((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)[`(. ]")
+    for module, named in {(module, named) for module, text in texts.items() for named in pattern.findall(text)}:
         parts = named.split(".")
         while len(parts) > 1 and ".".join(parts) not in known:
             parts.pop()
-        source = known.get(".".join(parts), PACKAGE / "missing")
-        assert source.exists() and (
-            len(parts) == len(named.split(".")) or named.split(".")[len(parts)] in source.read_text()
-        ), named
+        rest = named.split(".")[len(parts) :]
+        assert ".".join(parts) in known and (not rest or rest[0] in texts[".".join(parts)]), (module, named)

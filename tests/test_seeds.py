@@ -6,14 +6,11 @@ A row of the other systems is named in the docstring of a test: "Seed 2, it recu
 
 import ast
 import functools
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-FAULTS = ROOT / "examples" / "faults"
+from tests.faultsuite.cases import FAULTS, ROOT, read_case
 
 # What DistributedDataParallel only states in its documentation, the fault that breaks it, and the rule that tells.
 PYTORCH = {
@@ -56,10 +53,7 @@ PYTORCH = {
     "static_graph: the set of used parameters never changes": {"training/static_graph_violated": "DDP513"},
     "the same number of iterations on every rank": {"running/uneven_batches": "DDP405"},
     "hooks of the inner module, and what survives": {"gradients/clip_in_tensor_hook": "DDP310"},
-    "marked ready twice": {
-        "running/reentrant_checkpoint": "DDP406",
-        "training/second_backward_not_reduced": "DDP509",
-    },
+    "marked ready twice": {"running/reentrant_checkpoint": "DDP406", "training/second_backward_not_reduced": "DDP509"},
     "a sum, or a mean over unequal counts, is not the global batch's loss": {
         "gradients/summed_loss": "DDP305",
         "gradients/unequal_shards": "DDP305",
@@ -68,60 +62,29 @@ PYTORCH = {
 
 # Words that a docstring has for each row of the other systems.
 NAMED = {
-    1: ["fork after CUDA", "one rank writes a checkpoint"],
+    1: [*("fork after CUDA", "one rank writes a checkpoint")],
     2: [
-        "train_step, val_step and test_step",
-        "without gradient synchronisation",
-        "what does not contribute",
-        "handed a dict of losses",
-        "recurses",
-        "which of the two causes",
-        "on which ranks or in which steps",
-        "a full walk in each step",
-        "is detached is not told",
-        "all-zero gradient is not told",
-        "not registered with the wrapper is not told",
-        "drop-in",
+        *("train_step, val_step and test_step", "without gradient synchronisation", "what does not contribute"),
+        *("handed a dict of losses", "recurses", "which of the two causes", "on which ranks or in which steps"),
+        *("a full walk in each step", "is detached is not told", "all-zero gradient is not told"),
+        *("not registered with the wrapper is not told", "drop-in"),
     ],
     3: [
-        "for launcher pytorch",
-        "for launcher mpi",
-        "for launcher slurm",
-        "SyncBatchNorm when asked",
-        "unknown kind",
-        "wraps unless wrapped already",
-        "own wrapper class",
-        "saves a checkpoint",
-        "checkpoint keeps rank 0's statistics",
+        *("for launcher pytorch", "for launcher mpi", "for launcher slurm", "SyncBatchNorm when asked"),
+        *("unknown kind", "wraps unless wrapped already", "own wrapper class", "saves a checkpoint"),
+        *("checkpoint keeps rank 0's statistics",),
     ],
     4: [
-        "unknown launcher is a ValueError",
-        "resolves the first host with scontrol",
-        r"MASTER_PORT is the argument",
-        r"get_dist_info gives \(0, 1\)",
-        "master_only runs on rank 0 only",
-        "coalesced",
-        "nothing at world size 1",
-        "gradients that are None",
-        r"`rank % num_gpus`",
-        "fixed default port",
-        "zero GPUs",
-        "allreduce_params",
-        "attaches to a world that torchrun",
-        "attaches to a world that srun",
-        "second, independent path for gradients",
+        *("unknown launcher is a ValueError", "resolves the first host with scontrol", "MASTER_PORT is the argument"),
+        *(r"get_dist_info gives \(0, 1\)", "master_only runs on rank 0 only", "coalesced", "nothing at world size 1"),
+        *("gradients that are None", "`rank % num_gpus`", "fixed default port", "zero GPUs", "allreduce_params"),
+        *("attaches to a world that torchrun", "attaches to a world that srun"),
+        *("second, independent path for gradients",),
     ],
     5: [
-        "configure_ddp builds the wrapper",
-        "init_ddp_connection",
-        "moves the batch to the device",
-        "unwraps the model",
-        "sampler arguments",
-        "data-parallel group",
-        "optimizer state",
-        "prepares and resets the reducer around a manual backward",
-        "manual optimisation",
-        "without entering it",
+        *("configure_ddp builds the wrapper", "init_ddp_connection", "moves the batch to the device"),
+        *("unwraps the model", "sampler arguments", "data-parallel group", "optimizer state"),
+        *("prepares and resets the reducer around a manual backward", "manual optimisation", "without entering it"),
     ],
 }
 
@@ -129,20 +92,17 @@ NAMED = {
 @pytest.mark.parametrize("row", PYTORCH)
 def test_what_ddp_only_documents_is_a_fault_that_is_found(row: str) -> None:
     for name, code in PYTORCH[row].items():
-        path = FAULTS / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        fault = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(fault)
-        assert fault.EXPECT["code"] == code
-        assert {"broken", "fixed"} <= vars(fault).keys()
+        case = read_case(FAULTS / f"{name}.py")
+        assert case.expected.code == code
+        twins = re.findall(r"^(?:def )?(broken|fixed)\b", case.path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert {*twins} == {"broken", "fixed"}
 
 
 @functools.cache
 def docstrings() -> list[str]:
-    """Of all tests."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    nodes = [node for path in paths for node in ast.parse(path.read_text()).body]
+    """Of all tests in files that name a seed."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    nodes = [node for text in texts if re.search(r"\bseed [1-5]\b", text, re.I) for node in ast.parse(text).body]
     tests = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return [" ".join((ast.get_docstring(test) or "").split()) for test in tests]
 

@@ -6,7 +6,6 @@ import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -45,18 +44,6 @@ def prose(page: Path) -> str:
     return re.sub(r"`[^`]*`", "X", text)
 
 
-def texts(module: Path) -> Iterator[str]:
-    """The strings of a module that are sentences, or parts of one, with X for what is formatted: no docstrings."""
-    tree = ast.parse(module.read_text(encoding="utf-8"))
-    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            left_out |= {id(part) for part in node.values}
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
-            yield node.value
-
-
 def found_in(text: str) -> list[str]:
     return [text[max(match.start() - 30, 0) : match.end() + 30] for match in PATTERN.finditer(text)]
 
@@ -77,71 +64,71 @@ def test_rules_have_plain_words() -> None:
     assert [code for code, rule in RULES.items() if found_in(rule.summary)] == []
 
 
-def test_messages_have_plain_words() -> None:
-    found = {path.relative_to(ROOT).as_posix(): [*chain(*map(found_in, texts(path)))] for path in MODULES}
-    assert {path: phrases for path, phrases in found.items() if phrases} == {}
-
-
 # Beginnings of docstrings that torch's own source does not have; "Return True if" and a noun take their place.
 NO_BEGINNING = {"Whether", "What", "Those", "Of", "How", "Where", "That"}
-
-
-@functools.cache
-def docstrings(module: Path) -> list[str]:
-    """Return each docstring of a module, its classes and functions; not the documentation of a rule."""
-    tree = ast.parse(module.read_text(encoding="utf-8"))
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [ast.get_docstring(node) or "" for node in nodes if node is not tree or module not in RULE_FILES]
-
-
-def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    found = {path.name: [text for text in docstrings(path) if text.split(" ")[0] in NO_BEGINNING] for path in MODULES}
-    assert {path: texts for path, texts in found.items() if texts} == {}
-
-
+MOST_WORDS = 14  # of the first line of a docstring
 # Names that say nothing of what they name: the name of a step is `step`, and of steps by rank `steps_by_rank`.
 NO_NAME = {
     *("alone", "apart", "found", "given", "held", "left", "of_rank", "of_ranks", "one", "other", "place", "said"),
     *("theirs", "told"),
 }
+ALLOWED = {"gather": 2, "worlds": 1}
+"""Names in `NO_NAME` by package: of arguments of `__add__`, and of a hook of pytest. Never raise a number."""
 RECORDED = {  # classes whose fields are formats of logs and records, or public; by file or folder
     *(ROOT / "ddpcheck" / "findings" / "evidence").glob("*.py"),
     *(ROOT / "ddpcheck" / name for name in ("findings/errors.py", "stream/entries.py", "stream/rank_report.py")),
 }
-MOST_WORDS = 14  # of the first line of a docstring
-
-ALLOWED = {"gather": 2, "worlds": 1}
-"""Names in `NO_NAME` by package: of arguments of `__add__`, and of a hook of pytest. Never raise a number."""
 
 
-def names_in(module: Path) -> Iterator[str]:
-    """Yield the names of functions, arguments, variables and fields that a module defines."""
+@functools.cache
+def words_of(module: Path) -> tuple[list[str], list[str], list[str]]:
+    """What a module says and defines, from one walk.
+
+    Its strings that are sentences or parts of one, with X for what is formatted; the docstrings of the module, its
+    classes and functions, not the documentation of a rule; and the names of functions, arguments, variables and fields.
+    """
     tree = ast.parse(module.read_text(encoding="utf-8"))
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and module in RECORDED]
-    recorded = {stmt.target for node in classes for stmt in node.body if isinstance(stmt, ast.AnnAssign)}
+    texts: list[str] = []
+    docstrings: list[str] = []
+    names: list[str] = []
+    passed: set[ast.expr] = set()  # a walk arrives at a node before it does at its parts
     for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node is not tree or module not in RULE_FILES:
+                docstrings.append(ast.get_docstring(node) or "")
         match node:
+            case ast.Expr():
+                passed.add(node.value)
+            case ast.JoinedStr():
+                passed.update(node.values)
+                texts.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+                )
+            case ast.Constant(value=str(text)) if node not in passed:
+                texts.append(text)
+            case ast.ClassDef() if module in RECORDED:
+                passed.update(stmt.target for stmt in node.body if isinstance(stmt, ast.AnnAssign))
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.arg(arg=name):
-                yield name
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                if node not in recorded:
-                    yield name
+                names.append(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) if node not in passed:
+                names.append(name)
             case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                yield name
+                names.append(name)
+    return texts, docstrings, names
 
 
-def package_of(module: Path) -> str:
-    """Return the package of a module; the name of a module beside the packages."""
-    return module.relative_to(ROOT / "ddpcheck").parts[0]
+def test_messages_have_plain_words() -> None:
+    phrases = {path.relative_to(ROOT).as_posix(): [*chain(*map(found_in, words_of(path)[0]))] for path in MODULES}
+    assert {path: phrases for path, phrases in phrases.items() if phrases} == {}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun_and_a_short_line() -> None:
+    lines = [(path.name, text.partition("\n")[0].split(" ")) for path in MODULES for text in words_of(path)[1]]
+    assert [(name, words) for name, words in lines if words[0] in NO_BEGINNING or len(words) > MOST_WORDS] == []
 
 
 def test_names_say_what_they_name() -> None:
-    names = [(package_of(module), name.strip("_")) for module in MODULES for name in names_in(module)]
-    counts = Counter(package for package, name in names if name in NO_NAME)
+    packages = [module.relative_to(ROOT / "ddpcheck").parts[0] for module in MODULES]
+    names = [(package, words_of(module)[2]) for package, module in zip(packages, MODULES, strict=True)]
+    counts = Counter(package for package, names in names for name in names if name.strip("_") in NO_NAME)
     assert {package: count for package, count in counts.items() if count > ALLOWED.get(package, 0)} == {}
-
-
-def test_docstrings_begin_with_a_short_line() -> None:
-    lines = [text.split("\n")[0] for module in MODULES for text in docstrings(module)]
-    assert [line for line in lines if len(line.split()) > MOST_WORDS] == []

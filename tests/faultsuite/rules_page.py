@@ -58,12 +58,7 @@ def _list() -> str:
 
 
 def _page(rule: Rule, cases: Sequence[Case], plain: dict[str, str], scripts: Sequence[Path]) -> str:
-    lines = [
-        WRITTEN,
-        f"# {rule.code}: {rule.name}",
-        "",
-        f"*{rule.severity.value.capitalize()}.* {prose(rule.summary)}",
-    ]
+    lines = [WRITTEN, f"# {rule.code}: {rule.name}", "", f"*{rule.severity.value.capitalize()}.* {prose(rule.summary)}"]
     for heading, text in sections_of(rule):
         lines += ["", f"## {heading}", "", prose(text)]
     if rule.example:

@@ -18,11 +18,7 @@ FAMILIES = {
     "running": "Running",
     "training": "The training loop and the wrapper",
 }
-TOOLS = {
-    "plain": "plain DDP",
-    "debug": "`TORCH_DISTRIBUTED_DEBUG`",
-    "mmengine": "mmengine's `detect_anomalous_params`",
-}
+TOOLS = {"plain": "plain DDP", "debug": "`TORCH_DISTRIBUTED_DEBUG`", "mmengine": "mmengine's `detect_anomalous_params`"}
 _LONGEST = 110
 
 

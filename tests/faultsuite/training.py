@@ -16,8 +16,6 @@ from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.recipe.target import load_target
 
-DEBUG_LEVELS = {"INFO": dist.DebugLevel.INFO, "DETAIL": dist.DebugLevel.DETAIL}
-
 
 def plain(_loss: Tensor, _model: nn.Module) -> None:
     """Nothing but DDP."""

@@ -22,77 +22,33 @@ ENCODER, DECODER_ONLY, SEQ2SEQ = "Encoders", "Decoders", "Encoder-decoders"
 VISION, AUDIO, SEVERAL, RECURRENT = "Vision", "Audio", "Several modalities", "State space and recurrent"
 MIXTURE, TIME = "Mixtures of experts", "Time series and control"
 
-TEXT = {
-    "vocab_size": b.VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
-DECODER = {**TEXT, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+TEXT = {**LAYERS, "vocab_size": b.VOCABULARY, "max_position_embeddings": 64}
+DECODER = {**TEXT, **ENDS, "num_key_value_heads": 1, "pad_token_id": 0}
+GPT2 = {"vocab_size": b.VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **ENDS}
 EXPERTS = {**DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-IMAGE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 3,
-}
-TWO_STACKS = {
-    "vocab_size": b.VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
-T5 = {
-    "vocab_size": b.VOCABULARY,
-    "d_model": 32,
-    "d_kv": 16,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 2,
+IMAGE = {**LAYERS, "image_size": 32, "patch_size": 8, "num_labels": 3}
+TWO_STACKS = (
+    {"vocab_size": b.VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_ffn_dim": 64}
+    | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "pad_token_id": 0}
+    | {**ENDS, "max_position_embeddings": 64, "decoder_start_token_id": 2}
+)
+T5 = {"vocab_size": b.VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2} | {
     "decoder_start_token_id": 0,
     "pad_token_id": 0,
 }
-SPEECH = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "conv_dim": (16, 16),
-    "conv_stride": (5, 4),
-    "conv_kernel": (10, 8),
+SPEECH = {**LAYERS, "vocab_size": 32, "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8)} | {
     "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 2,
 }
 PLAIN_SPEECH = {**SPEECH, "layerdrop": 0.0, "mask_time_prob": 0.0}
-SERIES = {
-    "prediction_length": 4,
-    "context_length": 24,
-    "lags_sequence": [1, 2, 4],
-    "num_time_features": 1,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-}
+SERIES = (
+    {"prediction_length": 4, "context_length": 24, "lags_sequence": [1, 2, 4], "num_time_features": 1}
+    | {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
+    | {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+)
 
 NO_LAYER_DROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
@@ -119,8 +75,8 @@ class Architecture:
         family: Heading in the table.
         title: What it is called there.
         cls: Class in `transformers`.
-        options: Of its configuration.
         batch: Its global batches.
+        options: Of its configuration.
         expected: Codes that are true of it, each with what makes it true, in a few words (DDP105 counts as DDP104).
         config: Class of the configuration, where it does not follow from `cls`.
         loss: Of model and batch; the model's own by default.
@@ -133,8 +89,8 @@ class Architecture:
     family: str
     title: str
     cls: str
-    options: dict[str, Any]
     batch: Callable[[int], b.Batch]
+    options: dict[str, Any]
     expected: Mapping[str, str] = field(default_factory=dict)
     config: str = ""
     loss: Callable[[nn.Module, b.Batch], Any] = None  # type: ignore[assignment]

@@ -21,14 +21,24 @@ def masked_labels(ids: torch.Tensor, count: int = 3) -> torch.Tensor:
     return ids.masked_fill(~chosen, -100)
 
 
-def masked_lm(_step: int) -> Batch:
-    ids = tokens()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": masked_labels(ids)}
+def texts(*, mask: bool = True, labels: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Callable[[int], Batch]:
+    """Batches of ids, with an attention mask if wanted, and labels computed from the ids."""
+
+    def batch(_step: int) -> Batch:
+        ids = tokens()
+        found = {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if mask else {})
+        return found | ({"labels": labels(ids)} if labels else {})
+
+    return batch
 
 
-def causal_lm(_step: int) -> Batch:
-    ids = tokens()
-    return {"input_ids": ids, "labels": ids.clone()}
+ids_only = texts()
+masked_lm = texts(labels=masked_labels)
+causal_lm = texts(mask=False, labels=torch.clone)
+text_classes = texts(labels=lambda _ids: torch.randint(0, 3, (SAMPLES,)))
+token_classes = texts(mask=False, labels=lambda ids: torch.randint(0, 3, ids.shape))
+replaced_tokens = texts(mask=False, labels=lambda ids: torch.randint(0, 2, ids.shape))
+sequence_to_sequence = texts(labels=lambda _ids: tokens(7))
 
 
 def padded_causal_lm(_step: int) -> Batch:
@@ -39,34 +49,9 @@ def padded_causal_lm(_step: int) -> Batch:
     return {"input_ids": ids, "attention_mask": (~padding).long(), "labels": ids.masked_fill(padding, -100)}
 
 
-def ids_only(_step: int) -> Batch:
-    ids = tokens()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def text_classes(_step: int) -> Batch:
-    ids = tokens()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 3, (SAMPLES,))}
-
-
-def token_classes(_step: int) -> Batch:
-    ids = tokens()
-    return {"input_ids": ids, "labels": torch.randint(0, 3, ids.shape)}
-
-
-def replaced_tokens(_step: int) -> Batch:
-    ids = tokens()
-    return {"input_ids": ids, "labels": torch.randint(0, 2, ids.shape)}
-
-
 def answers(_step: int) -> Batch:
     places = torch.randint(0, LENGTH, (2, SAMPLES))
     return {"input_ids": tokens(), "start_positions": places[0], "end_positions": places[1]}
-
-
-def sequence_to_sequence(_step: int) -> Batch:
-    ids = tokens()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": tokens(7)}
 
 
 def images(size: int = 32, channels: int = 3) -> torch.Tensor:
@@ -81,20 +66,8 @@ def image_only(size: int = 32) -> Callable[[int], Batch]:
     return lambda _step: {"pixel_values": images(size)}
 
 
-def masked_patches(patches: int, size: int = 32) -> Callable[[int], Batch]:
-    def batch(_step: int) -> Batch:
-        hidden = torch.rand(SAMPLES, patches).argsort(1) < patches // 2
-        return {"pixel_values": images(size), "bool_masked_pos": hidden}
-
-    return batch
-
-
 def segmentation(size: int = 32, key: str = "labels") -> Callable[[int], Batch]:
     return lambda _step: {"pixel_values": images(size), key: torch.randint(0, 3, (SAMPLES, size, size))}
-
-
-def depth(size: int = 32) -> Callable[[int], Batch]:
-    return lambda _step: {"pixel_values": images(size), "labels": torch.rand(SAMPLES, size, size) + 0.1}
 
 
 def detection(size: int = 32) -> Callable[[int], Batch]:
@@ -139,17 +112,13 @@ def raw_audio(samples: int, *, channels: bool = False, labels: bool = False) -> 
 
 
 def whisper(frames: int, bins: int) -> Callable[[int], Batch]:
-    return lambda _step: {
-        "input_features": torch.randn(SAMPLES, bins, frames),
-        "labels": torch.randint(5, 90, (SAMPLES, 6)),
-    }
+    labels = (5, 90, (SAMPLES, 6))
+    return lambda _step: {"input_features": torch.randn(SAMPLES, bins, frames), "labels": torch.randint(*labels)}
 
 
 def audio_classes(frames: int, bins: int) -> Callable[[int], Batch]:
-    return lambda _step: {
-        "input_values": torch.randn(SAMPLES, frames, bins),
-        "labels": torch.randint(0, 3, (SAMPLES,)),
-    }
+    labels = (0, 3, (SAMPLES,))
+    return lambda _step: {"input_values": torch.randn(SAMPLES, frames, bins), "labels": torch.randint(*labels)}
 
 
 def image_and_text(size: int = 32, *, labels: bool = False, **more: bool) -> Callable[[int], Batch]:
@@ -162,11 +131,7 @@ def image_and_text(size: int = 32, *, labels: bool = False, **more: bool) -> Cal
 
 
 def image_question(size: int = 32, classes: int = 3) -> Callable[[int], Batch]:
-    def batch(_step: int) -> Batch:
-        ids = tokens()
-        return {"input_ids": ids, "pixel_values": images(size), "labels": torch.rand(SAMPLES, classes)}
-
-    return batch
+    return lambda _step: {"input_ids": tokens(), "pixel_values": images(size), "labels": torch.rand(SAMPLES, classes)}
 
 
 def image_tokens(image_token: int, count: int, size: int = 32) -> Callable[[int], Batch]:
@@ -177,12 +142,8 @@ def image_tokens(image_token: int, count: int, size: int = 32) -> Callable[[int]
         labels = ids.clone()
         ids[:, :count] = image_token
         labels[:, :count] = -100
-        return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "pixel_values": images(size),
-            "labels": labels,
-        }
+        mask = torch.ones_like(ids)
+        return {"input_ids": ids, "attention_mask": mask, "pixel_values": images(size), "labels": labels}
 
     return batch
 
@@ -199,17 +160,13 @@ def regions(_step: int) -> Batch:
 
 def series(context: int = 24, prediction: int = 4, lags: int = 4) -> Callable[[int], Batch]:
     past = context + lags
-
-    def batch(_step: int) -> Batch:
-        return {
-            "past_values": torch.randn(SAMPLES, past).cumsum(1),
-            "past_time_features": torch.randn(SAMPLES, past, 1),
-            "past_observed_mask": torch.ones(SAMPLES, past),
-            "future_values": torch.randn(SAMPLES, prediction),
-            "future_time_features": torch.randn(SAMPLES, prediction, 1),
-        }
-
-    return batch
+    return lambda _step: {
+        "past_values": torch.randn(SAMPLES, past).cumsum(1),
+        "past_time_features": torch.randn(SAMPLES, past, 1),
+        "past_observed_mask": torch.ones(SAMPLES, past),
+        "future_values": torch.randn(SAMPLES, prediction),
+        "future_time_features": torch.randn(SAMPLES, prediction, 1),
+    }
 
 
 def channels(context: int = 24, prediction: int = 4, count: int = 2) -> Callable[[int], Batch]:
@@ -220,11 +177,6 @@ def channels(context: int = 24, prediction: int = 4, count: int = 2) -> Callable
 
 
 def decisions(_step: int) -> Batch:
-    return {
-        "states": torch.randn(SAMPLES, 5, 4),
-        "actions": torch.randn(SAMPLES, 5, 2),
-        "rewards": torch.randn(SAMPLES, 5, 1),
-        "returns_to_go": torch.randn(SAMPLES, 5, 1),
-        "timesteps": torch.arange(5).repeat(SAMPLES, 1),
-        "attention_mask": torch.ones(SAMPLES, 5),
-    }
+    widths = {"states": 4, "actions": 2, "rewards": 1, "returns_to_go": 1}
+    drawn = {key: torch.randn(SAMPLES, 5, width) for key, width in widths.items()}
+    return {**drawn, "timesteps": torch.arange(5).repeat(SAMPLES, 1), "attention_mask": torch.ones(SAMPLES, 5)}

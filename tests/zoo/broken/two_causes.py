@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-EXPECT = {
-    "code": "DDP101",
-    "subjects": ["extra.weight", "extra.bias"],
-    "ranks": [],
-    "severity": "error",
-    "also": ["DDP103"],
-}
+EXPECT = {"code": "DDP101", "subjects": ["extra.weight", "extra.bias"], "severity": "error", "also": ["DDP103"]}
 
 
 class Broken(nn.Module):

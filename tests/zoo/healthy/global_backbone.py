@@ -4,12 +4,8 @@ import torch
 import torch.nn as nn
 
 
-def gen(step):
-    return torch.Generator().manual_seed(step)
-
-
 def batch(step):
-    return torch.randn(12, 8, generator=gen(step))
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
 
 
 def loss(model, batch):

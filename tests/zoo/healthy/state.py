@@ -1,0 +1,347 @@
+"""Counters, buffers, attributes and random numbers that change from step to step, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddpcheck import Recipe
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def to_sum(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()
+
+
+def recipe(model: Callable[[], nn.Module] = layers, batch: Callable[[int], Any] = rows, **options: Any) -> Recipe:
+    return Recipe(**{"model": model, "batch": batch, "loss": to_sum, **options})
+
+
+class Net(nn.Module):
+    """What the modules below have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+# Counters
+
+
+class Annealed(Net):
+    """A temperature kept as a plain attribute is annealed in every forward."""
+
+    temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.softmax(self.body(x) / self.temperature, -1)
+        self.temperature = max(0.1, self.temperature * 0.8)
+        return self.head(hidden)
+
+
+class Warm(Net):
+    """A step counter kept as a plain attribute warms the output up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        return super().forward(x) * min(1.0, self.step / 10)
+
+
+class MadeLate(Net):
+    """A counter that the first forward pass makes, with dropout: each run of a step counts from the start."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        hidden = F.dropout(torch.tanh(self.body(x)), 0.5, self.training)
+        return self.head(hidden) * min(1.0, self.calls / 10)
+
+
+class CountedInBuffers(Net):
+    """An integer buffer that counts steps, and a float one that follows from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            self.temperature.copy_(1 / (1 + 0.5 * self.steps))
+        return self.head((self.body(x) / self.temperature.clone()).tanh())
+
+
+float_tau_anneal = recipe(Annealed)
+int_counter_warmup = recipe(Warm)
+counter_made_in_forward = recipe(MadeLate)
+step_counter_buffer = recipe(CountedInBuffers)
+
+STEP = 0
+
+
+def annealed_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    global STEP
+    STEP += 1
+    return to_sum(model, batch) * STEP / 10
+
+
+# A counter among the globals anneals the loss.
+global_step_counter = recipe(loss=annealed_loss)
+
+
+class Criterion:
+    """No module; keeps a moving average, in a tensor, of numbers that all ranks share."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.average = torch.ones(())
+        self.history: dict[str, list[float]] = {"weights": []}
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        Criterion.calls += 1
+        self.average.mul_(0.9).add_(0.1 * Criterion.calls)
+        self.history["weights"].append(float(self.average))
+        return to_sum(model, batch) / self.average
+
+
+criterion_object_with_average = recipe(loss=Criterion())
+
+
+def make_loss() -> Callable[[nn.Module, Tensor], Tensor]:
+    generator, seen = torch.Generator().manual_seed(5), list[int]()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.append(len(seen))
+        weight = 0.5 + torch.rand((), generator=generator).item() + 0.1 * len(seen)
+        return weight * to_sum(model, batch)
+
+    return loss
+
+
+# A generator that lives in the closure of the loss gives the weight of a term; a counter lives there too.
+generator_in_a_closure = recipe(loss=make_loss())
+
+
+# Buffers
+
+
+class Attention(nn.Module):
+    """A causal mask of minus infinities in a buffer, beside a boolean and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.head = nn.Linear(8, 24, bias=False), nn.Linear(8, 1)
+        self.register_buffer("mask", torch.full((6, 6), -torch.inf).triu(1))
+        self.register_buffer("keep", torch.ones(6, dtype=torch.bool))
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("absent", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).chunk(3, -1)
+        weights = (query @ key.transpose(1, 2) + self.mask).softmax(-1)
+        return self.head((weights @ value)[:, self.keep].mean(1))
+
+
+class Positional(nn.Module):
+    """A table of sines that is kept in a buffer outside the state dict, and grows when it is asked for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("table", torch.empty(0, 8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < x.shape[1]:
+            positions = torch.arange(float(x.shape[1]), device=x.device)[:, None]
+            self.table = torch.sin(positions / 10 ** (torch.arange(8.0, device=x.device) / 8))
+        return self.head(x + self.table[: x.shape[1]].to(x.dtype)).mean(1)
+
+
+def sequences(step: int, length: int = 6) -> Tensor:
+    return torch.randn(12, length, 8, generator=torch.Generator().manual_seed(step))
+
+
+def to_whole_sum(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum((1, 2))).square().mean()
+
+
+buffers_constant = recipe(Attention, sequences, loss=to_whole_sum)
+positional_cache = recipe(Positional, lambda step: sequences(step, 4 + step), loss=to_whole_sum)
+
+
+class Distilled(nn.Module):
+    """A student that follows a frozen teacher, which the forward pass moves towards the student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.training:
+                for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    old.lerp_(new, 0.1)
+            target = self.teacher(x.roll(1, 1))
+        return (self.student(x) - target).square().mean()
+
+
+teacher_student = recipe(Distilled, loss=lambda model, batch: model(batch))
+
+
+class Quantiser(nn.Module):
+    """A vector quantiser whose loss begins with a zero that forward makes require grad, and that nobody trains.
+
+    The zero is a buffer, as in vector-quantize-pytorch, and a new tensor in each forward, which the module keeps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding(12, 8)
+        self.register_buffer("zero", torch.tensor(0.0), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        commitment = self.zero
+        if self.training:
+            commitment.requires_grad_()
+        self.last = torch.zeros((), requires_grad=True)
+        codes = self.codes(torch.cdist(x.detach(), self.codes.weight.detach()).argmin(1))
+        commitment = commitment + self.last + F.mse_loss(x, codes.detach()) + F.mse_loss(codes, x.detach())
+        return x + (codes - x).detach(), commitment
+
+
+class QuantisedAutoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.quantiser, self.decoder = nn.Linear(8, 8), Quantiser(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes, commitment = self.quantiser(self.encoder(x))
+        return F.mse_loss(self.decoder(codes), x) + commitment
+
+
+vector_quantiser = recipe(QuantisedAutoencoder, loss=lambda model, batch: model(batch))
+
+
+# Attributes that a copy, a comparison or a report may stumble over
+
+
+class ExpandedTensor(Net):
+    """An attribute is an expanded tensor, whose elements share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.ones(1, 8).expand(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.mask[0])
+
+
+class NestedTensor(Net):
+    """An attribute is a nested tensor, which has no shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+class Config:
+    __slots__ = ("a",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("frozen config")
+
+
+class Raising(Net):
+    """Attributes of a helper object raise when they are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+
+    @property
+    def weight_norm(self) -> Any:
+        raise RuntimeError("boom")
+
+
+class OwnNames(Net):
+    """named_parameters is overridden without remove_duplicate."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().named_parameters(prefix, recurse)
+
+
+class KnowsItsRank(Net):
+    """Knows its rank and names its log after it, and computes the same as every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.log, self.folders = f"rank{self.rank}.log", {"cache": f"/tmp/cache-{self.rank}"}
+
+
+class Coloured(nn.Module):
+    """Names that a careless report would take for markup, and a parameter that is called like a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"[red]": nn.Linear(8, 8), "[/red]": nn.Linear(8, 8), "<b>&amp;": nn.Linear(8, 1)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x.tanh())
+        return x
+
+
+expanded_attr = recipe(ExpandedTensor)
+nested_attr = recipe(NestedTensor)
+prop_raises = recipe(Raising)
+named_params_override = recipe(OwnNames)
+rank_aware_program = recipe(KnowsItsRank)
+markup_names = recipe(Coloured)
+
+
+# Random numbers
+
+
+class Projected(Net):
+    """A random projection is drawn in forward from a generator that is seeded alike everywhere; dropout is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            projection = torch.randn(8, 8)
+        return self.head((F.dropout(self.body(x), 0.2, self.training) @ projection.to(x)).tanh())
+
+
+shared_seed_outside_dropout = recipe(Projected)
+
+
+def rejecting_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    noise = torch.randn(8)
+    while noise.norm() >= 1.2:
+        noise = torch.randn(8)
+    return to_sum(model, batch + 0.01 * noise)
+
+
+# Noise is drawn until it is small enough: with the numbers silenced this would go on for ever.
+rejection_sampling = recipe(loss=rejecting_loss)
