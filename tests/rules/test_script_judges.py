@@ -121,17 +121,49 @@ def test_buffers_that_are_alike_when_the_next_step_begins() -> None:
 
 # Data
 
+OTHER_LINE = Location("bar.py", 4)
+EVEN, ODD, ALL = range(0, 64, 2), range(1, 64, 2), range(64)
+BACK = tuple(reversed(ALL))
+OTHER_DATA: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 1, 1: 2, 2: 3, 3: 4}}}
+SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 3: 6}}}
+CUT: dict[str, Any] = {"exhausted": False, "batches": 4}
+
 
 def epoch(indices: Sequence[int], *, number: int = 0, order: int = 1, **more: Any) -> LoaderPass:
     plain = LoaderPass(0, number, LINE, "Photos", 64, {"x": 7}, 8, 4, "DistributedSampler", batches=8, exhausted=True)
     return replace(plain, **{"trains": True, "order": order, "indices": tuple(indices), **more})
 
 
-OTHER_LINE = Location("bar.py", 4)
-EVEN, ODD, ALL = range(0, 64, 2), range(1, 64, 2), range(64)
-BACK = tuple(reversed(ALL))
-OTHER_DATA: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 1, 1: 2, 2: 3, 3: 4}}}
-SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 3: 6}}}
+def epochs(*parts: Sequence[int], **more: Any) -> list[LoaderPass]:
+    """Passes of one rank, each in an order of its own; `more` is of those after the first."""
+    return [epoch(part, number=n, order=n + 1, **(more if n else {})) for n, part in enumerate(parts)]
+
+
+def in_order(*orders: int, **more: Any) -> list[list[LoaderPass]]:
+    ranks = tuple(reversed(EVEN)), tuple(reversed(ODD))
+    return [[epoch(part, number=n, order=order, **more) for n, order in enumerate(orders)] for part in ranks]
+
+
+def endless(rank: int, seed: int) -> list[LoaderPass]:
+    """Three epochs and a half of a sampler without an end; the script took what it wanted."""
+    random = Random(seed)
+    order = [index for _ in range(7) for index in random.sample(range(64), 64)]
+    return [epoch(order[rank::2][:112], exhausted=False, batches=28, expected=-1)]
+
+
+def redrawn(rank: int) -> list[LoaderPass]:
+    return [epoch(Random(rank).choices(range(64), k=112), exhausted=False, batches=28, expected=-1)]
+
+
+def own_rows(*orders: Sequence[int], drawn: bool = True, **more: Any) -> list[list[LoaderPass]]:
+    """Of ranks whose augmentation makes other rows of the same samples."""
+    more = {"samples": {"x.0": (1, 2)}, "holds_samples": True, **more}
+    contents = [OTHER_DATA | {"draws": {1: 2} if drawn else {}}, SAME_ROWS | {"draws": {5: 6} if drawn else {}}]
+    return [[epoch(order, **more, **of_rank)] for order, of_rank in zip(orders, contents, strict=True)]
+
+
+THRICE = [index for index in Random(0).sample(range(64), 64) for _ in range(3)]
+SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +175,7 @@ SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 
         ([[epoch(EVEN, location=OTHER_LINE)], [epoch(EVEN)]], ["DDP505"]),  # one rank shows its progress
         ([[epoch(ALL, trains=False)], [epoch(ALL, trains=False)]], []),  # evaluation
         ([[epoch(ALL, replaces=True)], [epoch(BACK, replaces=True)]], []),
-        ([[epoch(ALL, exhausted=False, batches=4)], [epoch(BACK, exhausted=False, batches=4)]], []),
+        ([[epoch(ALL, **CUT)], [epoch(BACK, **CUT)]], []),
         ([[epoch(ALL, exhausted=False, expected=8)], [epoch(BACK, exhausted=False, expected=8)]], ["DDP505"]),
         ([[epoch(ALL, digest={"x": 1})], [epoch(ALL, digest={"x": 2})]], []),  # a file of each rank's own
         ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **OTHER_DATA)]], []),
@@ -151,213 +183,139 @@ SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 
         ([[epoch(range(32))], [epoch((*range(32, 63), 0))]], []),  # padded
         ([[epoch((*range(30), 0, 1))], [epoch((*range(12, 42), 12, 13))]], ["DDP505"]),  # and drawn from other seeds
         ([[epoch((*range(26), *range(6)))], [epoch((*range(8, 34), *range(8, 14)))]], []),  # each drawn anew
+        (in_order(1, 1, 1, shuffles=True), ["DDP506"]),
+        (in_order(1, 2, 3, shuffles=True), []),
+        (in_order(1, 1, 1, shuffles=False), []),
+        ([epochs(range(16), range(16)), epochs(range(16, 32), range(16, 32))], ["DDP519"]),
+        ([epochs(range(16), range(32, 48)), epochs(range(16, 32), range(48, 64))], []),  # others each time
+        ([endless(0, 0), endless(1, 0)], []),
+        ([redrawn(0), redrawn(1)], []),
+        ([[epoch(THRICE[rank::4][:32])] for rank in range(4)], []),  # each augmented on another rank
+        ([[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)], ["DDP505"]),
+        ([epochs(EVEN, range(32)), epochs(ODD, range(32, 64))], []),
+        ([epochs(EVEN, range(32), replaces=True), epochs(ODD, range(16, 48), replaces=True)], []),
+        ([epochs(EVEN, range(32), **CUT), epochs(ODD, range(16, 48))], []),
+        ([epochs(EVEN, range(32), EVEN), epochs(ODD, range(16, 48), ODD)], []),
+        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(EVEN, subset=tuple(range(16, 64)))]], ["DDP516"]),
+        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(ODD, subset=tuple(range(48)))]], []),
+        ([[epoch(EVEN, subset=tuple(EVEN))], [epoch(ODD, subset=tuple(ODD))]], []),  # a shard each
+        ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=SHARED)]], ["DDP510"]),
+        ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=OWN)]], []),
+        ([[epoch(EVEN, draws={1: 2}, held=(1, 1))], [epoch(ODD, draws={1: 3}, held=(1, 1))]], []),  # seeded by sample
+        ([[epoch(EVEN, draws=SHARED, **held)] for held in (OTHER_DATA, SAME_ROWS)], ["DDP510"]),  # places of own parts
+        (own_rows(ALL, ALL), ["DDP505"]),
+        (own_rows(EVEN, ODD), []),
+        (own_rows(ALL, ALL, holds_samples=False), []),  # numbers from which each rank makes its own
+        (own_rows(ALL, ALL, drawn=False), []),
     ],
 )
 def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[str]) -> None:
     assert codes(judge_loaders(passes)) == found
 
 
-def test_groups_of_ranks_each_of_which_takes_the_same_samples() -> None:
-    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)])
-    assert finding.ranks == () and finding.message.startswith("Ranks 0 and 1 take the same samples")
-    assert "likewise ranks 2 and 3, with different samples" in finding.evidence
-    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, ODD, ODD)])
-    assert finding.ranks == (1, 2) and "likewise" not in str(finding.evidence)
-
-
-def test_samplers_that_are_told_other_epochs() -> None:
-    told = Location("train.py", 28)
-    (finding,) = judge_loaders([[epoch(ALL, epoch=3, told=told)], [epoch(BACK, epoch=0, told=told)]])
-    assert finding.code == "DDP505" and finding.location == told and "in other epochs" in finding.message
-    assert "the epoch of the sampler: rank 0: 3; rank 1: 0" in finding.evidence
-    assert finding.fix.startswith("Tell the sampler the same epoch on every rank")
-    (finding,) = judge_loaders([[epoch(ALL, epoch=3)], [epoch(BACK, epoch=3)]])
-    assert "epoch of" not in str(finding.evidence)
+def text_of(finding: Finding) -> str:
+    head = f"{finding.code} {finding.severity.value} of ranks {finding.ranks} at {finding.location}"
+    return " | ".join((head, finding.message, *finding.evidence, finding.fix))
 
 
 @pytest.mark.parametrize(
-    ("orders", "shuffles", "found"), [((1, 1, 1), True, ["DDP506"]), ((1, 2, 3), True, []), ((1, 1, 1), False, [])]
+    ("passes", "said"),
+    [
+        (
+            [[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)],
+            ["of ranks ()", "Ranks 0 and 1 take", "likewise ranks 2 and 3, with different samples"],
+        ),
+        ([[epoch(part)] for part in (EVEN, ODD, ODD)], ["DDP505 error of ranks (1, 2)"]),
+        (
+            [[epoch(ALL, epoch=3, told=OTHER_LINE)], [epoch(BACK, epoch=0, told=OTHER_LINE)]],
+            [
+                "bar.py:4",
+                "in other epochs",
+                "sampler: rank 0: 3; rank 1: 0",
+                "Tell the sampler the same epoch on every",
+            ],
+        ),
+        ([endless(0, 0), endless(1, 1)], ["DDP505 warning", "of the first 32 samples that each takes"]),
+        (
+            [epochs(EVEN, range(32)), epochs(ODD, range(16, 48))],
+            ["DDP505 warning", "share 16 of the 32 samples", "16 of 64 are on no rank"],
+        ),
+        (  # copies in two workers
+            [[epoch(part, draws={1: 2}, held=(1, 1))] for part in (EVEN, ODD)],
+            ["DDP510", "2 of 2 states of random generators that the dataset holds"],
+        ),
+        (  # samples of other sizes take more or fewer numbers, from the same state on
+            [[epoch(part, draws={1: n, 2: n + 1}, worker_seed=7, workers=2)] for part, n in ((EVEN, 5), (ODD, 6))],
+            ["DDP510", ", in workers, and", "2 of 2 states of global random generators", "generator that is"],
+        ),
+        (
+            [[epoch(part, draws={1: 5, 2: 6}, worker_seed=-1, workers=2)] for part in (EVEN, ODD)],
+            ["DDP510", "before and after the batches", "worker_init_fn"],
+        ),
+    ],
 )
-def test_the_order_of_epochs(orders: tuple[int, ...], shuffles: bool, found: list[str]) -> None:
-    ranks = [
-        [epoch(tuple(reversed(part)), number=n, order=order, shuffles=shuffles) for n, order in enumerate(orders)]
-        for part in (EVEN, ODD)
-    ]
-    assert codes(judge_loaders(ranks)) == found
+def test_the_finding_on_samples_of_a_loader_says_what_and_where(passes: Any, said: list[str]) -> None:
+    (finding,) = judge_loaders(passes)
+    assert [words for words in said if words not in text_of(finding)] == []
 
 
 def test_loaders_that_one_rank_alone_goes_through_do_not_shift_those_of_training() -> None:
     """A loader is made anew for each epoch, of more samples each time; rank 0 validates between them."""
-    validation = Location("train.py", 40)
-    first, second = ({"size": 64 * epoch, "number": 0} for epoch in (1, 2))
-    own = [(range(0, 64, 2), range(0, 128, 2)), (range(1, 64, 2), range(1, 128, 2))]
-    ranks = [
-        [replace(epoch(indices, **given), loader=number) for number, (indices, given) in enumerate(parts)]
-        for parts in (list(zip(of_rank, (first, second), strict=True)) for of_rank in own)
-    ]
-    ranks[0] = [
-        ranks[0][0],
-        replace(epoch(range(9), trains=False), loader=1, location=validation),
-        replace(ranks[0][1], loader=2),
-    ]
-    assert judge_loaders(ranks) == []
-    twice = [[*of_rank[:-1], replace(ranks[0][-1], loader=of_rank[-1].loader)] for of_rank in ranks]
-    assert codes(judge_loaders(twice)) == ["DDP505"]  # the second one is compared with the second one
-
-
-def test_samples_that_no_rank_takes_in_any_epoch() -> None:
-    def two(first: Sequence[int], second: Sequence[int]) -> list[LoaderPass]:
-        return [epoch(first), epoch(second, number=1, order=2)]
-
-    (finding,) = judge_loaders([two(range(16), range(16)), two(range(16, 32), range(16, 32))])
-    assert finding.code == "DDP519" and "32 of the 64 samples" in finding.message
-    assert not judge_loaders([two(range(16), range(32, 48)), two(range(16, 32), range(48, 64))])  # others each time
-
-
-def test_parts_of_a_sampler_without_an_end() -> None:
-    def endless(seed: int, of_rank: slice, **more: Any) -> list[LoaderPass]:
-        """Three epochs and a half; the script took what it wanted."""
-        random = Random(seed)
-        order = [index for _ in range(7) for index in random.sample(range(64), 64)]
-        return [epoch(order[of_rank][:112], exhausted=False, batches=28, expected=-1, **more)]
-
-    even, odd = slice(0, None, 2), slice(1, None, 2)
-    (finding,) = judge_loaders([endless(0, even), endless(1, odd)])
-    assert (finding.code, finding.severity) == ("DDP505", Severity.WARNING)
-    assert "of the first 32 samples that each takes" in finding.message
-    assert not judge_loaders([endless(0, even), endless(0, odd)])
-    drawn = [[epoch(Random(n).choices(range(64), k=112), exhausted=False, batches=28, expected=-1)] for n in range(2)]
-    assert not judge_loaders(drawn)  # each one anew
-
-
-def test_samples_that_come_several_times_in_an_epoch_each_augmented_on_another_rank() -> None:
-    order = [index for index in Random(0).sample(range(64), 64) for _ in range(3)]
-    assert not judge_loaders([[epoch(order[rank::4][:32])] for rank in range(4)])
-    own = [[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)]
-    assert codes(judge_loaders(own)) == ["DDP505"]
-
-
-def test_parts_that_overlap_from_the_second_epoch_on() -> None:
-    def order(first: Sequence[int], second: Sequence[int], **more: Any) -> list[LoaderPass]:
-        return [epoch(first), epoch(second, number=1, order=2, **more)]
-
-    own = [order(EVEN, range(32)), order(ODD, range(16, 48))]
-    (finding,) = judge_loaders(own)
-    assert (finding.code, finding.severity) == ("DDP505", Severity.WARNING)
-    assert "share 16 of the 32 samples" in finding.message
-    assert "16 of 64 are on no rank" in finding.message
-    assert not judge_loaders([order(EVEN, range(32)), order(ODD, range(32, 64))])
-    assert not judge_loaders([order(EVEN, range(32), replaces=True), order(ODD, range(16, 48), replaces=True)])
-    assert not judge_loaders([order(EVEN, range(32), exhausted=False, batches=4), order(ODD, range(16, 48))])
-    assert not judge_loaders(
-        [[*of_rank, epoch(part, number=2)] for of_rank, part in zip(own, (EVEN, ODD), strict=True)]
+    first, second = (
+        [epoch(range(rank, 64 * (n + 1), 2), size=64 * (n + 1), loader=n) for n in range(2)] for rank in range(2)
     )
+    validation = epoch(range(9), trains=False, loader=1, location=OTHER_LINE)
+    first = [first[0], validation, replace(first[1], loader=2)]
+    assert judge_loaders([first, second]) == []
+    again = [first, [second[0], replace(first[-1], loader=1)]]
+    assert codes(judge_loaders(again)) == ["DDP505"]  # the second one is compared with the second one
 
 
-def test_the_line_of_a_finding_on_data_is_the_one_to_change() -> None:
-    made, seeded, split = Location("train.py", 3), Location("train.py", 1), Location("train.py", 2)
-
-    def line(*indices: Sequence[int], **more: Any) -> Location | None:
-        (finding,) = judge_loaders([[epoch(part, made=made, split=split, seeded=seeded, **more)] for part in indices])
-        assert str(finding.related[0]) == f"loop over the loader at {LINE}"
-        return finding.location
-
-    assert line(EVEN, EVEN) == made
-    assert line(EVEN, ODD, draws={1: 2, 2: 3}) == seeded
-    parts = [[epoch(EVEN, subset=tuple(part), split=split)] for part in (range(48), range(16, 64))]
-    assert judge_loaders(parts)[0].location == split
+def inputs(*samples: Any) -> list[Inputs]:
+    return [Inputs(0, step, one if type(one) is tuple else (one, -one), LINE) for step, one in enumerate(samples)]
 
 
-def test_a_split_that_ranks_have_drawn_for_themselves() -> None:
-    parts = [range(48), range(16, 64)]
-    (finding,) = judge_loaders([[epoch(EVEN, subset=tuple(part))] for part in parts])
-    assert finding.code == "DDP516"
-    assert not judge_loaders([[epoch(part, subset=tuple(range(48)))] for part in (EVEN, ODD)])
-    assert not judge_loaders([[epoch(part, subset=tuple(part))] for part in (EVEN, ODD)])  # a shard each
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([inputs((1, 2), (3, 4), (5, 6)), inputs((2, 1), (4, 3), (6, 5))], ["DDP505"]),
+        ([inputs((1, 2), (3, 4), (5, 6)), inputs((1, 2), (3, 4), (5, 7))], []),
+        ([inputs((1,), (1,), (1,))] * 2, []),  # a grid that is always the same
+        ([inputs(1, 2, 3), inputs(7, 8, 9)], []),
+        ([inputs(1, 2, 8, 9), inputs(1, 2, 3, 4)], []),  # too few to tell
+        ([inputs(7, 8, 1, 1, 1), inputs(5, 6, 1, 1, 1)], []),  # one batch, again and again
+        ([inputs(7, 8, 9, 2, 3), inputs(5, 6, 1, 2, 3)], []),
+        ([inputs(5, 6, 7, 8), inputs(1, 2, 3, 4), inputs(9, 2, 3, 8)], []),
+    ],
+)
+def test_the_inputs_of_a_wrapper(ranks: list[list[Inputs]], found: list[str]) -> None:
+    assert codes(judge_inputs(dict(enumerate(ranks)))) == found
 
 
-def test_augmentation_that_draws_the_same_numbers() -> None:
-    shared, own = {1: 2, 2: 3}, {7: 8, 8: 9}
-    assert codes(judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=shared)]])) == ["DDP510"]
-    alike, apart = (
-        [epoch(part, draws={1: after}, held=(1, 1)) for part, after in ((EVEN, 2), (ODD, n))] for n in (2, 3)
-    )
-    (finding,) = judge_loaders([[of_rank] for of_rank in alike])  # copies in two workers
-    assert (
-        finding.code == "DDP510" and "2 of 2 states of random generators that the dataset holds" in finding.evidence[0]
-    )
-    assert not judge_loaders([[of_rank] for of_rank in apart])  # seeded by the sample, from the second number on
-    assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
-    parts = [[epoch(EVEN, draws=shared, **held)] for held in (OTHER_DATA, SAME_ROWS)]  # the same places of own parts
-    assert codes(judge_loaders(parts)) == ["DDP510"]
-
-
-def test_the_same_samples_that_each_rank_augments_in_its_own_way() -> None:
-    def passes(*orders: Sequence[int], drawn: bool = True, **held: Any) -> list[list[LoaderPass]]:
-        given = [(OTHER_DATA, {1: 2}), (SAME_ROWS, {5: 6})]
-        held = {"samples": {"x.0": (1, 2)}, "holds_samples": True, **held}
-        return [
-            [epoch(order, draws=draws if drawn else {}, **held, **contents)]
-            for order, (contents, draws) in zip(orders, given, strict=True)
-        ]
-
-    assert codes(judge_loaders(passes(ALL, ALL))) == ["DDP505"]
-    assert not judge_loaders(passes(EVEN, ODD))
-    assert not judge_loaders(passes(ALL, ALL, holds_samples=False))  # numbers from which each rank makes its own
-    assert not judge_loaders(passes(ALL, ALL, drawn=False))
-
-
-def test_numbers_of_workers_that_are_seeded_alike() -> None:
-    """Samples of other sizes take more or fewer numbers, from the same state on."""
-
-    def passes(*afters: int, **more: Any) -> list[list[LoaderPass]]:
-        more = {"worker_seed": 7, "workers": 2, **more}
-        parts = zip((EVEN, ODD), afters, strict=True)
-        return [[epoch(part, draws={1: after, 2: after + 1}, **more)] for part, after in parts]
-
-    (finding,) = judge_loaders(passes(5, 6))
-    assert finding.code == "DDP510" and ", in workers, and" in finding.message and "generator that is" in finding.fix
-    assert "2 of 2 states of global random generators" in finding.evidence[0]
-    (finding,) = judge_loaders(passes(5, 5, worker_seed=-1))
-    assert "before and after the batches" in finding.evidence[0] and "worker_init_fn" in finding.fix
-
-
-def test_the_inputs_of_a_wrapper() -> None:
-    def given(*samples: tuple[int, ...]) -> list[Inputs]:
-        return [Inputs(0, step, one, LINE) for step, one in enumerate(samples)]
-
-    def judged(*by_rank: list[Inputs]) -> list[Finding]:
-        return judge_inputs(dict(enumerate(by_rank)))
-
-    mine, theirs = ((1, 2), (3, 4), (5, 6)), ((2, 1), (4, 3), (6, 5))
-    assert codes(judged(given(*mine), given(*theirs))) == ["DDP505"]
-    assert not judged(given(*mine), given((1, 2), (3, 4), (5, 7)))
-    assert not judged(given((1,), (1,), (1,)), given((1,), (1,), (1,)))  # a grid that is always the same
-
-
-def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while() -> None:
-    """The first rank alone evaluates, and draws more random numbers than the others."""
-
-    def given(*samples: int) -> list[Inputs]:
-        return [Inputs(0, step, (one, -one), LINE) for step, one in enumerate(samples)]
-
-    (of_some,) = judge_inputs({0: given(7, 8, 9, 10), 1: given(1, 2, 3, 4), 2: given(1, 2, 3, 4), 3: given(1, 2, 3, 4)})
-    assert of_some.ranks == (1, 2, 3) and of_some.message.startswith("The forward passes of ranks 1 to 3 are given")
-    pairs = [given(1, 2, 3), given(7, 8, 9), given(1, 2, 3), given(7, 8, 9), given(4, 5, 6)]
-    (of_pairs,) = judge_inputs(dict(enumerate(pairs)))
-    assert of_pairs.ranks == (0, 1, 2, 3) and "likewise ranks 1 and 3, with different samples" in of_pairs.evidence
-    assert not judge_inputs(dict(enumerate(pairs[:2])))
-    (for_a_while,) = judge_inputs({0: given(1, 2, 3, 8), 1: given(1, 2, 3, 4)})
-    assert for_a_while.ranks == () and "in the first 3 steps" in for_a_while.message
-    assert (of_some.severity, for_a_while.severity) == (Severity.ERROR, Severity.WARNING)
-    assert "from step 3 on they differ" in for_a_while.evidence
-    assert not judge_inputs({0: given(1, 2, 8, 9), 1: given(1, 2, 3, 4)})  # too few to tell
-    (since,) = judge_inputs({0: given(7, 8, 1, 2, 3), 1: given(5, 6, 1, 2, 3)})
-    assert since.severity == Severity.WARNING and "the last 3 steps" in since.message
-    assert any("until step 1 they differ" in line for line in since.evidence) and "checkpoint" in since.fix
-    assert not judge_inputs({0: given(7, 8, 1, 1, 1), 1: given(5, 6, 1, 1, 1)})  # one batch, again and again
-    assert not judge_inputs({0: given(7, 8, 9, 2, 3), 1: given(5, 6, 1, 2, 3)})
-    assert not judge_inputs({0: given(5, 6, 7, 8), 1: given(1, 2, 3, 4), 2: given(9, 2, 3, 8)})
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (  # the first rank alone evaluates, and draws more random numbers than the others
+            [inputs(7, 8, 9, 10), *[inputs(1, 2, 3, 4)] * 3],
+            ["error of ranks (1, 2, 3)", "The forward passes of ranks 1 to 3 are given"],
+        ),
+        (
+            [*[inputs(1, 2, 3), inputs(7, 8, 9)] * 2, inputs(4, 5, 6)],
+            ["error of ranks (0, 1, 2, 3)", "likewise ranks 1 and 3, with different samples"],
+        ),
+        (
+            [inputs(1, 2, 3, 8), inputs(1, 2, 3, 4)],
+            ["warning of ranks ()", "in the first 3 steps", "from step 3 on they differ"],
+        ),
+        (
+            [inputs(7, 8, 1, 2, 3), inputs(5, 6, 1, 2, 3)],
+            ["warning", "the last 3 steps", "until step 1 they differ", "checkpoint"],
+        ),
+    ],
+)
+def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while(ranks: Any, said: list[str]) -> None:
+    (finding,) = judge_inputs(dict(enumerate(ranks)))
+    assert [words for words in said if words not in text_of(finding)] == []
 
 
 @pytest.mark.parametrize(
@@ -383,21 +341,22 @@ def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], 
     assert codes(judge_tables([[DerivedTable("numbers", one, LINE)] for one in (mine, theirs)])) == found
 
 
-def test_a_table_of_ranks_is_known_by_its_name() -> None:
-    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
-    for name, found in (("trainer.peers", []), ("self.labels", ["DDP516"])):
-        assert codes(judge_tables([[DerivedTable(name, one, LINE)] for one in ranks])) == found
+def tables(name: str, *ranks: dict[str, str]) -> list[list[DerivedTable]]:
+    return [[DerivedTable(name, values, LINE)] for values in ranks]
 
 
-def test_a_table_that_is_held_under_two_names_is_told_once() -> None:
-    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
-    held = [[DerivedTable(name, values, LINE) for name in ("numbers", "data.numbers")] for values in ranks]
-    assert [finding.subjects for finding in judge_tables(held)] == [("numbers", "data.numbers")]
+SWAPPED = {"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}
+
+
+def test_a_table_of_ranks_is_known_by_its_name_and_one_that_has_two_names_is_told_once() -> None:
+    assert not judge_tables(tables("trainer.peers", *SWAPPED)) and judge_tables(tables("self.labels", *SWAPPED))
+    held = zip(tables("numbers", *SWAPPED), tables("data.numbers", *SWAPPED), strict=True)
+    assert [finding.subjects for finding in judge_tables([[*a, *b] for a, b in held])] == [("numbers", "data.numbers")]
 
 
 def test_a_list_of_texts_in_the_order_of_a_set() -> None:
-    ranks = [{"'a'": "0", "'b'": "1", "'c'": "2"}, {"'a'": "1", "'b'": "2", "'c'": "0"}]
-    held = [[DerivedTable("Photos.classes.index()", values, LINE)] for values in ranks]
+    ranks = {"'a'": "0", "'b'": "1", "'c'": "2"}, {"'a'": "1", "'b'": "2", "'c'": "0"}
+    held = tables("Photos.classes.index()", *ranks)
     (finding,) = judge_tables(held)
     assert finding.code == "DDP516" and finding.message.startswith("Photos.classes has the same 3 texts")
     rows, labels = tuple(range(50, 66)), (0, 1, 2, 1) * 4
@@ -405,8 +364,7 @@ def test_a_list_of_texts_in_the_order_of_a_set() -> None:
     assert not judge_tables(held, same)  # no label is made of it
     assert judge_tables(held, [same[0], [epoch(ALL, rows=rows, labels=(*labels[1:], 0))]])
     assert judge_tables(held, [same[0], [epoch(ALL, rows=tuple(range(16)), labels=labels)]])  # other samples
-    table = [[DerivedTable("Photos.classes", values, LINE)] for values in ranks]
-    assert judge_tables(table, same)  # as before
+    assert judge_tables(tables("Photos.classes", *ranks), same)  # as before
 
 
 # Optimizers
