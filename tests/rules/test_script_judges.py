@@ -225,7 +225,6 @@ def text_of(finding: Finding) -> str:
             [[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)],
             ["of ranks ()", "Ranks 0 and 1 take", "likewise ranks 2 and 3, with different samples"],
         ),
-        ([[epoch(part)] for part in (EVEN, ODD, ODD)], ["DDP505 error of ranks (1, 2)"]),
         (
             [[epoch(ALL, epoch=3, told=OTHER_LINE)], [epoch(BACK, epoch=0, told=OTHER_LINE)]],
             [
@@ -257,6 +256,13 @@ def text_of(finding: Finding) -> str:
 def test_the_finding_on_samples_of_a_loader_says_what_and_where(passes: Any, said: list[str]) -> None:
     (finding,) = judge_loaders(passes)
     assert [words for words in said if words not in text_of(finding)] == []
+
+
+def test_the_finding_on_samples_of_a_loader_says_no_more_than_there_is() -> None:
+    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, ODD, ODD)])
+    assert "DDP505 error of ranks (1, 2)" in text_of(finding) and "likewise" not in text_of(finding)
+    (finding,) = judge_loaders([[epoch(order, epoch=3)] for order in (ALL, BACK)])
+    assert "epoch of" not in text_of(finding)
 
 
 def test_loaders_that_one_rank_alone_goes_through_do_not_shift_those_of_training() -> None:
@@ -375,24 +381,35 @@ def step(count: int = 0, **more: Any) -> OptimizerStep:
     return replace(plain, **more)
 
 
-def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
-    lower = {"class": "SGD", "group 0 lr": "0.01"}
-    assert codes(judge_optimizer_options([[step(), step()], [step(4), step(4, options=lower)]])) == ["DDP507"]
-    assert codes(judge_optimizer_options([[step(), step(options=lower)]])) == ["DDP223"]
-    assert codes(judge_optimizer_options([[step(made_with="a"), step(options=lower, made_with="a")]])) == ["DDP507"]
-    (made,) = judge_optimizer_options([[step(), step(options=lower)]])
-    loads = Location("train.py", 27)
-    (loaded,) = judge_optimizer_options([[replace(step(), restored_at=loads), step(options=lower)]])
-    assert (made.code, made.location, loaded.code, loaded.location) == ("DDP223", LINE, "DDP223", loads)
-    assert loaded.ranks == (0,) and "on rank 0 only" in loaded.evidence[-1]
-    resumed = step(made_with="a", restored_at=loads, options=lower)  # whose rate has come down before
-    (loaded,) = judge_optimizer_options([[resumed, step(made_with="a")]])
-    assert (loaded.code, loaded.location, loaded.ranks) == ("DDP507", loads, (0,)) and "Load" in loaded.fix
-    assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
-    assert not judge_optimizer_options([[step(), replace(step(options=lower), reductions=2)]])  # it is its second batch
-    numbered = [step(options={"class": "Muon", "group 0 rank": str(rank)}) for rank in range(3)]
-    assert not judge_optimizer_options([numbered])
-    assert codes(judge_optimizer_options([numbered[::-1]])) == ["DDP223"]
+LOADS = Location("train.py", 27)
+LOWER = {"class": "SGD", "group 0 lr": "0.01"}
+NUMBERED = [step(options={"class": "Muon", "group 0 rank": str(rank)}) for rank in range(3)]
+BY_HAND = [step(4, reductions=-1, collectives=9), step(4, reductions=-1, collectives=8, options=LOWER)]
+RESUMED = step(made_with="a", restored_at=LOADS, options=LOWER)
+"""Its rate has come down before."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "line", "ranks"),
+    [
+        ([[step(), step()], [step(4), step(4, options=LOWER)]], "DDP507", LINE, (1,)),  # a schedule
+        ([[step(), step(options=LOWER)]], "DDP223", LINE, (1,)),
+        ([[step(made_with="a"), step(options=LOWER, made_with="a")]], "DDP507", LINE, (1,)),
+        ([[replace(step(), restored_at=LOADS), step(options=LOWER)]], "DDP223", LOADS, (0,)),
+        ([[RESUMED, step(made_with="a")]], "DDP507", LOADS, (0,)),
+        ([[step(), step()], [step(4, options=LOWER), step(4, options=LOWER)]], "", None, ()),
+        ([[step(), replace(step(options=LOWER), reductions=2)]], "", None, ()),  # it is its second batch
+        ([NUMBERED], "", None, ()),
+        ([NUMBERED[::-1]], "DDP223", LINE, (1, 2)),
+        ([[step(), step()], BY_HAND], "DDP508", LINE, ()),  # ranks in other steps of a loop that reduces by hand
+        ([[step(), step()], [replace(one, collectives=9) for one in BY_HAND]], "DDP507", LINE, (1,)),
+    ],
+)
+def test_options_of_optimizers(steps: Any, code: str, line: Location | None, ranks: tuple[int, ...]) -> None:
+    findings = judge_optimizer_options(steps)
+    assert [(one.code, one.location, one.ranks) for one in findings] == [(code, line, ranks)] * bool(code)
+    if line == LOADS:
+        assert "Load" in findings[0].fix if code == "DDP507" else "on rank 0 only" in findings[0].evidence[-1]
 
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
@@ -403,25 +420,12 @@ def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
     assert judge_parts([step(held=("0/a",)), step(held=())]) == []
 
 
-def test_ranks_in_other_steps_of_a_loop_that_reduces_by_hand() -> None:
-    lower = {"class": "SGD", "group 0 lr": "0.01"}
-    apart = [step(4, reductions=-1, collectives=9), step(4, reductions=-1, collectives=8, options=lower)]
-    assert codes(judge_optimizer_options([[step(), step()], apart])) == ["DDP508"]
-    in_step = [replace(one, collectives=9) for one in apart]
-    assert codes(judge_optimizer_options([[step(), step()], in_step])) == ["DDP507"]
-
-
 def test_a_rank_that_skips_a_step() -> None:
     (finding,) = judge_pace([[step(4, reductions=5), step(4, reductions=6)]], [])
-    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), step().location)
-    decided = (Location("train.py", 30),)
-    (finding,) = judge_pace([[step(4, reductions=5, left_out_at=decided), step(4, reductions=6)]], [])
-    assert (
-        finding.location == decided[0]
-        and f"this line decides if the step at {step().location} is made" in finding.evidence
-    )
-    ends = [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)]
-    (finding,) = judge_pace([[step(4), step(4)]], ends)
+    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), LINE)
+    (finding,) = judge_pace([[step(4, reductions=5, left_out_at=(LOADS,)), step(4, reductions=6)]], [])
+    assert finding.location == LOADS and f"this line decides if the step at {LINE} is made" in finding.evidence
+    (finding,) = judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)])
     assert (finding.code, finding.ranks) == ("DDP508", (0,))
     assert not judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 10, 10)] * 2)
 
@@ -439,102 +443,102 @@ def test_gradients_that_a_rank_changes_before_the_step() -> None:
     assert not judge_step_gradients([[here, step(norms={"0/w": float("inf")})]])  # a gradient scaler skips it
 
 
+def clips(*norms: float, steps: int = 1, limits: tuple[float, ...] = (0.5, 0.5), **more: Any) -> Any:
+    """Of each rank, clips of a gradient with its norm to its limit."""
+    return [
+        [GradientsClipped(count, norm, LINE, count, limit=limit, **more) for count in range(steps)]
+        for norm, limit in zip(norms, limits, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("norms", "limits", "at_clip"),
+    ("clipped", "at_clip"),
     [
-        ((3.0, 3.0), (0.5, 0.7), True),
-        ((3.0, 3.0), (0.5, 0.5), False),  # so something else has changed them
-        ((3.0, 4.0), (0.5, 0.7), False),  # they differed before
-        ((0.3, 0.3), (0.5, 0.7), False),  # nothing is clipped
-        ((3.0, 3.0), (0.0, 0.0), False),  # not known
+        (clips(3.0, 3.0, limits=(0.5, 0.7)), True),
+        (clips(3.0, 3.0), False),  # so something else has changed them
+        (clips(3.0, 4.0, limits=(0.5, 0.7)), False),  # they differed before
+        (clips(0.3, 0.3, limits=(0.5, 0.7)), False),  # nothing is clipped
+        (clips(3.0, 3.0, limits=(0.0, 0.0)), False),  # not known
+        (clips(3.0, 4.0, steps=3, of_parts=True), True),  # by a norm of what each rank has of its own
+        (clips(3.0, 3.0, steps=3, of_parts=True), False),
+        (clips(0.3, 0.4, steps=3, of_parts=True), False),
     ],
 )
-def test_a_clip_to_a_limit_of_each_rank(
-    norms: tuple[float, float], limits: tuple[float, float], *, at_clip: bool
-) -> None:
-    clips = [[GradientsClipped(0, norm, LINE, 0, limit=limit)] for norm, limit in zip(norms, limits, strict=True)]
-    steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
-    (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
+def test_a_clip_to_a_limit_or_by_a_norm_of_each_rank(clipped: list[list[GradientsClipped]], at_clip: bool) -> None:
+    steps = [step(norms={"0/w": norm}, location=OTHER_LINE) for norm in (0.5, 0.7)]
+    (found,) = judge_step_gradients([steps], clipped)
     assert (found.code, found.location == LINE) == ("DDP301", at_clip)
-
-
-@pytest.mark.parametrize(("norms", "at_clip"), [((3.0, 4.0), True), ((3.0, 3.0), False), ((0.3, 0.4), False)])
-def test_a_clip_by_a_norm_of_what_each_rank_has_of_its_own(norms: tuple[float, float], *, at_clip: bool) -> None:
-    clips = [[GradientsClipped(n, norm, LINE, n, limit=0.5, of_parts=True) for n in range(3)] for norm in norms]
-    steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
-    (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
-    assert (found.code, found.location == LINE) == ("DDP301", at_clip)
-    assert not judge_clips(GradientChanges(clips, steps=[[(step(), step())] * 3]))  # they differ by right
+    if clipped[0][0].of_parts:
+        assert not judge_clips(GradientChanges(clipped, steps=[[(step(), step())] * 3]))  # they differ by right
 
 
 def test_optimizer_state_that_differs() -> None:
     here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
     assert codes(judge_optimizer_state([[here, there]])) == ["DDP306"]
     assert codes(judge_optimizer_state([[here, step()]])) == ["DDP306"]  # loaded on one rank
-    loads = Location("train.py", 27)
-    (found,) = judge_optimizer_state([[replace(here, restored_at=loads), step()]])
-    assert (found.location, found.ranks) == (loads, (0,))
-    (found,) = judge_optimizer_state([[replace(one, restored_at=loads) for one in (here, there)]])
+    (found,) = judge_optimizer_state([[replace(here, restored_at=LOADS), step()]])
+    assert (found.location, found.ranks) == (LOADS, (0,))
+    (found,) = judge_optimizer_state([[replace(one, restored_at=LOADS) for one in (here, there)]])
     assert (found.location, found.ranks) == (here.location, ())
     assert not judge_optimizer_state([[here, here]])
     (found,) = judge_optimizer_state([[here, here], [here, there]])
     assert found.evidence[0].startswith("it did not differ in step 0") and "work.wait()" in found.fix
     (found,) = judge_optimizer_state([[replace(here, held=("a", "b")), replace(there, held=("b", "a"))]])
-    assert found.fix.startswith(
-        "Give the optimizer its parameters in the same order"
-    ) and "rank 1 holds b and a" in str(found.evidence)
+    assert "its parameters in the same order" in found.fix and "rank 1 holds b and a" in str(found.evidence)
     sharded = step(states={"0/v: momentum_buffer": 2.0})
     assert not judge_optimizer_state([[here, sharded]])
 
 
-def alone(count: int, value: int, gradient: float, name: str = "Head.w") -> OptimizerStep:
-    return step(count, held=(), reductions=-1, alone={name: value}, gradients={name: [gradient]}, marks=(value,))
+def alone(count: int, value: int, gradient: float, name: str = "Head.w", **more: Any) -> OptimizerStep:
+    plain = step(count, held=(), reductions=-1, alone={name: value}, gradients={name: [gradient]}, marks=(value,))
+    return replace(plain, **more)
+
+
+def unsynchronized(steps: Any, *, wrapped: bool = False, **more: Any) -> list[Finding]:
+    return list(judge_unsynchronized(steps, [], wrapped=wrapped, **more))
+
+
+APART = [[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]]
+"""Steps of two ranks, each by its own gradient: the number of the step, the value and the gradient."""
 
 
 @pytest.mark.parametrize(
     ("ranks", "found"),
     [
-        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]], ["DDP501"]),
+        (APART, ["DDP501"]),
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 2.0), (1, 2, 3.0)]], []),  # averaged by hand
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 2.0), (1, 8, 3.0)]], ["DDP208"]),
         ([[(0, 1, 0.0), (1, 2, 3.0)], [(0, 9, 0.0), (1, 8, 3.0)]], ["DDP208"]),  # in front of a layer of zeros
         ([[(0, 1, 0.0), (1, 2, 0.0)], [(0, 9, 0.0), (1, 8, 0.0)]], []),  # it has none at all
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 4.0), (1, 8, 7.0)]], []),  # a model of each rank's own
-        (
-            [
-                [(0, 1, 2.0), (1, 2, 3.0), (2, 4, 1.0), (3, 5, 1.0)],
-                [(0, 1, 5.0), (1, 3, 6.0), (2, 4, 2.0), (3, 6, 2.0)],
-            ],
-            [],
-        ),
+        ([[*APART[0], (2, 4, 1.0), (3, 5, 1.0)], [*APART[1], (2, 4, 2.0), (3, 6, 2.0)]], []),
     ],
 )
 def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], found: list[str]) -> None:
     steps = [[alone(*one) for one in at] for at in zip(*ranks, strict=True)]
-    assert codes(judge_unsynchronized(steps, [], wrapped=False)) == found
+    assert codes(unsynchronized(steps)) == found
 
 
 @pytest.mark.parametrize(("after", "found"), [(16, ["DDP306"]), (6, [])])
 def test_parameters_that_are_averaged_now_and_then_until_they_are_not(after: int, found: list[str]) -> None:
     def of_rank(rank: int) -> list[OptimizerStep]:
         marks = tuple(n if n % 4 == 0 and n <= 8 else 100 * rank + n for n in range(8 + after))
-        return [replace(alone(0, 1, 2.0), marks=()), replace(alone(1, 10 + rank, 3.0 + rank), marks=marks)]
+        return [alone(0, 1, 2.0, marks=()), alone(1, 10 + rank, 3.0 + rank, marks=marks)]
 
-    assert codes(judge_unsynchronized(list(zip(of_rank(0), of_rank(1), strict=True)), [], wrapped=False)) == found
+    assert codes(unsynchronized(list(zip(of_rank(0), of_rank(1), strict=True)))) == found
 
 
 def test_parameters_that_a_wrapper_does_not_know_of_are_told_by_their_names_in_it() -> None:
-    of_ranks = [[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]]
-    steps = [[alone(*one, name="0/head.w") for one in at] for at in zip(*of_ranks, strict=True)]
-    (found,) = judge_unsynchronized(steps, [], wrapped=True)
+    steps = [[alone(*one, name="0/head.w") for one in at] for at in zip(*APART, strict=True)]
+    (found,) = unsynchronized(steps, wrapped=True)
     assert (found.code, found.subjects) == ("DDP503", ("head.w",))
 
 
 def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reduction() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n) for n in (2, 3)]]
-    (never,) = judge_unsynchronized(steps, [], wrapped=False)
+    (never,) = unsynchronized(steps)
     reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
-    (later,) = judge_unsynchronized(reduced, [], wrapped=False)
+    (later,) = unsynchronized(reduced)
     assert "by nothing" in never.message and "after the collectives of a step" in later.message
 
 
@@ -544,8 +548,8 @@ def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that()
 
     reduced, own, idle = steps_of((1, 1), (2, 2)), steps_of((1, 1), (2, 3)), steps_of((1, 1), (1, 1))
     assert [reduces_in_step(one) for one in (reduced, own, idle, [])] == [True, False, False, False]
-    assert codes(judge_unsynchronized(reduced, [], wrapped=False, in_step=True)) == []
-    (found,) = judge_unsynchronized(own, [], wrapped=False, in_step=True)
+    assert codes(unsynchronized(reduced, in_step=True)) == []
+    (found,) = unsynchronized(own, in_step=True)
     assert found.code == "DDP501" and found.fix.startswith("Have the step reduce every gradient")
 
 
@@ -559,15 +563,14 @@ def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that()
     ],
 )
 def test_gradients_that_are_the_same_before_they_are_averaged(given: Any, found: list[str]) -> None:
-    steps = [[replace(alone(n, n, 1.0), given=(given(rank, n),)) for rank in range(2)] for n in range(4)]
+    steps = [[alone(n, n, 1.0, given=(given(rank, n),)) for rank in range(2)] for n in range(4)]
     assert codes(judge_equal_gradients(steps)) == found
     assert not judge_equal_gradients(steps[:2])
 
 
 def test_gradients_of_parts_that_are_reduced_as_if_they_were_replicas() -> None:
-    own = [
-        replace(alone(n, n, 1.0), parts_reduced=("Tables.t.0.weight",), parts_reduced_at=OTHER_LINE) for n in range(3)
-    ]
+    reduced = {"parts_reduced": ("Tables.t.0.weight",), "parts_reduced_at": OTHER_LINE}
+    own = [alone(n, n, 1.0, **reduced) for n in range(3)]
     (found,) = judge_parts_reduced([[one, one] for one in own])
     assert (found.code, found.location, found.subjects) == ("DDP521", OTHER_LINE, ("Tables.t.0.weight",))
     assert not judge_parts_reduced([[one, alone(1, 1, 1.0)] for one in own])
@@ -577,7 +580,7 @@ def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
     def of_ranks(factor: float, *, turned: float = 1.0) -> tuple[OptimizerStep, OptimizerStep]:
         gradients = {"body": [2.0, -1.0], "head": [1.0, 4.0]}
         scaled = {name: [factor * a, turned * factor * b] for name, (a, b) in gradients.items()}
-        both = [replace(alone(1, 1, 1.0), alone=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)]
+        both = [alone(1, 1, 1.0, alone=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)]
         return both[0], both[1]
 
     (found,) = judge_scaled_by_hand([of_ranks(1.0), of_ranks(0.2)])
@@ -596,44 +599,32 @@ def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it
     gradients[1]["never"] = [5.0, 1.0]
     steps = [
         [
-            replace(
-                alone(count, 0, 0.0),
-                alone=dict.fromkeys(own, rank * count),
-                marks=(rank * count,),
-                gradients=of_rank,
-                collectives=count,
+            alone(
+                count, rank * count, 0.0, alone=dict.fromkeys(own, rank * count), gradients=of_rank, collectives=count
             )
             for rank, of_rank in enumerate(gradients)
         ]
         for count in range(2)
     ]
-    (found,) = judge_unsynchronized(steps, [], wrapped=False)
+    (found,) = unsynchronized(steps)
     assert found.subjects == ("never",)
 
 
 def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() -> None:
     def looks_at(rank: int) -> list[OptimizerStep]:
-        values = [
-            {"a": 0, "b": 0},
-            {"a": 1 + rank, "b": 1 + rank},
-            {"a": 3, "b": 4 + rank},
-            {"a": 5 + rank, "b": 7 + rank},
-        ]
+        values = enumerate([(0, 0), (1 + rank, 1 + rank), (3, 4 + rank), (5 + rank, 7 + rank)])
         gradients = {name: [1.0 + rank] for name in "ab"}
-        return [
-            replace(alone(count, 0, 0.0), alone=held, gradients=gradients, marks=(held["b"],))
-            for count, held in enumerate(values)
-        ]
+        return [alone(count, b, 0.0, alone={"a": a, "b": b}, gradients=gradients) for count, (a, b) in values]
 
-    (found,) = judge_unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)), [], wrapped=False)
+    (found,) = unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)))
     assert found.subjects == ("b",) and "is never averaged, while the others are" in found.message
 
 
 def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
     late = Location("train.py", 32)
-    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [replace(alone(1, n, 1.0 + n), late_sum_at=late) for n in (2, 3)]]
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n, late_sum_at=late) for n in (2, 3)]]
     for wrapped in (False, True):
-        (found,) = judge_unsynchronized(steps, [], wrapped=wrapped)
+        (found,) = unsynchronized(steps, wrapped=wrapped)
         assert (found.code, found.location) == ("DDP501", late) and "after the optimizer's step" in found.message
 
 
@@ -674,16 +665,15 @@ def test_metrics_zeroing_and_reductions() -> None:
 @pytest.mark.parametrize(
     ("use", "accumulates", "found"),
     [
-        (ReducedInPlace("all_reduce", LINE, 1, 0.5), False, ["DDP309"]),
-        (ReducedInPlace("all_reduce", LINE, 1, 0.5), True, []),  # it may be divided by its micro-batches
-        (ReducedInPlace("all_reduce", LINE, 1, 1.0), False, []),  # logged before backward
-        (ReducedInPlace("all_reduce", LINE, 16), True, ["DDP309"]),  # activations
+        ((1, 0.5), False, ["DDP309"]),
+        ((1, 0.5), True, []),  # it may be divided by its micro-batches
+        ((1, 1.0), False, []),  # logged before backward
+        ((16,), True, ["DDP309"]),  # activations
     ],
 )
-def test_backward_through_what_a_collective_has_overwritten(
-    use: ReducedInPlace, accumulates: bool, found: list[str]
-) -> None:
-    assert codes(judge_reduced_in_place(Loop(2, (), [[use], [use]], accumulates))) == found
+def test_backward_through_what_a_collective_has_overwritten(use: Any, accumulates: bool, found: list[str]) -> None:
+    uses = [[ReducedInPlace("all_reduce", LINE, *use)]] * 2
+    assert codes(judge_reduced_in_place(Loop(2, (), uses, accumulates))) == found
 
 
 @pytest.mark.parametrize(
@@ -740,9 +730,16 @@ MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5)
 DIVIDED = replace(HALF, divisors=(2.0,))
 
 
+def heads(*counts: int) -> list[ScaledTerm]:
+    """Terms of single samples, which are each divided by what the sample has."""
+    return [ScaledTerm("sum", 1 / (4 * count), 9, head=0) for count in counts]
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
+        (losses(heads(7, 3), heads(5, 5)), []),
+        (losses(heads(7, 7), heads(5, 5)), ["DDP305"]),
         (losses([TWICE], [TWICE], scaled=LINE), ["DDP303"]),
         (losses([HALF], [HALF], scaled=LINE), ["DDP303"]),
         (losses([HALF], [HALF]), []),  # half of the squared error
@@ -768,12 +765,6 @@ def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str
     assert codes(judge_losses(given)) == found
     assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
     assert "DDP303" not in codes(judge_losses(given, [[OwnPartPutBack(0)]] * 2))  # of all ranks' features
-
-
-@pytest.mark.parametrize(("own", "found"), [((7, 3), []), ((7, 7), ["DDP305"])])
-def test_terms_of_single_samples_that_are_each_divided_by_what_the_sample_has(own: Sequence[int], found: list[str]):
-    ranks = [[ScaledTerm("sum", 1 / (4 * count), 9, head=0) for count in counts] for counts in (own, (5, 5))]
-    assert codes(judge_losses(losses(*ranks))) == found
 
 
 def test_the_line_of_the_term_that_is_divided_by_own_counts() -> None:
@@ -846,25 +837,22 @@ def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **m
 def weighed(count: int, *own: float, more: tuple[float, ...] = ()) -> list[LossDifferentiated]:
     """Likewise a mean of each rank, times its own number."""
     by, times = sum(own), math.prod(more)
-    return [
-        loss(
-            count,
-            ScaledTerm("mean", times * number / by, 24, divisors=(by,), multipliers=(number, *more)),
-            reduced=(NumberReduced(number, LINE),),
-        )
-        for number in own
-    ]
+    terms = [ScaledTerm("mean", times * n / by, 24, divisors=(by,), multipliers=(n, *more)) for n in own]
+    return [loss(count, term, reduced=(NumberReduced(n, LINE),)) for term, n in zip(terms, own, strict=True)]
+
+
+NUMBERS = (30, 34), (20, 11), (9, 40)
 
 
 @pytest.mark.parametrize(
     ("passes", "found"),
     [
         ([weighed(0, 30, 34), weighed(1, 20, 11), weighed(2, 9, 40)], ["DDP303"]),
-        ([weighed(0, 30, 34, more=(2.0,)), weighed(1, 20, 11, more=(2.0,)), weighed(2, 9, 40, more=(2.0,))], []),
+        ([weighed(n, *own, more=(2.0,)) for n, own in enumerate(NUMBERS)], []),
         ([weighed(0, 30, 34), weighed(1, 20, 11), [replace(one, reduced=()) for one in weighed(2, 9, 40)]], []),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
-        ([shared(0, 30, 34, weight=2), shared(1, 20, 11, weight=2), shared(2, 9, 40, weight=2)], []),  # the world size
-        ([shared(0, 30, 34, weight=5), shared(1, 20, 11, weight=5), shared(2, 9, 40, weight=5)], ["DDP303"]),
+        ([shared(n, *own, weight=2) for n, own in enumerate(NUMBERS)], []),  # the world size
+        ([shared(n, *own, weight=5) for n, own in enumerate(NUMBERS)], ["DDP303"]),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
         ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
         ([shared(0, 30, 34, hooked=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
@@ -1025,19 +1013,19 @@ def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
 # Files
 
 
-def write(began: int, ended: int) -> FileUsed:
-    return FileUsed("/data/last.pt", True, began, ended, LINE)
+def used(writes: bool, began: int, collectives: int = 0, **more: Any) -> FileUsed:
+    return replace(FileUsed("/data/last.pt", writes, began, began + collectives, LINE), **more)
 
 
-OPENED = replace(write(5, 5), by_torch=False)
-
-
-def used(writes: bool, began: int, collectives: int) -> FileUsed:
-    return FileUsed("/data/last.pt", writes, began, began + collectives, LINE)
+def write(began: int) -> FileUsed:
+    return used(True, began)
 
 
 def read(began: int, **more: Any) -> FileUsed:
-    return replace(FileUsed("/data/last.pt", False, began, began, LINE, mapped=True), **more)
+    return used(False, began, **{"mapped": True, **more})
+
+
+OPENED = used(True, 5, by_torch=False)
 
 
 def test_states_that_ranks_have_loaded_from_other_files() -> None:
@@ -1055,15 +1043,15 @@ def test_states_that_ranks_have_loaded_from_other_files() -> None:
 @pytest.mark.parametrize(
     ("uses", "found"),
     [
-        ([[write(5, 5)], [write(5, 5)]], ["DDP512"]),
-        ([[write(5, 5)], [write(6, 6)]], []),  # a collective is between
-        ([[write(5, 5)], [read(5)]], ["DDP512"]),
-        ([[write(5, 5)], [read(6)]], []),
-        ([[read(0), write(5, 5)], [read(0)]], []),  # what was left by the last run
-        ([[write(5, 5)], [replace(read(5), path="/data/other.pt")]], []),
-        ([[write(5, 5), read(6)], []], []),
-        ([[write(5, 5), write(9, 9)], [write(5, 5), write(9, 9)]], ["DDP512"]),  # once a line
-        ([[write(5, 5), OPENED], [write(6, 6), OPENED]], []),  # opened for torch.save
+        ([[write(5)], [write(5)]], ["DDP512"]),
+        ([[write(5)], [write(6)]], []),  # a collective is between
+        ([[write(5)], [read(5)]], ["DDP512"]),
+        ([[write(5)], [read(6)]], []),
+        ([[read(0), write(5)], [read(0)]], []),  # what was left by the last run
+        ([[write(5)], [replace(read(5), path="/data/other.pt")]], []),
+        ([[write(5), read(6)], []], []),
+        ([[write(5), write(9)], [write(5), write(9)]], ["DDP512"]),  # once a line
+        ([[write(5), OPENED], [write(6), OPENED]], []),  # opened for torch.save
         ([[OPENED], [OPENED]], ["DDP512"]),
     ],
 )
@@ -1091,7 +1079,7 @@ def test_uses_are_paired_as_all_with_all(uses: list[list[FileUsed]]) -> None:
 
 
 def opened(name: str, began: int, *, writes: bool = False, **more: Any) -> FileUsed:
-    return replace(FileUsed(f"/data/{name}", writes, began, began, LINE, by_torch=False), **more)
+    return used(writes, began, path=f"/data/{name}", by_torch=False, **more)
 
 
 CACHE = opened("x.npy", 2, writes=True)
@@ -1135,7 +1123,7 @@ def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
 
 def saved(*shards: int) -> list[list[FileUsed]]:
     """By rank of three, what saves its shard of two; negative of a rank that saves something else."""
-    return [[replace(write(5, 5), shard=(shard, 2) if shard >= 0 else None)] for shard in shards]
+    return [[replace(write(5), shard=(shard, 2) if shard >= 0 else None)] for shard in shards]
 
 
 def test_shards_that_some_ranks_alone_save() -> None:
@@ -1149,15 +1137,13 @@ def test_shards_that_some_ranks_alone_save() -> None:
 
 def test_parameters_in_no_group_of_shards() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, 2, 3.0), alone(1, 3, 6.0)]]
-    (found,) = judge_unsynchronized(steps, [], wrapped=True, sharded_at=LINE)
+    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE)
     assert (found.code, found.location) == ("DDP111", LINE) and "DistributedDataParallel" not in found.message
     (name,) = steps[0][0].alone
     assigned = ModuleChanged(0, "module", "head", (name,), Location("train.py", 77))
-    (found,) = judge_unsynchronized(steps, [], wrapped=True, sharded_at=LINE, assigned=[assigned])
+    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE, assigned=[assigned])
     assert found.location == assigned.location and "and replaces a sharded module" in found.evidence[0]
-    (found,) = judge_unsynchronized(
-        steps, [], wrapped=True, sharded_at=LINE, assigned=[replace(assigned, names=("other",))]
-    )
+    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE, assigned=[replace(assigned, names=("other",))])
     assert found.location == LINE
 
 
