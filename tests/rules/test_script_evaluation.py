@@ -774,7 +774,7 @@ def test_gathered_losses_count_twice_unless_they_are_cut() -> None:
 def test_what_is_shown_in_the_loop_of_the_next_evaluation_is_how_far_that_is() -> None:
     recorder, written = recorder_of_nothing()
     for number in range(5):  # of which the last ones are not followed
-        loader = replace(PASS, number=number)
+        loader = replace(PASS, number=number, indices=(), batch_size=1)
         recorder.note_pass(loader, None)
         recorder._prints("of a batch: 12.5")
         recorder.note_pass(loader, None)
