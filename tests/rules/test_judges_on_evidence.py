@@ -3,7 +3,6 @@
 What is expected is what the files of the faults expect. `python -m tests.faultsuite.record` records evidence.
 """
 
-import copy
 import functools
 import importlib
 import importlib.util
@@ -13,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,15 +28,7 @@ from ddpcheck.render import FORMATS, renderer_for
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, dumped, fields_that_differ, plain, with_fields
-from tests.faultsuite.recorded import (
-    FOLDER,
-    Phase,
-    evidence_path,
-    evidence_text,
-    read_evidence,
-    replay,
-    write_evidence,
-)
+from tests.faultsuite.recorded import FOLDER, Phase, evidence_path, evidence_text, read_evidence, replay, write_evidence
 from tests.faultsuite.runs import faults_in, faults_in_twin
 from tests.reports import shown
 from tests.tiers import first_of_each, share
@@ -45,26 +37,18 @@ CASES = all_cases()
 ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
 
 
-def report_of(case: Case, twin: str) -> Report:
-    try:
-        return replay(case, twin, read(case))
-    except EvidenceError as error:
-        pytest.fail(str(error), pytrace=False)
-
-
 read = functools.lru_cache(maxsize=8)(read_evidence)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_fault_is_the_first_finding_and_alone_at_its_severity(case: Case) -> None:
-    report = report_of(case, "broken")
-    assert faults_in(case, report) == [], shown(report)
+def report_of(case: Case, twin: str) -> Report:
+    return replay(case, twin, read(case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_twin_is_clean(case: Case) -> None:
-    report = report_of(case, "fixed")
-    assert faults_in_twin(report) == [], shown(report)
+def test_the_fault_is_the_first_finding_alone_at_its_severity_and_the_twin_is_clean(case: Case) -> None:
+    broken, fixed = report_of(case, "broken"), report_of(case, "fixed")
+    assert faults_in(case, broken) == [], shown(broken)
+    assert faults_in_twin(fixed) == [], shown(fixed)
 
 
 @pytest.mark.parametrize("case", share(CASES, ONE_OF_EACH_CODE), ids=str)
@@ -118,10 +102,7 @@ def test_a_fault_is_told_otherwise_without_any_one_of_the_causes(monkeypatch: py
 
 def test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told() -> None:
     step = StepEvidence(0, 0, {"head.weight": "contributes"}, hidden_from_ddp=("head.weight",))
-    for wrapper, codes in [
-        (WrapperFacts(find_unused_parameters=True), ["DDP406"]),
-        (WrapperFacts(), []),
-    ]:
+    for wrapper, codes in [(WrapperFacts(find_unused_parameters=True), ["DDP406"]), (WrapperFacts(), [])]:
         found = judge_parameters([step, replace(step, rank=1)], wrapper, Names())
         assert [(finding.code, finding.subjects) for finding in found] == [(code, ("head.weight",)) for code in codes]
 
@@ -131,51 +112,37 @@ def test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told() -> 
 CASE = next(case for case in CASES if str(case) == "gradients/summed_loss")
 
 
-def test_a_fault_without_evidence_is_told_with_the_command_that_records_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        EvidenceError, match=r"no evidence of .*; run python -m tests.faultsuite.record gradients/summed"
-    ):
+def test_evidence_that_is_missing_or_of_an_earlier_file_or_class_is_told_with_the_command(tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError, match=r"no evidence of .*; run python -m tests.faultsuite.record gradients/su"):
         read_evidence(CASE, tmp_path)
-
-
-def test_another_phase_than_was_recorded_is_told_at_once() -> None:
-    evidence = copy.deepcopy(read_evidence(CASE))
-    evidence["broken"][0][1]["asked"] = "wrap_twice()"
-    with pytest.raises(EvidenceError, match=r"the check asks for wrap\(\), where it asked for wrap_tw"):
-        replay(CASE, "broken", evidence)
-
-
-def test_fewer_or_more_phases_or_worlds_than_were_recorded_are_told() -> None:
-    evidence = copy.deepcopy(read_evidence(CASE))
-    last = evidence["broken"][0].pop()
-    with pytest.raises(EvidenceError, match=r"where it asked for nothing more .*; .* run python -m"):
-        replay(CASE, "broken", evidence)
-    evidence["broken"][0] += [last, last]
-    with pytest.raises(EvidenceError, match=r"the check does not ask for notes"):
-        replay(CASE, "broken", evidence)
-    with pytest.raises(EvidenceError, match="makes another world"):
-        replay(CASE, "broken", {"broken": evidence["broken"][:1]})
-
-
-def test_a_file_that_has_changed_since_is_told(tmp_path: Path) -> None:
-    text = evidence_path(CASE).read_text(encoding="utf-8").replace(read_evidence(CASE)["source"], "0" * 16)
-    write_evidence(CASE, text, tmp_path)
-    with pytest.raises(EvidenceError, match="the file has changed"):
-        read_evidence(CASE, tmp_path)
-
-
-def test_classes_with_other_fields_than_were_recorded_are_told(tmp_path: Path) -> None:
+    text = evidence_path(CASE).read_text(encoding="utf-8")
     for before, after, told in [
+        (read_evidence(CASE)["source"], "0" * 16, "the file has changed"),
         ('"Location": "path line"', '"Location": "path line column"', r"the fields of Location .*\(column\)"),
         ('"Location": "path line"', '"Place": "path line"', "no class Place"),
     ]:
-        text = evidence_path(CASE).read_text(encoding="utf-8")
         assert before in text
         write_evidence(CASE, text.replace(before, after), tmp_path)
         with pytest.raises(EvidenceError, match=told):
             read_evidence(CASE, tmp_path)
     with pytest.raises(EvidenceError, match="other fields"):
         decode({"is": "Location", "row": 3})
+
+
+def test_other_phases_or_worlds_than_were_recorded_are_told() -> None:
+    def replayed(world: list[dict[str, Any]]) -> Report:
+        return replay(CASE, "broken", {"broken": [world, *worlds[1:]]})
+
+    worlds = read_evidence(CASE)["broken"]
+    first, second, *phases = worlds[0]
+    with pytest.raises(EvidenceError, match=r"the check asks for wrap\(\), where it asked for wrap_tw"):
+        replayed([first, second | {"asked": "wrap_twice()"}, *phases])
+    with pytest.raises(EvidenceError, match=r"where it asked for nothing more .*; .* run python -m"):
+        replayed(worlds[0][:-1])
+    with pytest.raises(EvidenceError, match=r"the check does not ask for notes"):
+        replayed([*worlds[0], worlds[0][-1]])
+    with pytest.raises(EvidenceError, match="makes another world"):
+        replay(CASE, "broken", {"broken": worlds[:1]})
 
 
 # --- Values ----------------------------------------------------------------------------------------------------------
@@ -195,17 +162,18 @@ def test_values_come_back_as_they_were() -> None:
     for value in values:
         assert again(value) == value and type(again(value)) is type(value), value
     assert math.isnan(again(Difference("a", math.nan, 0.1)).error)
-    assert Encoder().encode(Difference("a", 0.5, 0.1)) == {
-        "is": "Difference",
-        "name": "a",
-        "error": 0.5,
-        "tolerance": 0.1,
-    }
+    fields = {"is": "Difference", "name": "a", "error": 0.5, "tolerance": 0.1}
+    assert Encoder().encode(Difference("a", 0.5, 0.1)) == fields
+    # Fingerprints are numbered as they come, so that other machines record the same.
+    assert Encoder().encode((2**63, -(2**62), 2**63, 7)) == [10**6, 10**6 + 1, 10**6, 7]
+    with pytest.raises(EvidenceError, match="a object is nothing that can be recorded"):
+        Encoder().encode([object()])
 
 
 def test_errors_come_back_as_they_were() -> None:
+    empty = EmptyShardError("no samples", 2, detail="lines")
     failures = [
-        RankFailure(1, "raised", "rank 1 raised it", 17.5, exception=EmptyShardError("no samples", 2, detail="lines")),
+        RankFailure(1, "raised", "rank 1 raised it", 17.5, exception=empty),
         RankFailure(0, "stuck", "rank 0 waits", 18.5, exception=KeyError("key")),
     ]
     error = HangError("ranks wait", failures, detail="more")
@@ -214,23 +182,12 @@ def test_errors_come_back_as_they_were() -> None:
     assert type(hang) is HangError and str(hang) == "ranks wait" and hang.detail == "more"
     assert hang.results == {2: Location("model.py", 3)} and hang.exit_code == HangError.exit_code
     first, second = hang.failures
-    assert isinstance(first.exception, EmptyShardError) and (str(first.exception), first.exception.step) == (
-        "no samples",
-        2,
-    )
+    assert isinstance(first.exception, EmptyShardError)
+    assert (str(first.exception), first.exception.step) == ("no samples", 2)
     assert type(second.exception) is KeyError and first.when == second.when == 0.0
     options = again(OptionsDifferError("they differ", [{"a": "1"}, {"a": "2"}]))
     assert options.options == ({"a": "1"}, {"a": "2"}) and again(TargetError("wrong")).detail == ""
     assert type(again(type("OfTheUser", (Exception,), {})("said"))) is Exception
-
-
-def test_what_cannot_be_read_again_is_not_recorded() -> None:
-    with pytest.raises(EvidenceError, match="a object is nothing that can be recorded"):
-        Encoder().encode([object()])
-
-
-def test_fingerprints_are_numbered_as_they_come_so_that_other_machines_record_the_same() -> None:
-    assert Encoder().encode((2**63, -(2**62), 2**63, 7)) == [10**6, 10**6 + 1, 10**6, 7]
 
 
 def test_of_other_ranks_only_what_differs_is_written() -> None:
@@ -245,9 +202,8 @@ def test_nothing_of_this_machine_is_recorded() -> None:
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     said = f'File "{torch.origin}", line 1; File "{ROOT}/examples/a.py"; 127.0.0.1:31337; <A at 0x7f3a5b2c1d10>'
-    assert (
-        plain(said) == 'File "site-packages/torch/__init__.py", line 1; File "examples/a.py"; 127.0.0.1:0; <A at 0x0>'
-    )
+    expected = 'File "site-packages/torch/__init__.py", line 1; File "examples/a.py"; 127.0.0.1:0; <A at 0x0>'
+    assert plain(said) == expected
     absolute = re.compile(r'[" (]/[^" ]*\.py|/tmp/|/ddpcheck-')
     assert [path for path in FOLDER.glob("*/*.json") if absolute.search(path.read_text(encoding="utf-8"))] == []
 
@@ -255,9 +211,5 @@ def test_nothing_of_this_machine_is_recorded() -> None:
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     phases = [Phase("build()", [Location("a.py", 1)] * 2), Phase("wrap()", [None, None])]
     write_evidence(CASE, evidence_text(CASE, {"broken": [phases]}), tmp_path)
-    assert read_evidence(CASE, tmp_path)["broken"] == [
-        [
-            {"asked": "build()", "each": {"is": "Location", "path": "a.py", "line": 1}},
-            {"asked": "wrap()"},
-        ]
-    ]
+    built = {"asked": "build()", "each": {"is": "Location", "path": "a.py", "line": 1}}
+    assert read_evidence(CASE, tmp_path)["broken"] == [[built, {"asked": "wrap()"}]]

@@ -1,15 +1,8 @@
-"""A finding on a script is at the line that its repaired twin changes, and the advice says what that line lacks.
-
-That the twin, to which the advice has been applied, has no finding any more is in `test_scripts_on_records`.
-"""
+"""The line of a finding that was recorded beside the line at which it is noticed, and the advice on a cause."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,108 +20,6 @@ from ddpcheck.rules.optimizers.script_optimizers import judge_unsynchronized
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
 from ddpcheck.rules.replicas.steps import locate_change
-from tests.faultsuite.recorded_scripts import Run, report_on, runs
-from tests.faultsuite.scripts_page import SCRIPTS, expected_of
-
-EXACT, NEAR = 45, 3  # findings at a changed line itself, at least; lines
-ELSEWHERE = {
-    "barrier_in_save": "the barrier, which is called in a branch of the caller's",
-    "best_by_rank": "the variable; what decides to copy is compared with a local loss",
-    "clamped_on_one_rank": "the write; its condition is computed three lines above",
-    "doubled_gradient": "the module: what hooks of its parameters do is not seen one by one",
-    "evaluates_on_rank_0": "the call that waits; the advice names the branch around the call of the function",
-    "inner_module": "the call; the twin assigns what is called",
-    "own_normaliser": "the update of the statistics; the twin reduces before",
-    "recompiles_on_one_rank": "the call; the twin compiles for any size",
-    "same_augmentation": "the seed; the twin seeds once more",
-    "same_augmentation_in_workers": "the seed; the twin seeds once more",
-    "same_noise": "the seed; the twin seeds once more",
-    "sharded_other_method": "the method; the twin registers it",
-    "sharded_stale_optimizer": "the optimizer; the twin makes it anew later",
-    "sharded_statistics": "the layer; the twin averages its buffers before it saves",
-    "sharded_unused_on_a_rank": "the layer: the forward pass of shards is not run again to find the branch",
-    "short_timeout": "what takes so long; the twin has a longer timeout",
-    "uneven_loader": "the loop; the twin cuts the samples",
-}
-"""Scripts whose finding is at another line than their twins change, each with the line that it is at."""
-
-OTHER_WORDS = {
-    "average_of_other_start": "the twin makes the copy after the wrapper, which is constructed on another line",
-    "branch_by_step": "the twin takes the branch in each step; the advice keeps it",
-    "doubled_gradient": "the twin goes through no parameter to register the hook, which the advice removes",
-    "late_parameter": "the twin adds the parameter before it wraps the module, on another line",
-    "raises_on_one_rank": "the exception is the program's own",
-    "sharded_unused_layer": "the twin has no such layer any more: the advice says to remove it",
-    "split_twice": "the twin sets the variable from which the sampler has its num_replicas",
-    "weights_in_own_batch": "the twin averages over the ranks what the loss divides by, at which the advice looks",
-    "unused_head": "the twin uses the head, as the advice says",
-}
-"""Scripts whose advice shares no word with what their twins change, each with the reason."""
-
-OF_ANY_LINE = frozenset(("self", "x", "out", "model", "step", "data", "number", "get"))
-
-
-def changed_by(script: Path) -> set[int]:
-    """The lines of the statements that ask whether the script is to be its twin."""
-    lines: set[int] = set()
-    for statement in ast.walk(ast.parse(script.read_text())):
-        if not isinstance(statement, ast.stmt):
-            continue
-        own = [part for part in ast.iter_child_nodes(statement) if not isinstance(part, ast.stmt | ast.excepthandler)]
-        parts = [node for part in own for node in ast.walk(part)]
-        if any(isinstance(node, ast.Name) and node.id == "FIXED" and isinstance(node.ctx, ast.Load) for node in parts):
-            ends = [statement.lineno, *(getattr(node, "end_lineno", None) or 0 for node in parts)]
-            last = (statement.end_lineno or 0) if isinstance(statement, ast.If) else max(ends)
-            lines.update(range(statement.lineno, last + 1))
-    return lines
-
-
-report_of = functools.cache(report_on)
-
-
-def distance(run: Run) -> int:
-    """Lines between the location of the expected finding and the nearest one that the twin changes."""
-    script = SCRIPTS / f"{run.stem}.py"
-    located = [one.location for one in report_of(run).findings if one.code == expected_of(script)["code"]]
-    lines = changed_by(script)
-    return min((abs(one.line - line) for one in located if one is not None for line in lines), default=1 << 20)
-
-
-FAULTS = [run for run in runs() if run.has_fault]
-
-
-def test_findings_of_scripts_are_at_lines_that_their_twins_change() -> None:
-    far = {run.stem: distance(run) for run in FAULTS}
-    assert {stem for stem, lines in far.items() if lines > NEAR} == ELSEWHERE.keys()
-    assert sum(lines == 0 for lines in far.values()) >= EXACT
-
-
-def identifiers_of_twin(script: Path) -> set[str]:
-    """Names on the lines that the twin of a script changes, and the words of which they are made."""
-    lines = changed_by(script)
-    nodes = [node for node in ast.walk(ast.parse(script.read_text())) if getattr(node, "lineno", None) in lines]
-    names = [getattr(node, kind, None) for node in nodes for kind in ("id", "attr", "arg")]
-    return {word for name in names if name is not None for word in (name, *name.split("_"))} - OF_ANY_LINE
-
-
-def words_of(advice: str) -> set[str]:
-    return {word for name in re.findall(r"[A-Za-z_]\w+", advice) for word in (name, *name.split("_")) if word}
-
-
-@pytest.mark.parametrize("run", FAULTS, ids=str)
-def test_the_advice_on_a_script_names_what_its_twin_changes(run: Run) -> None:
-    script = SCRIPTS / f"{run.stem}.py"
-    told = [words_of(one.what_to_do) for one in report_of(run).findings if one.code == expected_of(script)["code"]]
-    shared = identifiers_of_twin(script).intersection(*told)
-    assert bool(shared) != (run.stem in OTHER_WORDS), shared
-
-
-@pytest.mark.parametrize("run", FAULTS, ids=str)
-def test_each_fault_has_a_twin_to_which_the_advice_was_applied(run: Run) -> None:
-    assert changed_by(SCRIPTS / f"{run.stem}.py") and Run(run.script, ("--fixed",)) in runs()
-
-
-# What was recorded beside the line at which it is noticed
 
 STEP, REDUCES, SENDS, MAKES, SEEDS, LOADS = (Location("train.py", line) for line in (30, 20, 10, 12, 5, 15))
 

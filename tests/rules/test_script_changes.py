@@ -29,7 +29,8 @@ from ddpcheck.rules.replicas.steps import locate_change
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)
 RESET = ModuleChanged(0, "values", "apply", ("head.weight",), RESETS)
-WRITES = Location("model.py", 20)
+WRITES, NOTICED = Location("model.py", 20), Location("model.py", 3)
+MULTIPLIED = ModuleChanged(0, "written", "mul_", ("head.weight", "head.bias"), THAWS, forwards=3)
 WRITTEN = ModuleChanged(0, "buffer", "", ("head.weight",), WRITES)
 HOOKS = Location("train.py", 7)
 HOOKED = ModuleChanged(0, "hook", "register_comm_hook", ("body.weight",), HOOKS)
@@ -37,7 +38,7 @@ THAWED = ModuleChanged(0, "requires_grad", "requires_grad_", ("head.weight",), T
 
 
 def finding(code: str, subject: str = "head.weight") -> Finding:
-    return replace(make_finding(code, (subject,), "changed"), location=Location("model.py", 3))
+    return replace(make_finding(code, (subject,), "changed"), location=NOTICED)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +52,27 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
         ("DDP515", [[replace(LOADED, forwards=3)], []], WRAPS, ()),
         ("DDP515", [[replace(LOADED, names=("body.weight",))], []], WRAPS, ()),
         ("DDP306", [[replace(LOADED, forwards=3)], []], LOADS, (0,)),
-        ("DDP306", [[replace(LOADED, forwards=3)]] * 2, Location("model.py", 3), ()),
+        ("DDP306", [[replace(LOADED, forwards=3)]] * 2, NOTICED, ()),
         ("DDP503", [[LOADED, THAWED], [THAWED]], THAWS, ()),
         ("DDP503", [[LOADED], [LOADED]], LOADS, ()),  # with assign=True
         ("DDP503", [[replace(THAWED, names=())], []], THAWS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
-        ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], Location("model.py", 3), ()),
-        ("DDP301", [[LOADED], []], Location("model.py", 3), ()),
+        ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], NOTICED, ()),
+        ("DDP301", [[LOADED], []], NOTICED, ()),
         *((code, [[LOADED, HOOKED]] * 2, HOOKS, ()) for code in ("DDP301", "DDP302", "DDP303")),
-        ("DDP306", [[HOOKED]] * 2, Location("model.py", 3), ()),
+        ("DDP306", [[HOOKED]] * 2, NOTICED, ()),
         ("DDP214", [[WRITTEN], []], WRITES, (0,)),
         ("DDP214", [[WRITTEN], [WRITTEN]], WRITES, ()),
         ("DDP215", [[WRITTEN], []], WRITES, ()),  # the broadcast changes those of the others
-        ("DDP214", [[replace(WRITTEN, location=None)], [LOADED]], Location("model.py", 3), (0,)),
-        ("DDP214", [[replace(WRITTEN, names=("body.mean",))], []], Location("model.py", 3), ()),
+        ("DDP214", [[replace(WRITTEN, location=None)], [LOADED]], NOTICED, (0,)),
+        ("DDP214", [[replace(WRITTEN, names=("body.mean",))], []], NOTICED, ()),
+        ("DDP306", [[MULTIPLIED], []], THAWS, (0,)),
+        ("DDP306", [[MULTIPLIED, replace(LOADED, forwards=3)], []], LOADS, (0,)),  # which writes each of them
+        ("DDP306", [[MULTIPLIED, replace(MULTIPLIED, location=RESETS)], [MULTIPLIED]], RESETS, (0,)),
+        ("DDP306", [[MULTIPLIED], [MULTIPLIED]], THAWS, ()),  # by values of each rank's own
+        ("DDP306", [[replace(MULTIPLIED, names=("head.bias",))]] * 2, NOTICED, ()),
+        ("DDP306", [[MULTIPLIED, replace(MULTIPLIED, location=RESETS)]] * 2, NOTICED, ()),  # which of them?
+        ("DDP306", [[replace(MULTIPLIED, forwards=0)], []], NOTICED, ()),
     ],
 )
 def test_the_line_of_a_change(
@@ -131,40 +139,13 @@ def test_the_line_of_a_learning_rate_that_only_one_rank_lowers() -> None:
     assert (finding.code, finding.location) == ("DDP507", WRAPS)
 
 
-WRITTEN = ModuleChanged(0, "written", "mul_", ("head.weight", "head.bias"), THAWS, forwards=3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "where", "ranks"),
-    [
-        ([[WRITTEN], []], THAWS, (0,)),
-        ([[WRITTEN, replace(LOADED, forwards=3)], []], LOADS, (0,)),  # which writes each of them
-        ([[WRITTEN, replace(WRITTEN, location=RESETS)], [WRITTEN]], RESETS, (0,)),
-        ([[WRITTEN], [WRITTEN]], THAWS, ()),  # by values of each rank's own
-        ([[replace(WRITTEN, names=("head.bias",))]] * 2, Location("model.py", 3), ()),
-        ([[WRITTEN, replace(WRITTEN, location=RESETS)]] * 2, Location("model.py", 3), ()),  # which of them?
-        ([[replace(WRITTEN, forwards=0)], []], Location("model.py", 3), ()),
-    ],
-)
-def test_the_line_at_which_parameters_are_written(
-    changes: list[list[ModuleChanged]], where: Location, ranks: tuple[int, ...]
-) -> None:
-    found = locate_change(finding("DDP306"), changes, WRAPS)
-    assert (found.location, found.ranks) == (where, ranks)
-
-
 def test_the_writes_of_wrapped_parameters_are_followed() -> None:
     before = dict(vars(nn.Parameter))
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
     found: list[ModuleChanged] = []
     written: list[bool] = []
-    watch: Any = SimpleNamespace(
-        number=0,
-        module_parameters=layer.named_parameters,
-        forwards=1,
-        step=1,
-        parameters_written=lambda: written.append(True),
-    )
+    watch: Any = SimpleNamespace(number=0, module_parameters=layer.named_parameters, forwards=1, step=1)
+    watch.parameters_written = lambda: written.append(True)
     try:
         run: Any = Recording(found.append)
         run.watches = [watch]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy
 import pytest
@@ -58,17 +58,27 @@ def judge_evaluations(
 def judged(
     indices: Sequence[Sequence[int]],
     *,
-    size: int,
+    size: int = 8,
     numbers: Sequence[dict[str, float]] = ({}, {}),
     given: Sequence[Sequence[ResultExchanged]] = ((), ()),
     shown: Sequence[Sequence[MetricShown]] = ((), ()),
     references: dict[str, list[int]] | None = None,
+    numbers_of: dict[str, list[float]] | None = None,
+    compared: Sequence[Sequence[RowsCompared]] = (),
+    own: Sequence[dict[str, Any]] = ({}, {}),
     **more: Any,
 ) -> list[Finding]:
-    more = {"batch_size": 4, "batches": 2, "exhausted": True, **more}
-    loaders = [[LoaderPass(3, 0, LOOP, "Photos", size, indices=of_rank, **more)] for of_rank in indices]
-    passes = [[EvaluationPass(0, 3, 0, held, references or {}, {"evaluate": LINE})] for held in numbers]
-    return judge_evaluations(loaders, passes, given, shown)
+    """The findings on a pass of each rank; `own` and `more` are fields of the `LoaderPass` of each rank and of all."""
+    more = {"size": size, "batch_size": 4, "batches": 2, "exhausted": True, **more}
+    loaders = [
+        [LoaderPass(3, 0, LOOP, "Photos", indices=of_rank, **more | fields)]
+        for of_rank, fields in zip(indices, own, strict=True)
+    ]
+    passes = [
+        [EvaluationPass(0, 3, 0, held, references or {}, {"evaluate": LINE}, numbers_of=numbers_of or {})]
+        for held in numbers
+    ]
+    return judge_evaluations(loaders, passes, given, shown, compared)
 
 
 def call(*numbers: float, operation: str = "all_reduce", rows: Sequence[int] = (), **more: Any) -> ResultExchanged:
@@ -134,44 +144,35 @@ def test_samples_that_a_sampler_repeats_are_counted(of_rank_0: ResultExchanged, 
     assert "over 10 samples, and the ranks have 9 different ones: 1 sample counts twice" in found.message
 
 
-def test_a_sum_over_batches_is_counted_too() -> None:
-    batches = [[call(2, 4, during=True), call(1, 1, during=True)], [call(3, 4, during=True), call(0, 1, during=True)]]
-    assert codes(judged(strided(9), size=9, given=batches)) == ["DDP801"]
-
-
-def test_a_line_may_reduce_a_number_and_then_a_pair() -> None:
-    calls = [[call(5), call(3, 2.5)], [call(5), call(4, 2.5)]]
-    counted = [{"evaluate.loss": 2.5}, {"evaluate.loss": 2.5}]
-    assert codes(judged(strided(9), size=9, given=calls, numbers=counted)) == ["DDP801"]
-    assert judged(strided(9), size=9, given=calls) == []  # 5 may be the number of anything
-    many = [[call(301.0)], [call(301.0)]]
-    assert codes(judged(strided(601), size=601, given=many)) == ["DDP801"]
+PAIRS = [[call(5), call(3, 2.5)], [call(5), call(4, 2.5)]]
+"""A line reduces a number and then a pair."""
+BATCHES = [[call(2, 4, during=True), call(1, 1, during=True)], [call(3, 4, during=True), call(0, 1, during=True)]]
+COUNTED = [[call(3, 5)], [call(4, 5)]]
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("size", "given", "more", "found"),
     [
-        ([call(3, 5)], [call(4, 4)]),  # each rank leaves out what is there twice
-        ([call(3)], [call(4)]),  # of which it is not known
-        ((), ()),
+        (9, BATCHES, {}, ["DDP801"]),
+        (9, PAIRS, {"numbers": [{"evaluate.loss": 2.5}] * 2}, ["DDP801"]),
+        (9, PAIRS, {}, []),  # 5 may be the number of anything
+        (601, [[call(301.0)], [call(301.0)]], {}, ["DDP801"]),
+        (9, [[call(3, 5)], [call(4, 4)]], {}, []),  # each rank leaves out what is there twice
+        (9, [[call(3)], [call(4)]], {}, []),  # of which it is not known
+        (9, [(), ()], {}, []),
+        (8, [[call(3, 4)], [call(4, 4)]], {}, []),  # samples are there once
+        (9, COUNTED, {"replaces": True}, []),
+        (9, COUNTED, {"own": [{"contents": {"0": {0: sample}}} for sample in (7, 8)]}, []),  # two samples of an index
     ],
 )
-def test_what_is_not_known_to_be_counted_is_not_reported(given: Any) -> None:
-    assert judged(strided(9), size=9, given=given) == []
+def test_samples_are_counted_if_what_is_reduced_counts_them(
+    size: int, given: Any, more: dict[str, Any], found: list[str]
+) -> None:
+    assert codes(judged(strided(size), size=size, given=given, **more)) == found
 
 
-def test_samples_that_are_there_once_or_on_every_rank_are_no_fault() -> None:
-    given = [[call(3, 4)], [call(4, 4)]]
-    assert judged(strided(8), size=8, given=given) == []
-    assert judged([range(4), range(4)], size=4, given=given) == []  # each rank evaluates all of them
-    assert judged(strided(9), size=9, given=[[call(3, 5)], [call(4, 5)]], replaces=True) == []
-    other = [{"0": {0: 7}}, {"0": {0: 8}}]  # under one index, two samples
-    loaders = [
-        [LoaderPass(0, 0, LOOP, "Own", 9, exhausted=True, indices=i, contents=c)]
-        for i, c in zip(strided(9), other, strict=True)
-    ]
-    passes = [[EvaluationPass(0, 0, 0)]] * 2
-    assert judge_evaluations(loaders, passes, [[call(3, 5)], [call(4, 5)]], [[], []]) == []
+def test_samples_that_every_rank_evaluates_are_no_fault() -> None:
+    assert judged([range(4), range(4)], size=4, given=[[call(3, 4)], [call(4, 4)]]) == []
 
 
 def test_gathered_rows_count_twice_unless_they_are_cut() -> None:
@@ -205,17 +206,11 @@ def test_what_one_rank_shows_of_its_own_samples_is_reported(how: str) -> None:
     assert "0.75" in found.message and "rank 1 has 0.5, and all ranks together have 0.625" in found.message
 
 
-def test_a_rank_that_shows_the_metric_of_each_rank_is_silent() -> None:
-    assert judged(strided(800), size=800, numbers=OWN, shown=[prints(0.75, 0.5), []]) == []
-
-
 def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_none_of_them() -> None:
     own = [
-        {**one, **more}
-        for one, more in zip(OWN, ({"evaluate.total": 130.3, "evaluate.margin": 220.2},) * 2, strict=True)
+        {"evaluate.correct": 303.0, "evaluate.total": 130.3, "evaluate.margin": 220.2},
+        {"evaluate.correct": 200.0, "evaluate.total": 190.9, "evaluate.margin": 290.9},
     ]
-    own[0]["evaluate.correct"] = 303.0
-    own[1] = {**own[1], "evaluate.total": 190.9, "evaluate.margin": 290.9}
     reduced = [[call(220.2)], [call(290.9)]]
     (found,) = judged(strided(800), size=800, numbers=own, given=reduced, shown=[prints(0.7575, 0.32575, 0.5505), []])
     assert found.subjects == ("correct", "total")
@@ -224,33 +219,34 @@ def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_no
 
 @pytest.mark.parametrize("shown", [6100 / 3900, math.exp(6100 / 3900)], ids=["a token", "perplexity"])
 def test_what_is_divided_by_another_number_of_the_same_function_is_a_metric(shown: float) -> None:
+    def found(numbers: Sequence[dict[str, float]], printed: list[MetricShown]) -> list[Any]:
+        findings = judged(strided(800), size=800, numbers=numbers, shown=[printed, []])
+        return [(finding.code, finding.subjects, finding.ranks) for finding in findings]
+
     tokens = [{"evaluate.nll": 6100.0, "evaluate.tokens": 3900.0}, {"evaluate.nll": 9000.0, "evaluate.tokens": 5000.0}]
-    (found,) = judged(strided(800), size=800, numbers=tokens, shown=[prints(shown), []])
-    assert (found.code, found.subjects, found.ranks) == ("DDP802", ("nll",), (0,))
-    assert (
-        judged(
-            strided(800),
-            size=800,
-            numbers=tokens,
-            shown=[[MetricShown(0, "printed", LINE, (ShownNumber("1.6"),))], []],
-        )
-        == []
-    )
-    assert judged(strided(800), size=800, numbers=tokens, shown=[prints(151 / 89), []]) == []  # of all
+    assert found(tokens, prints(shown)) == [("DDP802", ("nll",), (0,))]
+    assert not found(tokens, [MetricShown(0, "printed", LINE, (ShownNumber("1.6"),))])
+    assert not found(tokens, prints(151 / 89))  # of all
     apart = [{"evaluate.nll": one["evaluate.nll"], "train.tokens": one["evaluate.tokens"]} for one in tokens]
-    assert judged(strided(800), size=800, numbers=apart, shown=[prints(shown), []]) == []  # of another function
+    assert not found(apart, prints(shown))  # of another function
     half = [{**one, "evaluate.nll": nll} for one, nll in zip(tokens, (1950.0, 1000.0), strict=True)]
-    assert (
-        judged(strided(800), size=800, numbers=half, shown=[prints(50.0), []]) == []
-    )  # other numbers may give it, too
+    assert not found(half, prints(50.0))  # other numbers may give it, too
 
 
-def held_of(counts: Any, added: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """The numbers that are written down of a function which adds to `counts` in a pass over a loader."""
-    monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
+PASS = LoaderPass(3, 0, LOOP, "Photos", 8, indices=[0, 2, 4, 6], batch_size=4, batches=1, exhausted=True)
+
+
+def recorder_of_nothing() -> tuple[EvaluationRecorder, list[Any]]:
+    """A recorder that has patched nothing, and what it writes down."""
     written: list[Any] = []
-    recorder = EvaluationRecorder(written.append)
-    loader = LoaderPass(3, 0, LOOP, "Photos", 8, indices=[0, 2, 4, 6], batch_size=400, batches=1, exhausted=True)
+    with patch.object(evaluation_recorder, "patched", lambda *_: None):
+        return EvaluationRecorder(written.append), written
+
+
+def held_of(counts: Any, added: Sequence[Any]) -> dict[str, float]:
+    """The numbers that are written down of a function which adds to `counts` in a pass over a loader."""
+    recorder, written = recorder_of_nothing()
+    loader = replace(PASS, batch_size=400)
 
     def evaluate() -> None:
         others = torch.zeros(2)
@@ -277,8 +273,8 @@ def held_of(counts: Any, added: Sequence[Any], monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=["float32", "float64", "int64", "numpy", "list", "list of tensors"],
 )
-def test_counts_that_are_kept_together_are_told_apart(zeros: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [held_of(zeros(), added, monkeypatch) for added in ((500, 700), (600, 900))]
+def test_counts_that_are_kept_together_are_told_apart(zeros: Any) -> None:
+    own = [held_of(zeros(), added) for added in ((500, 700), (600, 900))]
     assert (
         own[0].items()
         >= {"evaluate.counts[0]": 500.0, "evaluate.counts[1]": 700.0, "evaluate.sum(counts)": 1200.0}.items()
@@ -296,9 +292,9 @@ def test_counts_that_are_kept_together_are_told_apart(zeros: Any, monkeypatch: p
     assert judged([range(400), range(400)], size=400, numbers=own, shown=shown) == []  # each rank evaluates all
 
 
-def test_a_table_of_counts_has_a_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_counts_has_a_diagonal() -> None:
     tables = [[[301.0, 100.0], [100.0, 600.0]], [[400.0, 100.0], [200.0, 600.0]]]
-    own = [held_of(torch.zeros(2, 2), list(map(torch.tensor, table)), monkeypatch) for table in tables]
+    own = [held_of(torch.zeros(2, 2), list(map(torch.tensor, table))) for table in tables]
     assert own[0] == {"evaluate.sum(counts)": 1101.0, "evaluate.trace(counts)": 901.0}
     (found,) = judged(strided(800), size=800, numbers=own, shown=[prints(901 / 1101), []])
     assert (found.code, found.subjects) == ("DDP802", ("trace(counts)",))
@@ -314,8 +310,8 @@ def test_a_table_of_counts_has_a_diagonal(monkeypatch: pytest.MonkeyPatch) -> No
         ((3, 1, 2, 0.5), 4),  # and a loss
     ],
 )
-def test_counts_of_classes_are_one_sum(added: Sequence[float], places: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = held_of(torch.zeros(len(added)), added, monkeypatch)
+def test_counts_of_classes_are_one_sum(added: Sequence[float], places: int) -> None:
+    held = held_of(torch.zeros(len(added)), added)
     assert sum(name.endswith("]") for name in held) == places
     assert ("evaluate.sum(counts)" in held) == (4 not in added)
 
@@ -323,10 +319,8 @@ def test_counts_of_classes_are_one_sum(added: Sequence[float], places: int, monk
 @pytest.mark.parametrize(
     "numbers", [torch.tensor([1.0, 0.0]), torch.zeros(8192), torch.zeros(2, dtype=torch.complex64)]
 )
-def test_what_does_not_begin_with_zeros_or_is_large_is_no_counter(
-    numbers: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert held_of(numbers, (5, 7), monkeypatch) == {}
+def test_what_does_not_begin_with_zeros_or_is_large_is_no_counter(numbers: torch.Tensor) -> None:
+    assert held_of(numbers, (5, 7)) == {}
 
 
 @pytest.mark.parametrize(("text", "known"), [("0.7500", True), ("75.0", True), ("0.8", False), ("3.00", False)])
@@ -339,6 +333,7 @@ def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None
     "more",
     [
         {"shown": [prints(0.75), prints(0.5)]},  # each rank tells its own
+        {"shown": [prints(0.75, 0.5), []]},  # one rank tells those of all
         {"shown": [prints(0.625), []]},  # that of all
         {"shown": [prints(0.75, 0.625), []]},  # both
         {"shown": [prints(0.75), []], "given": [[call(300.0)], [call(200.0)]]},  # which is reduced
@@ -351,14 +346,10 @@ def test_a_metric_that_is_of_all_or_of_nobody_is_not_reported(more: dict[str, An
     assert judged(strided(800), **{"size": 800, "numbers": OWN, **more}) == []
 
 
-def test_ranks_that_evaluate_all_samples_have_no_shard() -> None:
+def test_a_metric_of_own_samples_is_that_of_a_shard_or_a_subset_and_not_of_all() -> None:
     assert judged([range(400), range(400)], size=400, numbers=OWN, shown=[prints(0.75), []]) == []
-
-
-def test_a_metric_of_a_subset_beside_that_of_all_is_known() -> None:
-    subsets = strided(800)
-    assert codes(judged(subsets, size=400, numbers=OWN, shown=[prints(0.75), []])) == ["DDP802"]
-    assert judged(subsets, size=400, numbers=OWN, shown=[prints(0.75, 0.625), []]) == []
+    assert codes(judged(strided(800), size=400, numbers=OWN, shown=[prints(0.75), []])) == ["DDP802"]
+    assert judged(strided(800), size=400, numbers=OWN, shown=[prints(0.75, 0.625), []]) == []
 
 
 # Order
@@ -379,89 +370,65 @@ def test_results_in_the_order_of_the_ranks_are_compared_with_labels_in_another()
     assert judged(blocks, shown=[prints(2 / 8), []], **compared) == []
 
 
-def with_classes(of_rank: Sequence[Sequence[int]], **more: Any) -> list[list[LoaderPass]]:
-    known = {"exhausted": True, "batch_size": 4, "batches": 2, **more}
-    return [
-        [LoaderPass(3, 0, LOOP, "Photos", 8, indices=i, classes=[LABELS[x] for x in c], **known)]
-        for i, c in zip(of_rank, strided(8), strict=True)
-    ]
-
-
 def test_labels_that_the_dataset_does_not_hold_are_those_that_came_with_the_samples() -> None:
     given = [[call(operation="all_gather_object", rows=of)] for of in RIGHT]
-    passes = [[EvaluationPass(0, 3, 0)]] * 2
-    for text, code in (("", "DDP803"), ("0.250", "DDP803"), ("0.251", "")):
-        value = 0.25 if not text else float(text)
-        shown = [[MetricShown(0, "printed", LINE, (ShownNumber(text, (value,)),))], []]
-        loaders = with_classes(strided(8))
-        assert codes(judge_evaluations(loaders, passes, given, shown)) == [code] * bool(code)
+    own = [{"classes": [LABELS[index] for index in of_rank]} for of_rank in strided(8)]
+    for text, value, code in (("", 0.25, "DDP803"), ("0.250", 0.25, "DDP803"), ("0.251", 0.251, "")):
+        shown = [prints(value, text=text), []]
+        assert codes(judged(strided(8), own=own, given=given, shown=shown)) == [code] * bool(code)
     beneath = [[100 + index for index in of_rank] for of_rank in strided(8)]  # of a `Subset`
-    loaders = with_classes(beneath, subset=range(100, 108))
-    assert codes(judge_evaluations(loaders, passes, given, [prints(0.25), []])) == ["DDP803"]
+    of_subset = judged(beneath, subset=range(100, 108), own=own, given=given, shown=[prints(0.25), []])
+    assert codes(of_subset) == ["DDP803"]
     both = [[*of, call(operation="all_gather_object", rows=of[0].rows)] for of in given]
-    assert judge_evaluations(loaders, passes, both, [prints(0.25), []]) == []  # the labels are gathered, too
+    assert judged(strided(8), own=own, given=both, shown=[prints(0.25), []]) == []  # the labels are gathered, too
 
 
 TARGETS = [0.5, -1.0, 2.0, 0.25, 1.5, -0.75, 3.0, 0.0]
 PREDICTED = [0.6, -0.8, 1.7, 0.3, 1.1, -0.7, 2.5, 0.4]  # of each sample
+OF_RANKS = [[PREDICTED[index] for index in of_rank] for of_rank in strided(8)]
+JOINED = [*OF_RANKS[0], *OF_RANKS[1]]
+TARGETS_OF_RANKS = [[TARGETS[index] for index in of_rank] for of_rank in strided(8)]
+GATHERED = [[call(operation="all_gather", rows=[int(v > 0) for v in of], values=of)] for of in OF_RANKS]
 
 
 def errors(predicted: Sequence[float]) -> list[float]:
-    return [p - t for p, t in zip(predicted, TARGETS, strict=True)]
+    return [abs(p - t) for p, t in zip(predicted, TARGETS, strict=True)]
 
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_targets_are_compared_with_what_was_gathered_rank_by_rank(power: int) -> None:
-    of_ranks = [[PREDICTED[index] for index in of_rank] for of_rank in strided(8)]
-    wrong, right = (
-        sum(abs(error) ** power for error in errors(order)) / 8 for order in ([*of_ranks[0], *of_ranks[1]], PREDICTED)
-    )
-    given = [[call(operation="all_gather", rows=[int(v > 0) for v in of], values=of)] for of in of_ranks]
+    wrong, right = (sum(error**power for error in errors(order)) / 8 for order in (JOINED, PREDICTED))
 
-    def found(value: float, *others: float, text: str = "", given: Any = given, **more: Any) -> list[str]:
-        loaders = [[LoaderPass(3, 0, LOOP, "Houses", 8, indices=i, **known, **more)] for i in strided(8)]
-        passes = [[EvaluationPass(0, 3, 0, numbers_of={"prices": TARGETS})]] * 2
-        return codes(judge_evaluations(loaders, passes, given, [prints(value, *others, text=text), []]))
+    def found(*values: float, text: str = "", given: Any = GATHERED) -> list[str]:
+        shown = [prints(*values, text=text), []]
+        return codes(judged(strided(8), numbers_of={"prices": TARGETS}, given=given, shown=shown))
 
-    known = {"exhausted": True, "batch_size": 4, "batches": 2}
     assert found(wrong) == ["DDP803"]
     assert found(right) == found(wrong, right) == found(wrong + 0.1) == []
     digits = f"{wrong:.2f}"
     assert found(float(digits), text=digits) == []  # any number may be printed so
-    labels = [[TARGETS[index] for index in of_rank] for of_rank in strided(8)]
-    both = [[*of, call(operation="all_gather", rows=[0] * 4, values=t)] for of, t in zip(given, labels, strict=True)]
+    targets = [call(operation="all_gather", rows=[0] * 4, values=of) for of in TARGETS_OF_RANKS]
+    both = [[*of, own] for of, own in zip(GATHERED, targets, strict=True)]
     assert found(wrong, given=both) == ["DDP803"] and found(right, given=both) == []
 
 
 def test_targets_are_those_that_come_with_the_samples_too() -> None:
-    known = {"exhausted": True, "batch_size": 4, "batches": 2}
-    loaders = [
-        [LoaderPass(3, 0, LOOP, "Houses", 8, indices=i, targets=[TARGETS[x] for x in i], **known)] for i in strided(8)
-    ]
-    of_ranks = [[PREDICTED[index] for index in of_rank] for of_rank in strided(8)]
-    given = [[call(operation="all_gather", rows=[0] * 4, values=of)] for of in of_ranks]
-    wrong = max(abs(error) for error in errors([*of_ranks[0], *of_ranks[1]]))
-    (found,) = judge_evaluations(loaders, [[EvaluationPass(0, 3, 0)]] * 2, given, [prints(wrong), []])
+    own = [{"targets": targets} for targets in TARGETS_OF_RANKS]
+    (found,) = judged(strided(8), own=own, given=GATHERED, shown=[prints(max(errors(JOINED))), []])
     assert (found.code, found.location) == ("DDP803", REDUCE)
     assert "the largest error" in found.evidence[2]
 
 
 def test_results_and_targets_that_a_script_compares_in_two_orders() -> None:
-    known = {"exhausted": True, "batch_size": 4, "batches": 2}
-    loaders = [[LoaderPass(3, 0, LOOP, "Houses", 8, indices=i, **known)] for i in strided(8)]
-    passes = [[EvaluationPass(0, 3, 0, numbers_of={"prices": TARGETS})]] * 2
-    of_ranks = [[PREDICTED[index] for index in of_rank] for of_rank in strided(8)]
-    given = [[call(operation="all_gather", rows=[0] * 4, values=of)] for of in of_ranks]
-    joined, targets = [*of_ranks[0], *of_ranks[1]], [TARGETS[i] for of_rank in strided(8) for i in of_rank]
+    def found(results: Sequence[float], targets: Sequence[float], *, number: int = 0) -> list[str]:
+        compared = [[RowsCompared(number, LINE, results, targets)], []]
+        return codes(judged(strided(8), numbers_of={"prices": TARGETS}, given=GATHERED, compared=compared))
 
-    def found(one: Sequence[float], other: Sequence[float], *, number: int = 0) -> list[str]:
-        met = [[RowsCompared(number, LINE, one, other)], []]
-        return codes(judge_evaluations(loaders, passes, given, [[], []], met))
-
-    assert found(joined, TARGETS) == found(TARGETS, joined) == ["DDP803"]
-    assert found([3 * x + 1 for x in joined], [3 * x + 1 for x in TARGETS]) == ["DDP803"]
-    assert found(PREDICTED, TARGETS) == found(joined, targets) == found(joined, PREDICTED) == []
-    assert found(joined, TARGETS[:7]) == found([0.0] * 8, TARGETS) == found(joined, TARGETS, number=1) == []
+    assert found(JOINED, TARGETS) == found(TARGETS, JOINED) == ["DDP803"]
+    assert found([3 * x + 1 for x in JOINED], [3 * x + 1 for x in TARGETS]) == ["DDP803"]
+    in_order = [*TARGETS_OF_RANKS[0], *TARGETS_OF_RANKS[1]]
+    assert found(PREDICTED, TARGETS) == found(JOINED, in_order) == found(JOINED, PREDICTED) == []
+    assert found(JOINED, TARGETS[:7]) == found([0.0] * 8, TARGETS) == found(JOINED, TARGETS, number=1) == []
 
 
 def test_comparisons_are_followed_from_a_gather_to_the_next_loop() -> None:
@@ -646,13 +613,9 @@ def test_means_that_weigh_alike_are_not_reported(more: dict[str, Any]) -> None:
 
 
 def test_ranks_with_subsets_of_their_own_evaluate_together() -> None:
-    loaders = [
-        [LoaderPass(3, 0, LOOP, "Photos", len(i), batch_size=4, batches=2, exhausted=True, indices=i, subset=i)]
-        for i in UNEVEN
-    ]
-    passes = [[EvaluationPass(0, 3, 0, held)] for held in LOSSES]
+    own = [{"size": len(part), "subset": part} for part in UNEVEN]
     given, shown = [[call(0.51)], [call(1.01)]], [prints(0.76), []]
-    assert codes(judge_evaluations(loaders, passes, given, shown)) == ["DDP805"]
+    assert codes(judged(UNEVEN, own=own, numbers=LOSSES, given=given, shown=shown)) == ["DDP805"]
 
 
 # Targets
@@ -662,41 +625,36 @@ def use(own: int, targets: Sequence[int], *, step: int = 0) -> GatheredTargets:
     return GatheredTargets(step, LINE, (0, 1), own, 4, 8, tuple(targets))
 
 
+def judged_targets(uses: Any, losses: Any = ((), ())) -> list[Finding]:
+    return list(judge_targets(Evaluations(targets=uses, losses=losses)))
+
+
 def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> None:
     uses = [[use(0, range(4))], [use(4, range(4))]]
-    (found,) = judge_targets(Evaluations(targets=uses, losses=[[], []]))
+    (found,) = judged_targets(uses)
     assert (found.code, found.ranks, found.location) == ("DDP804", (1,), LINE)
-    of_loss = [[LossDifferentiated(0, 0, (), None, Location("train.py", 7))] for _ in uses]
-    (found,) = judge_targets(Evaluations(targets=uses, losses=of_loss))
-    assert found.location == Location("train.py", 7) and f"gathered at {LINE}" in found.evidence
+    of_loss = [[LossDifferentiated(0, 0, (), None, REDUCE)]] * 2
+    (found,) = judged_targets(uses, of_loss)
+    assert found.location == REDUCE and f"gathered at {LINE}" in found.evidence
     assert "those of rank 1 begin at 4" in found.message
-    (found,) = judge_targets(
-        Evaluations(targets=[[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses], losses=of_loss)
-    )
+    (found,) = judged_targets([[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses], of_loss)
     assert found.location == LOOP
 
 
-def test_an_offset_may_be_a_wrong_one() -> None:
-    assert codes(
-        judge_targets(Evaluations(targets=[[use(0, range(4, 8))], [use(4, range(4, 8))]], losses=[[], []]))
-    ) == ["DDP804"]
-    assert (
-        codes(judge_targets(Evaluations(targets=[[use(0, range(4))], [use(4, range(2))]], losses=[[], []]))) == []
-    )  # chosen in some way
-
-
 @pytest.mark.parametrize(
-    "uses",
+    ("uses", "found"),
     [
-        [[use(0, range(4))], [use(4, range(4, 8))]],  # with the offset
-        [[use(0, range(4))], [use(0, range(4))]],  # each rank puts its own first
-        [[use(0, range(8))], [use(4, range(8))]],  # all of the rows on both sides
-        [[use(0, range(4))], [use(4, range(4), step=1)]],
-        [[use(0, range(4))], []],
+        ([[use(0, range(4, 8))], [use(4, range(4, 8))]], ["DDP804"]),  # an offset, and a wrong one
+        ([[use(0, range(4))], [use(4, range(2))]], []),  # chosen in some way
+        ([[use(0, range(4))], [use(4, range(4, 8))]], []),  # with the offset
+        ([[use(0, range(4))], [use(0, range(4))]], []),  # each rank puts its own first
+        ([[use(0, range(8))], [use(4, range(8))]], []),  # all of the rows on both sides
+        ([[use(0, range(4))], [use(4, range(4), step=1)]], []),
+        ([[use(0, range(4))], []], []),
     ],
 )
-def test_targets_that_name_own_rows_are_right(uses: Any) -> None:
-    assert judge_targets(Evaluations(targets=uses, losses=[[], []])) == []
+def test_targets_that_name_own_rows_are_right(uses: Any, found: list[str]) -> None:
+    assert codes(judged_targets(uses)) == found
 
 
 @pytest.mark.parametrize("product", ["matmul", "einsum", "linear", "scaled"])
@@ -773,10 +731,8 @@ def test_the_columns_of_gathered_rows(value: Any, columns: list[list[float]]) ->
     assert [list(map(float, one)) for one in columns_of(value, 3)] == columns
 
 
-def test_gathered_rows_of_predictions_and_labels_say_what_each_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
-    exchanged: list[Any] = []
-    recorder = EvaluationRecorder(exchanged.append)
+def test_gathered_rows_of_predictions_and_labels_say_what_each_was() -> None:
+    recorder, exchanged = recorder_of_nothing()
     recorder._comparisons = Mock()
     recorder._evaluated, recorder._remaining, recorder._samples = True, [8, 8], 3
     rows = [(1, 0), (2, 2), (0, 1)]
@@ -785,19 +741,16 @@ def test_gathered_rows_of_predictions_and_labels_say_what_each_was(monkeypatch: 
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_what_a_loop_counts_of_a_batch_that_was_fetched_ahead(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
-    written: list[Any] = []
-    recorder = EvaluationRecorder(written.append)
-    loader = LoaderPass(3, 0, LOOP, "Photos", 8, indices=[0, 2, 4, 6], batch_size=4, batches=1, exhausted=True)
+def test_what_a_loop_counts_of_a_batch_that_was_fetched_ahead(ahead: bool) -> None:
+    recorder, written = recorder_of_nothing()
 
     def batches() -> Iterator[int]:
-        recorder.note_pass(loader, None)
+        recorder.note_pass(PASS, None)
         if ahead:
-            recorder.note_pass(loader, None)
+            recorder.note_pass(PASS, None)
         yield 3
         if not ahead:
-            recorder.note_pass(loader, None)
+            recorder.note_pass(PASS, None)
 
     def evaluate() -> None:
         counted = 0
@@ -818,12 +771,10 @@ def test_gathered_losses_count_twice_unless_they_are_cut() -> None:
     assert judged(indices, size=9, given=given, shown=[prints(4.5 / 9), []]) == []
 
 
-def test_what_is_shown_in_the_loop_of_the_next_evaluation_is_how_far_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_recorder, "patched", lambda *_: None)
-    written: list[Any] = []
-    recorder = EvaluationRecorder(written.append)
+def test_what_is_shown_in_the_loop_of_the_next_evaluation_is_how_far_that_is() -> None:
+    recorder, written = recorder_of_nothing()
     for number in range(5):  # of which the last ones are not followed
-        loader = LoaderPass(3, number, LOOP, "Photos", 8, batches=1, exhausted=True)
+        loader = replace(PASS, number=number, indices=(), batch_size=1)
         recorder.note_pass(loader, None)
         recorder._prints("of a batch: 12.5")
         recorder.note_pass(loader, None)
@@ -832,33 +783,20 @@ def test_what_is_shown_in_the_loop_of_the_next_evaluation_is_how_far_that_is(mon
     assert shown == ["12.25"] * 3
 
 
-@pytest.mark.parametrize(("parts", "found"), [("own", []), ("one", ["DDP801"]), ("shards", ["DDP801"])])
-def test_samples_that_two_ranks_have_by_their_own_splits_are_no_padding(parts: str, found: list[str]) -> None:
-    """The places that a sampler gives the ranks are all different; or it repeats one; or each has all of its shard."""
-    subsets = [[3, 5, 7, 9], [5, 3, 11, 13]] if parts == "own" else [[3, 5, 7], [3, 5, 7]]
-    indices = [[3, 7], [3, 13]] if parts == "own" else [[3, 7], [5, 3]]
-    if parts == "shards":
-        subsets = indices = [[3, 7], [5, 3]]
-    loaders = [
-        [
-            LoaderPass(
-                3,
-                0,
-                LOOP,
-                "Photos",
-                len(part),
-                indices=own,
-                subset=tuple(part),
-                exhausted=True,
-                batches=1,
-                batch_size=2,
-            )
-        ]
-        for own, part in zip(indices, subsets, strict=True)
-    ]
-    passes = [[EvaluationPass(0, 3, 0, {"evaluate.count": 2.0}, {}, {"evaluate": LINE})] for _ in indices]
-    given = [[call(2.0)] for _ in indices]
-    assert codes(judge_evaluations(loaders, passes, given, [[], []])) == found
+@pytest.mark.parametrize(
+    ("indices", "subsets", "found"),
+    [
+        ([[3, 7], [3, 13]], [[3, 5, 7, 9], [5, 3, 11, 13]], []),  # places that a sampler gives, all different
+        ([[3, 7], [5, 3]], [[3, 5, 7], [3, 5, 7]], ["DDP801"]),  # it repeats one
+        ([[3, 7], [5, 3]], [[3, 7], [5, 3]], ["DDP801"]),  # each rank has all of its shard
+    ],
+)
+def test_samples_that_two_ranks_have_by_their_own_splits_are_no_padding(
+    indices: list[list[int]], subsets: list[list[int]], found: list[str]
+) -> None:
+    own = [{"size": len(part), "subset": tuple(part), "batches": 1, "batch_size": 2} for part in subsets]
+    counted = [{"evaluate.count": 2.0}] * 2
+    assert codes(judged(indices, own=own, numbers=counted, given=[[call(2.0)]] * 2)) == found
 
 
 def test_what_is_saved_of_optimizers_schedules_and_scalers_is_no_result() -> None:

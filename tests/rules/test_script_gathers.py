@@ -33,6 +33,12 @@ from ddpcheck.trace.losses import Losses
 LINE = Location("train.py", 8)
 
 
+def _gathered(features: torch.Tensor) -> _Gathered:
+    rows = _distinct_rows(features)
+    assert rows is not None
+    return _Gathered("all_gather", LINE, (8, 3), rows, features.grad_fn)
+
+
 def recorder_at(step: int, found: list[Any]) -> GatherRecorder:
     """A recorder that follows a step of an optimizer."""
     run = Recording(found.append)
@@ -75,10 +81,7 @@ def test_parameters_of_which_the_loss_has_what_was_gathered_alone(loss_of: Any, 
     recorder._run.watches = [watch]  # type: ignore[assignment]
     own = torch.randn(4, 5) @ (weight * torch.randn(5, 3))
     every = torch.cat([own.detach(), torch.randn(4, 3)])
-    rows = _distinct_rows(own)
-    assert rows is not None
-    recorder._gathered.append(_Gathered("all_gather", LINE, (8, 3), rows, own.grad_fn))
-    recorder._parts.append(_Parts(2, 0, (8, 3)))
+    recorder._gathered, recorder._parts = [_gathered(own)], [_Parts(2, 0, (8, 3))]
     recorder.note_backward(loss_of(scale, own, every))
     assert [one.names for one in found] == [names]
 
@@ -105,8 +108,7 @@ def test_the_distinct_rows_among_the_constants_of_a_loss(
 ) -> None:
     torch.manual_seed(0)
     features = _features()
-    rows = _distinct_rows(features)
-    assert rows is not None
+    rows = _gathered(features).rows
 
     def constants(everything: torch.Tensor) -> int:
         root = logits(features, everything).logsumexp(1).mean().grad_fn
@@ -125,12 +127,8 @@ def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
     found: list[object] = []
     recorder = recorder_at(3, found)
     first, second = _features(), _features()
-    gathered = [
-        _Gathered("all_gather", LINE, (8, 3), rows, one.grad_fn)
-        for one in (first, second)
-        if (rows := _distinct_rows(one)) is not None
-    ][:views]
-    recorder._gathered, recorder._parts = gathered, [_Parts(2, 0, (8, 3))] * views
+    recorder._gathered = [_gathered(features) for features in (first, second)][:views]
+    recorder._parts = [_Parts(2, 0, (8, 3))] * views
     bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
     recorder.note_backward((first @ bank.T).logsumexp(1).mean())
     assert found == [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
@@ -150,7 +148,7 @@ def test_what_hooks_have_packed_is_left_alone() -> None:
 
 
 def test_the_own_part_that_is_put_back() -> None:
-    features = torch.randn(4, 5) @ torch.randn(5, 3, requires_grad=True)
+    features = _features()
     parts = [_Parts(2, 1, (8, 3))]
 
     def joined(everything: torch.Tensor) -> bool:
@@ -253,10 +251,7 @@ def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) 
     found: list[Any] = []
     recorder = recorder_at(2, found)
     features = _features()
-    rows = _distinct_rows(features)
-    assert rows is not None
-    recorder._gathered = [_Gathered("all_gather", LINE, (8, 3), rows, features.grad_fn)]
-    recorder._parts = [_Parts(2, 1, (8, 3), "all_gather", LINE)]
+    recorder._gathered, recorder._parts = [_gathered(features)], [_Parts(2, 1, (8, 3), "all_gather", LINE)]
     loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
     loss = loss + features.square().mean() if besides else loss
     recorder.note_backward(loss)

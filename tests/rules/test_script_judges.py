@@ -121,17 +121,49 @@ def test_buffers_that_are_alike_when_the_next_step_begins() -> None:
 
 # Data
 
+OTHER_LINE = Location("bar.py", 4)
+EVEN, ODD, ALL = range(0, 64, 2), range(1, 64, 2), range(64)
+BACK = tuple(reversed(ALL))
+OTHER_DATA: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 1, 1: 2, 2: 3, 3: 4}}}
+SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 3: 6}}}
+CUT: dict[str, Any] = {"exhausted": False, "batches": 4}
+
 
 def epoch(indices: Sequence[int], *, number: int = 0, order: int = 1, **more: Any) -> LoaderPass:
     plain = LoaderPass(0, number, LINE, "Photos", 64, {"x": 7}, 8, 4, "DistributedSampler", batches=8, exhausted=True)
     return replace(plain, **{"trains": True, "order": order, "indices": tuple(indices), **more})
 
 
-OTHER_LINE = Location("bar.py", 4)
-EVEN, ODD, ALL = range(0, 64, 2), range(1, 64, 2), range(64)
-BACK = tuple(reversed(ALL))
-OTHER_DATA: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 1, 1: 2, 2: 3, 3: 4}}}
-SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 3: 6}}}
+def epochs(*parts: Sequence[int], **more: Any) -> list[LoaderPass]:
+    """Passes of one rank, each in an order of its own; `more` is of those after the first."""
+    return [epoch(part, number=n, order=n + 1, **(more if n else {})) for n, part in enumerate(parts)]
+
+
+def in_order(*orders: int, **more: Any) -> list[list[LoaderPass]]:
+    ranks = tuple(reversed(EVEN)), tuple(reversed(ODD))
+    return [[epoch(part, number=n, order=order, **more) for n, order in enumerate(orders)] for part in ranks]
+
+
+def endless(rank: int, seed: int) -> list[LoaderPass]:
+    """Three epochs and a half of a sampler without an end; the script took what it wanted."""
+    random = Random(seed)
+    order = [index for _ in range(7) for index in random.sample(range(64), 64)]
+    return [epoch(order[rank::2][:112], exhausted=False, batches=28, expected=-1)]
+
+
+def redrawn(rank: int) -> list[LoaderPass]:
+    return [epoch(Random(rank).choices(range(64), k=112), exhausted=False, batches=28, expected=-1)]
+
+
+def own_rows(*orders: Sequence[int], drawn: bool = True, **more: Any) -> list[list[LoaderPass]]:
+    """Of ranks whose augmentation makes other rows of the same samples."""
+    more = {"samples": {"x.0": (1, 2)}, "holds_samples": True, **more}
+    contents = [OTHER_DATA | {"draws": {1: 2} if drawn else {}}, SAME_ROWS | {"draws": {5: 6} if drawn else {}}]
+    return [[epoch(order, **more, **of_rank)] for order, of_rank in zip(orders, contents, strict=True)]
+
+
+THRICE = [index for index in Random(0).sample(range(64), 64) for _ in range(3)]
+SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +175,7 @@ SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 
         ([[epoch(EVEN, location=OTHER_LINE)], [epoch(EVEN)]], ["DDP505"]),  # one rank shows its progress
         ([[epoch(ALL, trains=False)], [epoch(ALL, trains=False)]], []),  # evaluation
         ([[epoch(ALL, replaces=True)], [epoch(BACK, replaces=True)]], []),
-        ([[epoch(ALL, exhausted=False, batches=4)], [epoch(BACK, exhausted=False, batches=4)]], []),
+        ([[epoch(ALL, **CUT)], [epoch(BACK, **CUT)]], []),
         ([[epoch(ALL, exhausted=False, expected=8)], [epoch(BACK, exhausted=False, expected=8)]], ["DDP505"]),
         ([[epoch(ALL, digest={"x": 1})], [epoch(ALL, digest={"x": 2})]], []),  # a file of each rank's own
         ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **OTHER_DATA)]], []),
@@ -151,213 +183,145 @@ SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 
         ([[epoch(range(32))], [epoch((*range(32, 63), 0))]], []),  # padded
         ([[epoch((*range(30), 0, 1))], [epoch((*range(12, 42), 12, 13))]], ["DDP505"]),  # and drawn from other seeds
         ([[epoch((*range(26), *range(6)))], [epoch((*range(8, 34), *range(8, 14)))]], []),  # each drawn anew
+        (in_order(1, 1, 1, shuffles=True), ["DDP506"]),
+        (in_order(1, 2, 3, shuffles=True), []),
+        (in_order(1, 1, 1, shuffles=False), []),
+        ([epochs(range(16), range(16)), epochs(range(16, 32), range(16, 32))], ["DDP519"]),
+        ([epochs(range(16), range(32, 48)), epochs(range(16, 32), range(48, 64))], []),  # others each time
+        ([endless(0, 0), endless(1, 0)], []),
+        ([redrawn(0), redrawn(1)], []),
+        ([[epoch(THRICE[rank::4][:32])] for rank in range(4)], []),  # each augmented on another rank
+        ([[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)], ["DDP505"]),
+        ([epochs(EVEN, range(32)), epochs(ODD, range(32, 64))], []),
+        ([epochs(EVEN, range(32), replaces=True), epochs(ODD, range(16, 48), replaces=True)], []),
+        ([epochs(EVEN, range(32), **CUT), epochs(ODD, range(16, 48))], []),
+        ([epochs(EVEN, range(32), EVEN), epochs(ODD, range(16, 48), ODD)], []),
+        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(EVEN, subset=tuple(range(16, 64)))]], ["DDP516"]),
+        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(ODD, subset=tuple(range(48)))]], []),
+        ([[epoch(EVEN, subset=tuple(EVEN))], [epoch(ODD, subset=tuple(ODD))]], []),  # a shard each
+        ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=SHARED)]], ["DDP510"]),
+        ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=OWN)]], []),
+        ([[epoch(EVEN, draws={1: 2}, held=(1, 1))], [epoch(ODD, draws={1: 3}, held=(1, 1))]], []),  # seeded by sample
+        ([[epoch(EVEN, draws=SHARED, **held)] for held in (OTHER_DATA, SAME_ROWS)], ["DDP510"]),  # places of own parts
+        (own_rows(ALL, ALL), ["DDP505"]),
+        (own_rows(EVEN, ODD), []),
+        (own_rows(ALL, ALL, holds_samples=False), []),  # numbers from which each rank makes its own
+        (own_rows(ALL, ALL, drawn=False), []),
     ],
 )
 def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[str]) -> None:
     assert codes(judge_loaders(passes)) == found
 
 
-def test_groups_of_ranks_each_of_which_takes_the_same_samples() -> None:
-    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)])
-    assert finding.ranks == () and finding.message.startswith("Ranks 0 and 1 take the same samples")
-    assert "likewise ranks 2 and 3, with different samples" in finding.evidence
-    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, ODD, ODD)])
-    assert finding.ranks == (1, 2) and "likewise" not in str(finding.evidence)
-
-
-def test_samplers_that_are_told_other_epochs() -> None:
-    told = Location("train.py", 28)
-    (finding,) = judge_loaders([[epoch(ALL, epoch=3, told=told)], [epoch(BACK, epoch=0, told=told)]])
-    assert finding.code == "DDP505" and finding.location == told and "in other epochs" in finding.message
-    assert "the epoch of the sampler: rank 0: 3; rank 1: 0" in finding.evidence
-    assert finding.fix.startswith("Tell the sampler the same epoch on every rank")
-    (finding,) = judge_loaders([[epoch(ALL, epoch=3)], [epoch(BACK, epoch=3)]])
-    assert "epoch of" not in str(finding.evidence)
+def text_of(finding: Finding) -> str:
+    head = f"{finding.code} {finding.severity.value} of ranks {finding.ranks} at {finding.location}"
+    return " | ".join((head, finding.message, *finding.evidence, finding.fix))
 
 
 @pytest.mark.parametrize(
-    ("orders", "shuffles", "found"), [((1, 1, 1), True, ["DDP506"]), ((1, 2, 3), True, []), ((1, 1, 1), False, [])]
+    ("passes", "said"),
+    [
+        (
+            [[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)],
+            ["of ranks ()", "Ranks 0 and 1 take", "likewise ranks 2 and 3, with different samples"],
+        ),
+        (
+            [[epoch(ALL, epoch=3, told=OTHER_LINE)], [epoch(BACK, epoch=0, told=OTHER_LINE)]],
+            [
+                "bar.py:4",
+                "in other epochs",
+                "sampler: rank 0: 3; rank 1: 0",
+                "Tell the sampler the same epoch on every",
+            ],
+        ),
+        ([endless(0, 0), endless(1, 1)], ["DDP505 warning", "of the first 32 samples that each takes"]),
+        (
+            [epochs(EVEN, range(32)), epochs(ODD, range(16, 48))],
+            ["DDP505 warning", "share 16 of the 32 samples", "16 of 64 are on no rank"],
+        ),
+        (  # copies in two workers
+            [[epoch(part, draws={1: 2}, held=(1, 1))] for part in (EVEN, ODD)],
+            ["DDP510", "2 of 2 states of random generators that the dataset holds"],
+        ),
+        (  # samples of other sizes take more or fewer numbers, from the same state on
+            [[epoch(part, draws={1: n, 2: n + 1}, worker_seed=7, workers=2)] for part, n in ((EVEN, 5), (ODD, 6))],
+            ["DDP510", ", in workers, and", "2 of 2 states of global random generators", "generator that is"],
+        ),
+        (
+            [[epoch(part, draws={1: 5, 2: 6}, worker_seed=-1, workers=2)] for part in (EVEN, ODD)],
+            ["DDP510", "before and after the batches", "worker_init_fn"],
+        ),
+    ],
 )
-def test_the_order_of_epochs(orders: tuple[int, ...], shuffles: bool, found: list[str]) -> None:
-    ranks = [
-        [epoch(tuple(reversed(part)), number=n, order=order, shuffles=shuffles) for n, order in enumerate(orders)]
-        for part in (EVEN, ODD)
-    ]
-    assert codes(judge_loaders(ranks)) == found
+def test_the_finding_on_samples_of_a_loader_says_what_and_where(passes: Any, said: list[str]) -> None:
+    (finding,) = judge_loaders(passes)
+    assert [words for words in said if words not in text_of(finding)] == []
+
+
+def test_the_finding_on_samples_of_a_loader_says_no_more_than_there_is() -> None:
+    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, ODD, ODD)])
+    assert "DDP505 error of ranks (1, 2)" in text_of(finding) and "likewise" not in text_of(finding)
+    (finding,) = judge_loaders([[epoch(order, epoch=3)] for order in (ALL, BACK)])
+    assert "epoch of" not in text_of(finding)
 
 
 def test_loaders_that_one_rank_alone_goes_through_do_not_shift_those_of_training() -> None:
     """A loader is made anew for each epoch, of more samples each time; rank 0 validates between them."""
-    validation = Location("train.py", 40)
-    first, second = ({"size": 64 * epoch, "number": 0} for epoch in (1, 2))
-    own = [(range(0, 64, 2), range(0, 128, 2)), (range(1, 64, 2), range(1, 128, 2))]
-    ranks = [
-        [replace(epoch(indices, **given), loader=number) for number, (indices, given) in enumerate(parts)]
-        for parts in (list(zip(of_rank, (first, second), strict=True)) for of_rank in own)
-    ]
-    ranks[0] = [
-        ranks[0][0],
-        replace(epoch(range(9), trains=False), loader=1, location=validation),
-        replace(ranks[0][1], loader=2),
-    ]
-    assert judge_loaders(ranks) == []
-    twice = [[*of_rank[:-1], replace(ranks[0][-1], loader=of_rank[-1].loader)] for of_rank in ranks]
-    assert codes(judge_loaders(twice)) == ["DDP505"]  # the second one is compared with the second one
-
-
-def test_samples_that_no_rank_takes_in_any_epoch() -> None:
-    def two(first: Sequence[int], second: Sequence[int]) -> list[LoaderPass]:
-        return [epoch(first), epoch(second, number=1, order=2)]
-
-    (finding,) = judge_loaders([two(range(16), range(16)), two(range(16, 32), range(16, 32))])
-    assert finding.code == "DDP519" and "32 of the 64 samples" in finding.message
-    assert not judge_loaders([two(range(16), range(32, 48)), two(range(16, 32), range(48, 64))])  # others each time
-
-
-def test_parts_of_a_sampler_without_an_end() -> None:
-    def endless(seed: int, of_rank: slice, **more: Any) -> list[LoaderPass]:
-        """Three epochs and a half; the script took what it wanted."""
-        random = Random(seed)
-        order = [index for _ in range(7) for index in random.sample(range(64), 64)]
-        return [epoch(order[of_rank][:112], exhausted=False, batches=28, expected=-1, **more)]
-
-    even, odd = slice(0, None, 2), slice(1, None, 2)
-    (finding,) = judge_loaders([endless(0, even), endless(1, odd)])
-    assert (finding.code, finding.severity) == ("DDP505", Severity.WARNING)
-    assert "of the first 32 samples that each takes" in finding.message
-    assert not judge_loaders([endless(0, even), endless(0, odd)])
-    drawn = [[epoch(Random(n).choices(range(64), k=112), exhausted=False, batches=28, expected=-1)] for n in range(2)]
-    assert not judge_loaders(drawn)  # each one anew
-
-
-def test_samples_that_come_several_times_in_an_epoch_each_augmented_on_another_rank() -> None:
-    order = [index for index in Random(0).sample(range(64), 64) for _ in range(3)]
-    assert not judge_loaders([[epoch(order[rank::4][:32])] for rank in range(4)])
-    own = [[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)]
-    assert codes(judge_loaders(own)) == ["DDP505"]
-
-
-def test_parts_that_overlap_from_the_second_epoch_on() -> None:
-    def order(first: Sequence[int], second: Sequence[int], **more: Any) -> list[LoaderPass]:
-        return [epoch(first), epoch(second, number=1, order=2, **more)]
-
-    own = [order(EVEN, range(32)), order(ODD, range(16, 48))]
-    (finding,) = judge_loaders(own)
-    assert (finding.code, finding.severity) == ("DDP505", Severity.WARNING)
-    assert "share 16 of the 32 samples" in finding.message
-    assert "16 of 64 are on no rank" in finding.message
-    assert not judge_loaders([order(EVEN, range(32)), order(ODD, range(32, 64))])
-    assert not judge_loaders([order(EVEN, range(32), replaces=True), order(ODD, range(16, 48), replaces=True)])
-    assert not judge_loaders([order(EVEN, range(32), exhausted=False, batches=4), order(ODD, range(16, 48))])
-    assert not judge_loaders(
-        [[*of_rank, epoch(part, number=2)] for of_rank, part in zip(own, (EVEN, ODD), strict=True)]
+    first, second = (
+        [epoch(range(rank, 64 * (n + 1), 2), size=64 * (n + 1), loader=n) for n in range(2)] for rank in range(2)
     )
+    validation = epoch(range(9), trains=False, loader=1, location=OTHER_LINE)
+    first = [first[0], validation, replace(first[1], loader=2)]
+    assert judge_loaders([first, second]) == []
+    again = [first, [second[0], replace(first[-1], loader=1)]]
+    assert codes(judge_loaders(again)) == ["DDP505"]  # the second one is compared with the second one
 
 
-def test_the_line_of_a_finding_on_data_is_the_one_to_change() -> None:
-    made, seeded, split = Location("train.py", 3), Location("train.py", 1), Location("train.py", 2)
-
-    def line(*indices: Sequence[int], **more: Any) -> Location | None:
-        (finding,) = judge_loaders([[epoch(part, made=made, split=split, seeded=seeded, **more)] for part in indices])
-        assert str(finding.related[0]) == f"loop over the loader at {LINE}"
-        return finding.location
-
-    assert line(EVEN, EVEN) == made
-    assert line(EVEN, ODD, draws={1: 2, 2: 3}) == seeded
-    parts = [[epoch(EVEN, subset=tuple(part), split=split)] for part in (range(48), range(16, 64))]
-    assert judge_loaders(parts)[0].location == split
+def inputs(*samples: Any) -> list[Inputs]:
+    return [Inputs(0, step, one if type(one) is tuple else (one, -one), LINE) for step, one in enumerate(samples)]
 
 
-def test_a_split_that_ranks_have_drawn_for_themselves() -> None:
-    parts = [range(48), range(16, 64)]
-    (finding,) = judge_loaders([[epoch(EVEN, subset=tuple(part))] for part in parts])
-    assert finding.code == "DDP516"
-    assert not judge_loaders([[epoch(part, subset=tuple(range(48)))] for part in (EVEN, ODD)])
-    assert not judge_loaders([[epoch(part, subset=tuple(part))] for part in (EVEN, ODD)])  # a shard each
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([inputs((1, 2), (3, 4), (5, 6)), inputs((2, 1), (4, 3), (6, 5))], ["DDP505"]),
+        ([inputs((1, 2), (3, 4), (5, 6)), inputs((1, 2), (3, 4), (5, 7))], []),
+        ([inputs((1,), (1,), (1,))] * 2, []),  # a grid that is always the same
+        ([inputs(1, 2, 3), inputs(7, 8, 9)], []),
+        ([inputs(1, 2, 8, 9), inputs(1, 2, 3, 4)], []),  # too few to tell
+        ([inputs(7, 8, 1, 1, 1), inputs(5, 6, 1, 1, 1)], []),  # one batch, again and again
+        ([inputs(7, 8, 9, 2, 3), inputs(5, 6, 1, 2, 3)], []),
+        ([inputs(5, 6, 7, 8), inputs(1, 2, 3, 4), inputs(9, 2, 3, 8)], []),
+    ],
+)
+def test_the_inputs_of_a_wrapper(ranks: list[list[Inputs]], found: list[str]) -> None:
+    assert codes(judge_inputs(dict(enumerate(ranks)))) == found
 
 
-def test_augmentation_that_draws_the_same_numbers() -> None:
-    shared, own = {1: 2, 2: 3}, {7: 8, 8: 9}
-    assert codes(judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=shared)]])) == ["DDP510"]
-    alike, apart = (
-        [epoch(part, draws={1: after}, held=(1, 1)) for part, after in ((EVEN, 2), (ODD, n))] for n in (2, 3)
-    )
-    (finding,) = judge_loaders([[of_rank] for of_rank in alike])  # copies in two workers
-    assert (
-        finding.code == "DDP510" and "2 of 2 states of random generators that the dataset holds" in finding.evidence[0]
-    )
-    assert not judge_loaders([[of_rank] for of_rank in apart])  # seeded by the sample, from the second number on
-    assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
-    parts = [[epoch(EVEN, draws=shared, **held)] for held in (OTHER_DATA, SAME_ROWS)]  # the same places of own parts
-    assert codes(judge_loaders(parts)) == ["DDP510"]
-
-
-def test_the_same_samples_that_each_rank_augments_in_its_own_way() -> None:
-    def passes(*orders: Sequence[int], drawn: bool = True, **held: Any) -> list[list[LoaderPass]]:
-        given = [(OTHER_DATA, {1: 2}), (SAME_ROWS, {5: 6})]
-        held = {"samples": {"x.0": (1, 2)}, "holds_samples": True, **held}
-        return [
-            [epoch(order, draws=draws if drawn else {}, **held, **contents)]
-            for order, (contents, draws) in zip(orders, given, strict=True)
-        ]
-
-    assert codes(judge_loaders(passes(ALL, ALL))) == ["DDP505"]
-    assert not judge_loaders(passes(EVEN, ODD))
-    assert not judge_loaders(passes(ALL, ALL, holds_samples=False))  # numbers from which each rank makes its own
-    assert not judge_loaders(passes(ALL, ALL, drawn=False))
-
-
-def test_numbers_of_workers_that_are_seeded_alike() -> None:
-    """Samples of other sizes take more or fewer numbers, from the same state on."""
-
-    def passes(*afters: int, **more: Any) -> list[list[LoaderPass]]:
-        more = {"worker_seed": 7, "workers": 2, **more}
-        parts = zip((EVEN, ODD), afters, strict=True)
-        return [[epoch(part, draws={1: after, 2: after + 1}, **more)] for part, after in parts]
-
-    (finding,) = judge_loaders(passes(5, 6))
-    assert finding.code == "DDP510" and ", in workers, and" in finding.message and "generator that is" in finding.fix
-    assert "2 of 2 states of global random generators" in finding.evidence[0]
-    (finding,) = judge_loaders(passes(5, 5, worker_seed=-1))
-    assert "before and after the batches" in finding.evidence[0] and "worker_init_fn" in finding.fix
-
-
-def test_the_inputs_of_a_wrapper() -> None:
-    def given(*samples: tuple[int, ...]) -> list[Inputs]:
-        return [Inputs(0, step, one, LINE) for step, one in enumerate(samples)]
-
-    def judged(*by_rank: list[Inputs]) -> list[Finding]:
-        return judge_inputs(dict(enumerate(by_rank)))
-
-    mine, theirs = ((1, 2), (3, 4), (5, 6)), ((2, 1), (4, 3), (6, 5))
-    assert codes(judged(given(*mine), given(*theirs))) == ["DDP505"]
-    assert not judged(given(*mine), given((1, 2), (3, 4), (5, 7)))
-    assert not judged(given((1,), (1,), (1,)), given((1,), (1,), (1,)))  # a grid that is always the same
-
-
-def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while() -> None:
-    """The first rank alone evaluates, and draws more random numbers than the others."""
-
-    def given(*samples: int) -> list[Inputs]:
-        return [Inputs(0, step, (one, -one), LINE) for step, one in enumerate(samples)]
-
-    (of_some,) = judge_inputs({0: given(7, 8, 9, 10), 1: given(1, 2, 3, 4), 2: given(1, 2, 3, 4), 3: given(1, 2, 3, 4)})
-    assert of_some.ranks == (1, 2, 3) and of_some.message.startswith("The forward passes of ranks 1 to 3 are given")
-    pairs = [given(1, 2, 3), given(7, 8, 9), given(1, 2, 3), given(7, 8, 9), given(4, 5, 6)]
-    (of_pairs,) = judge_inputs(dict(enumerate(pairs)))
-    assert of_pairs.ranks == (0, 1, 2, 3) and "likewise ranks 1 and 3, with different samples" in of_pairs.evidence
-    assert not judge_inputs(dict(enumerate(pairs[:2])))
-    (for_a_while,) = judge_inputs({0: given(1, 2, 3, 8), 1: given(1, 2, 3, 4)})
-    assert for_a_while.ranks == () and "in the first 3 steps" in for_a_while.message
-    assert (of_some.severity, for_a_while.severity) == (Severity.ERROR, Severity.WARNING)
-    assert "from step 3 on they differ" in for_a_while.evidence
-    assert not judge_inputs({0: given(1, 2, 8, 9), 1: given(1, 2, 3, 4)})  # too few to tell
-    (since,) = judge_inputs({0: given(7, 8, 1, 2, 3), 1: given(5, 6, 1, 2, 3)})
-    assert since.severity == Severity.WARNING and "the last 3 steps" in since.message
-    assert any("until step 1 they differ" in line for line in since.evidence) and "checkpoint" in since.fix
-    assert not judge_inputs({0: given(7, 8, 1, 1, 1), 1: given(5, 6, 1, 1, 1)})  # one batch, again and again
-    assert not judge_inputs({0: given(7, 8, 9, 2, 3), 1: given(5, 6, 1, 2, 3)})
-    assert not judge_inputs({0: given(5, 6, 7, 8), 1: given(1, 2, 3, 4), 2: given(9, 2, 3, 8)})
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (  # the first rank alone evaluates, and draws more random numbers than the others
+            [inputs(7, 8, 9, 10), *[inputs(1, 2, 3, 4)] * 3],
+            ["error of ranks (1, 2, 3)", "The forward passes of ranks 1 to 3 are given"],
+        ),
+        (
+            [*[inputs(1, 2, 3), inputs(7, 8, 9)] * 2, inputs(4, 5, 6)],
+            ["error of ranks (0, 1, 2, 3)", "likewise ranks 1 and 3, with different samples"],
+        ),
+        (
+            [inputs(1, 2, 3, 8), inputs(1, 2, 3, 4)],
+            ["warning of ranks ()", "in the first 3 steps", "from step 3 on they differ"],
+        ),
+        (
+            [inputs(7, 8, 1, 2, 3), inputs(5, 6, 1, 2, 3)],
+            ["warning", "the last 3 steps", "until step 1 they differ", "checkpoint"],
+        ),
+    ],
+)
+def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while(ranks: Any, said: list[str]) -> None:
+    (finding,) = judge_inputs(dict(enumerate(ranks)))
+    assert [words for words in said if words not in text_of(finding)] == []
 
 
 @pytest.mark.parametrize(
@@ -383,21 +347,22 @@ def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], 
     assert codes(judge_tables([[DerivedTable("numbers", one, LINE)] for one in (mine, theirs)])) == found
 
 
-def test_a_table_of_ranks_is_known_by_its_name() -> None:
-    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
-    for name, found in (("trainer.peers", []), ("self.labels", ["DDP516"])):
-        assert codes(judge_tables([[DerivedTable(name, one, LINE)] for one in ranks])) == found
+def tables(name: str, *ranks: dict[str, str]) -> list[list[DerivedTable]]:
+    return [[DerivedTable(name, values, LINE)] for values in ranks]
 
 
-def test_a_table_that_is_held_under_two_names_is_told_once() -> None:
-    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
-    held = [[DerivedTable(name, values, LINE) for name in ("numbers", "data.numbers")] for values in ranks]
-    assert [finding.subjects for finding in judge_tables(held)] == [("numbers", "data.numbers")]
+SWAPPED = {"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}
+
+
+def test_a_table_of_ranks_is_known_by_its_name_and_one_that_has_two_names_is_told_once() -> None:
+    assert not judge_tables(tables("trainer.peers", *SWAPPED)) and judge_tables(tables("self.labels", *SWAPPED))
+    held = zip(tables("numbers", *SWAPPED), tables("data.numbers", *SWAPPED), strict=True)
+    assert [finding.subjects for finding in judge_tables([[*a, *b] for a, b in held])] == [("numbers", "data.numbers")]
 
 
 def test_a_list_of_texts_in_the_order_of_a_set() -> None:
-    ranks = [{"'a'": "0", "'b'": "1", "'c'": "2"}, {"'a'": "1", "'b'": "2", "'c'": "0"}]
-    held = [[DerivedTable("Photos.classes.index()", values, LINE)] for values in ranks]
+    ranks = {"'a'": "0", "'b'": "1", "'c'": "2"}, {"'a'": "1", "'b'": "2", "'c'": "0"}
+    held = tables("Photos.classes.index()", *ranks)
     (finding,) = judge_tables(held)
     assert finding.code == "DDP516" and finding.message.startswith("Photos.classes has the same 3 texts")
     rows, labels = tuple(range(50, 66)), (0, 1, 2, 1) * 4
@@ -405,8 +370,7 @@ def test_a_list_of_texts_in_the_order_of_a_set() -> None:
     assert not judge_tables(held, same)  # no label is made of it
     assert judge_tables(held, [same[0], [epoch(ALL, rows=rows, labels=(*labels[1:], 0))]])
     assert judge_tables(held, [same[0], [epoch(ALL, rows=tuple(range(16)), labels=labels)]])  # other samples
-    table = [[DerivedTable("Photos.classes", values, LINE)] for values in ranks]
-    assert judge_tables(table, same)  # as before
+    assert judge_tables(tables("Photos.classes", *ranks), same)  # as before
 
 
 # Optimizers
@@ -417,24 +381,35 @@ def step(count: int = 0, **more: Any) -> OptimizerStep:
     return replace(plain, **more)
 
 
-def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
-    lower = {"class": "SGD", "group 0 lr": "0.01"}
-    assert codes(judge_optimizer_options([[step(), step()], [step(4), step(4, options=lower)]])) == ["DDP507"]
-    assert codes(judge_optimizer_options([[step(), step(options=lower)]])) == ["DDP223"]
-    assert codes(judge_optimizer_options([[step(made_with="a"), step(options=lower, made_with="a")]])) == ["DDP507"]
-    (made,) = judge_optimizer_options([[step(), step(options=lower)]])
-    loads = Location("train.py", 27)
-    (loaded,) = judge_optimizer_options([[replace(step(), restored_at=loads), step(options=lower)]])
-    assert (made.code, made.location, loaded.code, loaded.location) == ("DDP223", LINE, "DDP223", loads)
-    assert loaded.ranks == (0,) and "on rank 0 only" in loaded.evidence[-1]
-    resumed = step(made_with="a", restored_at=loads, options=lower)  # whose rate has come down before
-    (loaded,) = judge_optimizer_options([[resumed, step(made_with="a")]])
-    assert (loaded.code, loaded.location, loaded.ranks) == ("DDP507", loads, (0,)) and "Load" in loaded.fix
-    assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
-    assert not judge_optimizer_options([[step(), replace(step(options=lower), reductions=2)]])  # it is its second batch
-    numbered = [step(options={"class": "Muon", "group 0 rank": str(rank)}) for rank in range(3)]
-    assert not judge_optimizer_options([numbered])
-    assert codes(judge_optimizer_options([numbered[::-1]])) == ["DDP223"]
+LOADS = Location("train.py", 27)
+LOWER = {"class": "SGD", "group 0 lr": "0.01"}
+NUMBERED = [step(options={"class": "Muon", "group 0 rank": str(rank)}) for rank in range(3)]
+BY_HAND = [step(4, reductions=-1, collectives=9), step(4, reductions=-1, collectives=8, options=LOWER)]
+RESUMED = step(made_with="a", restored_at=LOADS, options=LOWER)
+"""Its rate has come down before."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "line", "ranks"),
+    [
+        ([[step(), step()], [step(4), step(4, options=LOWER)]], "DDP507", LINE, (1,)),  # a schedule
+        ([[step(), step(options=LOWER)]], "DDP223", LINE, (1,)),
+        ([[step(made_with="a"), step(options=LOWER, made_with="a")]], "DDP507", LINE, (1,)),
+        ([[replace(step(), restored_at=LOADS), step(options=LOWER)]], "DDP223", LOADS, (0,)),
+        ([[RESUMED, step(made_with="a")]], "DDP507", LOADS, (0,)),
+        ([[step(), step()], [step(4, options=LOWER), step(4, options=LOWER)]], "", None, ()),
+        ([[step(), replace(step(options=LOWER), reductions=2)]], "", None, ()),  # it is its second batch
+        ([NUMBERED], "", None, ()),
+        ([NUMBERED[::-1]], "DDP223", LINE, (1, 2)),
+        ([[step(), step()], BY_HAND], "DDP508", LINE, ()),  # ranks in other steps of a loop that reduces by hand
+        ([[step(), step()], [replace(one, collectives=9) for one in BY_HAND]], "DDP507", LINE, (1,)),
+    ],
+)
+def test_options_of_optimizers(steps: Any, code: str, line: Location | None, ranks: tuple[int, ...]) -> None:
+    findings = judge_optimizer_options(steps)
+    assert [(one.code, one.location, one.ranks) for one in findings] == [(code, line, ranks)] * bool(code)
+    if line == LOADS:
+        assert "Load" in findings[0].fix if code == "DDP507" else "on rank 0 only" in findings[0].evidence[-1]
 
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
@@ -445,25 +420,12 @@ def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
     assert judge_parts([step(held=("0/a",)), step(held=())]) == []
 
 
-def test_ranks_in_other_steps_of_a_loop_that_reduces_by_hand() -> None:
-    lower = {"class": "SGD", "group 0 lr": "0.01"}
-    apart = [step(4, reductions=-1, collectives=9), step(4, reductions=-1, collectives=8, options=lower)]
-    assert codes(judge_optimizer_options([[step(), step()], apart])) == ["DDP508"]
-    in_step = [replace(one, collectives=9) for one in apart]
-    assert codes(judge_optimizer_options([[step(), step()], in_step])) == ["DDP507"]
-
-
 def test_a_rank_that_skips_a_step() -> None:
     (finding,) = judge_pace([[step(4, reductions=5), step(4, reductions=6)]], [])
-    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), step().location)
-    decided = (Location("train.py", 30),)
-    (finding,) = judge_pace([[step(4, reductions=5, left_out_at=decided), step(4, reductions=6)]], [])
-    assert (
-        finding.location == decided[0]
-        and f"this line decides if the step at {step().location} is made" in finding.evidence
-    )
-    ends = [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)]
-    (finding,) = judge_pace([[step(4), step(4)]], ends)
+    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), LINE)
+    (finding,) = judge_pace([[step(4, reductions=5, left_out_at=(LOADS,)), step(4, reductions=6)]], [])
+    assert finding.location == LOADS and f"this line decides if the step at {LINE} is made" in finding.evidence
+    (finding,) = judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)])
     assert (finding.code, finding.ranks) == ("DDP508", (0,))
     assert not judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 10, 10)] * 2)
 
@@ -481,102 +443,102 @@ def test_gradients_that_a_rank_changes_before_the_step() -> None:
     assert not judge_step_gradients([[here, step(norms={"0/w": float("inf")})]])  # a gradient scaler skips it
 
 
+def clips(*norms: float, steps: int = 1, limits: tuple[float, ...] = (0.5, 0.5), **more: Any) -> Any:
+    """Of each rank, clips of a gradient with its norm to its limit."""
+    return [
+        [GradientsClipped(count, norm, LINE, count, limit=limit, **more) for count in range(steps)]
+        for norm, limit in zip(norms, limits, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("norms", "limits", "at_clip"),
+    ("clipped", "at_clip"),
     [
-        ((3.0, 3.0), (0.5, 0.7), True),
-        ((3.0, 3.0), (0.5, 0.5), False),  # so something else has changed them
-        ((3.0, 4.0), (0.5, 0.7), False),  # they differed before
-        ((0.3, 0.3), (0.5, 0.7), False),  # nothing is clipped
-        ((3.0, 3.0), (0.0, 0.0), False),  # not known
+        (clips(3.0, 3.0, limits=(0.5, 0.7)), True),
+        (clips(3.0, 3.0), False),  # so something else has changed them
+        (clips(3.0, 4.0, limits=(0.5, 0.7)), False),  # they differed before
+        (clips(0.3, 0.3, limits=(0.5, 0.7)), False),  # nothing is clipped
+        (clips(3.0, 3.0, limits=(0.0, 0.0)), False),  # not known
+        (clips(3.0, 4.0, steps=3, of_parts=True), True),  # by a norm of what each rank has of its own
+        (clips(3.0, 3.0, steps=3, of_parts=True), False),
+        (clips(0.3, 0.4, steps=3, of_parts=True), False),
     ],
 )
-def test_a_clip_to_a_limit_of_each_rank(
-    norms: tuple[float, float], limits: tuple[float, float], *, at_clip: bool
-) -> None:
-    clips = [[GradientsClipped(0, norm, LINE, 0, limit=limit)] for norm, limit in zip(norms, limits, strict=True)]
-    steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
-    (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
+def test_a_clip_to_a_limit_or_by_a_norm_of_each_rank(clipped: list[list[GradientsClipped]], at_clip: bool) -> None:
+    steps = [step(norms={"0/w": norm}, location=OTHER_LINE) for norm in (0.5, 0.7)]
+    (found,) = judge_step_gradients([steps], clipped)
     assert (found.code, found.location == LINE) == ("DDP301", at_clip)
-
-
-@pytest.mark.parametrize(("norms", "at_clip"), [((3.0, 4.0), True), ((3.0, 3.0), False), ((0.3, 0.4), False)])
-def test_a_clip_by_a_norm_of_what_each_rank_has_of_its_own(norms: tuple[float, float], *, at_clip: bool) -> None:
-    clips = [[GradientsClipped(n, norm, LINE, n, limit=0.5, of_parts=True) for n in range(3)] for norm in norms]
-    steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
-    (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
-    assert (found.code, found.location == LINE) == ("DDP301", at_clip)
-    assert not judge_clips(GradientChanges(clips, steps=[[(step(), step())] * 3]))  # they differ by right
+    if clipped[0][0].of_parts:
+        assert not judge_clips(GradientChanges(clipped, steps=[[(step(), step())] * 3]))  # they differ by right
 
 
 def test_optimizer_state_that_differs() -> None:
     here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
     assert codes(judge_optimizer_state([[here, there]])) == ["DDP306"]
     assert codes(judge_optimizer_state([[here, step()]])) == ["DDP306"]  # loaded on one rank
-    loads = Location("train.py", 27)
-    (found,) = judge_optimizer_state([[replace(here, restored_at=loads), step()]])
-    assert (found.location, found.ranks) == (loads, (0,))
-    (found,) = judge_optimizer_state([[replace(one, restored_at=loads) for one in (here, there)]])
+    (found,) = judge_optimizer_state([[replace(here, restored_at=LOADS), step()]])
+    assert (found.location, found.ranks) == (LOADS, (0,))
+    (found,) = judge_optimizer_state([[replace(one, restored_at=LOADS) for one in (here, there)]])
     assert (found.location, found.ranks) == (here.location, ())
     assert not judge_optimizer_state([[here, here]])
     (found,) = judge_optimizer_state([[here, here], [here, there]])
     assert found.evidence[0].startswith("it did not differ in step 0") and "work.wait()" in found.fix
     (found,) = judge_optimizer_state([[replace(here, held=("a", "b")), replace(there, held=("b", "a"))]])
-    assert found.fix.startswith(
-        "Give the optimizer its parameters in the same order"
-    ) and "rank 1 holds b and a" in str(found.evidence)
+    assert "its parameters in the same order" in found.fix and "rank 1 holds b and a" in str(found.evidence)
     sharded = step(states={"0/v: momentum_buffer": 2.0})
     assert not judge_optimizer_state([[here, sharded]])
 
 
-def alone(count: int, value: int, gradient: float, name: str = "Head.w") -> OptimizerStep:
-    return step(count, held=(), reductions=-1, alone={name: value}, gradients={name: [gradient]}, marks=(value,))
+def alone(count: int, value: int, gradient: float, name: str = "Head.w", **more: Any) -> OptimizerStep:
+    plain = step(count, held=(), reductions=-1, alone={name: value}, gradients={name: [gradient]}, marks=(value,))
+    return replace(plain, **more)
+
+
+def unsynchronized(steps: Any, *, wrapped: bool = False, **more: Any) -> list[Finding]:
+    return list(judge_unsynchronized(steps, [], wrapped=wrapped, **more))
+
+
+APART = [[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]]
+"""Steps of two ranks, each by its own gradient: the number of the step, the value and the gradient."""
 
 
 @pytest.mark.parametrize(
     ("ranks", "found"),
     [
-        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]], ["DDP501"]),
+        (APART, ["DDP501"]),
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 2.0), (1, 2, 3.0)]], []),  # averaged by hand
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 2.0), (1, 8, 3.0)]], ["DDP208"]),
         ([[(0, 1, 0.0), (1, 2, 3.0)], [(0, 9, 0.0), (1, 8, 3.0)]], ["DDP208"]),  # in front of a layer of zeros
         ([[(0, 1, 0.0), (1, 2, 0.0)], [(0, 9, 0.0), (1, 8, 0.0)]], []),  # it has none at all
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 4.0), (1, 8, 7.0)]], []),  # a model of each rank's own
-        (
-            [
-                [(0, 1, 2.0), (1, 2, 3.0), (2, 4, 1.0), (3, 5, 1.0)],
-                [(0, 1, 5.0), (1, 3, 6.0), (2, 4, 2.0), (3, 6, 2.0)],
-            ],
-            [],
-        ),
+        ([[*APART[0], (2, 4, 1.0), (3, 5, 1.0)], [*APART[1], (2, 4, 2.0), (3, 6, 2.0)]], []),
     ],
 )
 def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], found: list[str]) -> None:
     steps = [[alone(*one) for one in at] for at in zip(*ranks, strict=True)]
-    assert codes(judge_unsynchronized(steps, [], wrapped=False)) == found
+    assert codes(unsynchronized(steps)) == found
 
 
 @pytest.mark.parametrize(("after", "found"), [(16, ["DDP306"]), (6, [])])
 def test_parameters_that_are_averaged_now_and_then_until_they_are_not(after: int, found: list[str]) -> None:
     def of_rank(rank: int) -> list[OptimizerStep]:
         marks = tuple(n if n % 4 == 0 and n <= 8 else 100 * rank + n for n in range(8 + after))
-        return [replace(alone(0, 1, 2.0), marks=()), replace(alone(1, 10 + rank, 3.0 + rank), marks=marks)]
+        return [alone(0, 1, 2.0, marks=()), alone(1, 10 + rank, 3.0 + rank, marks=marks)]
 
-    assert codes(judge_unsynchronized(list(zip(of_rank(0), of_rank(1), strict=True)), [], wrapped=False)) == found
+    assert codes(unsynchronized(list(zip(of_rank(0), of_rank(1), strict=True)))) == found
 
 
 def test_parameters_that_a_wrapper_does_not_know_of_are_told_by_their_names_in_it() -> None:
-    of_ranks = [[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]]
-    steps = [[alone(*one, name="0/head.w") for one in at] for at in zip(*of_ranks, strict=True)]
-    (found,) = judge_unsynchronized(steps, [], wrapped=True)
+    steps = [[alone(*one, name="0/head.w") for one in at] for at in zip(*APART, strict=True)]
+    (found,) = unsynchronized(steps, wrapped=True)
     assert (found.code, found.subjects) == ("DDP503", ("head.w",))
 
 
 def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reduction() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n) for n in (2, 3)]]
-    (never,) = judge_unsynchronized(steps, [], wrapped=False)
+    (never,) = unsynchronized(steps)
     reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
-    (later,) = judge_unsynchronized(reduced, [], wrapped=False)
+    (later,) = unsynchronized(reduced)
     assert "by nothing" in never.message and "after the collectives of a step" in later.message
 
 
@@ -586,8 +548,8 @@ def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that()
 
     reduced, own, idle = steps_of((1, 1), (2, 2)), steps_of((1, 1), (2, 3)), steps_of((1, 1), (1, 1))
     assert [reduces_in_step(one) for one in (reduced, own, idle, [])] == [True, False, False, False]
-    assert codes(judge_unsynchronized(reduced, [], wrapped=False, in_step=True)) == []
-    (found,) = judge_unsynchronized(own, [], wrapped=False, in_step=True)
+    assert codes(unsynchronized(reduced, in_step=True)) == []
+    (found,) = unsynchronized(own, in_step=True)
     assert found.code == "DDP501" and found.fix.startswith("Have the step reduce every gradient")
 
 
@@ -601,15 +563,14 @@ def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that()
     ],
 )
 def test_gradients_that_are_the_same_before_they_are_averaged(given: Any, found: list[str]) -> None:
-    steps = [[replace(alone(n, n, 1.0), given=(given(rank, n),)) for rank in range(2)] for n in range(4)]
+    steps = [[alone(n, n, 1.0, given=(given(rank, n),)) for rank in range(2)] for n in range(4)]
     assert codes(judge_equal_gradients(steps)) == found
     assert not judge_equal_gradients(steps[:2])
 
 
 def test_gradients_of_parts_that_are_reduced_as_if_they_were_replicas() -> None:
-    own = [
-        replace(alone(n, n, 1.0), parts_reduced=("Tables.t.0.weight",), parts_reduced_at=OTHER_LINE) for n in range(3)
-    ]
+    reduced = {"parts_reduced": ("Tables.t.0.weight",), "parts_reduced_at": OTHER_LINE}
+    own = [alone(n, n, 1.0, **reduced) for n in range(3)]
     (found,) = judge_parts_reduced([[one, one] for one in own])
     assert (found.code, found.location, found.subjects) == ("DDP521", OTHER_LINE, ("Tables.t.0.weight",))
     assert not judge_parts_reduced([[one, alone(1, 1, 1.0)] for one in own])
@@ -619,7 +580,7 @@ def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
     def of_ranks(factor: float, *, turned: float = 1.0) -> tuple[OptimizerStep, OptimizerStep]:
         gradients = {"body": [2.0, -1.0], "head": [1.0, 4.0]}
         scaled = {name: [factor * a, turned * factor * b] for name, (a, b) in gradients.items()}
-        both = [replace(alone(1, 1, 1.0), alone=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)]
+        both = [alone(1, 1, 1.0, alone=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)]
         return both[0], both[1]
 
     (found,) = judge_scaled_by_hand([of_ranks(1.0), of_ranks(0.2)])
@@ -638,44 +599,32 @@ def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it
     gradients[1]["never"] = [5.0, 1.0]
     steps = [
         [
-            replace(
-                alone(count, 0, 0.0),
-                alone=dict.fromkeys(own, rank * count),
-                marks=(rank * count,),
-                gradients=of_rank,
-                collectives=count,
+            alone(
+                count, rank * count, 0.0, alone=dict.fromkeys(own, rank * count), gradients=of_rank, collectives=count
             )
             for rank, of_rank in enumerate(gradients)
         ]
         for count in range(2)
     ]
-    (found,) = judge_unsynchronized(steps, [], wrapped=False)
+    (found,) = unsynchronized(steps)
     assert found.subjects == ("never",)
 
 
 def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() -> None:
     def looks_at(rank: int) -> list[OptimizerStep]:
-        values = [
-            {"a": 0, "b": 0},
-            {"a": 1 + rank, "b": 1 + rank},
-            {"a": 3, "b": 4 + rank},
-            {"a": 5 + rank, "b": 7 + rank},
-        ]
+        values = enumerate([(0, 0), (1 + rank, 1 + rank), (3, 4 + rank), (5 + rank, 7 + rank)])
         gradients = {name: [1.0 + rank] for name in "ab"}
-        return [
-            replace(alone(count, 0, 0.0), alone=held, gradients=gradients, marks=(held["b"],))
-            for count, held in enumerate(values)
-        ]
+        return [alone(count, b, 0.0, alone={"a": a, "b": b}, gradients=gradients) for count, (a, b) in values]
 
-    (found,) = judge_unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)), [], wrapped=False)
+    (found,) = unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)))
     assert found.subjects == ("b",) and "is never averaged, while the others are" in found.message
 
 
 def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
     late = Location("train.py", 32)
-    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [replace(alone(1, n, 1.0 + n), late_sum_at=late) for n in (2, 3)]]
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n, late_sum_at=late) for n in (2, 3)]]
     for wrapped in (False, True):
-        (found,) = judge_unsynchronized(steps, [], wrapped=wrapped)
+        (found,) = unsynchronized(steps, wrapped=wrapped)
         assert (found.code, found.location) == ("DDP501", late) and "after the optimizer's step" in found.message
 
 
@@ -716,16 +665,15 @@ def test_metrics_zeroing_and_reductions() -> None:
 @pytest.mark.parametrize(
     ("use", "accumulates", "found"),
     [
-        (ReducedInPlace("all_reduce", LINE, 1, 0.5), False, ["DDP309"]),
-        (ReducedInPlace("all_reduce", LINE, 1, 0.5), True, []),  # it may be divided by its micro-batches
-        (ReducedInPlace("all_reduce", LINE, 1, 1.0), False, []),  # logged before backward
-        (ReducedInPlace("all_reduce", LINE, 16), True, ["DDP309"]),  # activations
+        ((1, 0.5), False, ["DDP309"]),
+        ((1, 0.5), True, []),  # it may be divided by its micro-batches
+        ((1, 1.0), False, []),  # logged before backward
+        ((16,), True, ["DDP309"]),  # activations
     ],
 )
-def test_backward_through_what_a_collective_has_overwritten(
-    use: ReducedInPlace, accumulates: bool, found: list[str]
-) -> None:
-    assert codes(judge_reduced_in_place(Loop(2, (), [[use], [use]], accumulates))) == found
+def test_backward_through_what_a_collective_has_overwritten(use: Any, accumulates: bool, found: list[str]) -> None:
+    uses = [[ReducedInPlace("all_reduce", LINE, *use)]] * 2
+    assert codes(judge_reduced_in_place(Loop(2, (), uses, accumulates))) == found
 
 
 @pytest.mark.parametrize(
@@ -782,9 +730,16 @@ MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5)
 DIVIDED = replace(HALF, divisors=(2.0,))
 
 
+def heads(*counts: int) -> list[ScaledTerm]:
+    """Terms of single samples, which are each divided by what the sample has."""
+    return [ScaledTerm("sum", 1 / (4 * count), 9, head=0) for count in counts]
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
+        (losses(heads(7, 3), heads(5, 5)), []),
+        (losses(heads(7, 7), heads(5, 5)), ["DDP305"]),
         (losses([TWICE], [TWICE], scaled=LINE), ["DDP303"]),
         (losses([HALF], [HALF], scaled=LINE), ["DDP303"]),
         (losses([HALF], [HALF]), []),  # half of the squared error
@@ -810,12 +765,6 @@ def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str
     assert codes(judge_losses(given)) == found
     assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
     assert "DDP303" not in codes(judge_losses(given, [[OwnPartPutBack(0)]] * 2))  # of all ranks' features
-
-
-@pytest.mark.parametrize(("own", "found"), [((7, 3), []), ((7, 7), ["DDP305"])])
-def test_terms_of_single_samples_that_are_each_divided_by_what_the_sample_has(own: Sequence[int], found: list[str]):
-    ranks = [[ScaledTerm("sum", 1 / (4 * count), 9, head=0) for count in counts] for counts in (own, (5, 5))]
-    assert codes(judge_losses(losses(*ranks))) == found
 
 
 def test_the_line_of_the_term_that_is_divided_by_own_counts() -> None:
@@ -888,25 +837,22 @@ def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **m
 def weighed(count: int, *own: float, more: tuple[float, ...] = ()) -> list[LossDifferentiated]:
     """Likewise a mean of each rank, times its own number."""
     by, times = sum(own), math.prod(more)
-    return [
-        loss(
-            count,
-            ScaledTerm("mean", times * number / by, 24, divisors=(by,), multipliers=(number, *more)),
-            reduced=(NumberReduced(number, LINE),),
-        )
-        for number in own
-    ]
+    terms = [ScaledTerm("mean", times * n / by, 24, divisors=(by,), multipliers=(n, *more)) for n in own]
+    return [loss(count, term, reduced=(NumberReduced(n, LINE),)) for term, n in zip(terms, own, strict=True)]
+
+
+NUMBERS = (30, 34), (20, 11), (9, 40)
 
 
 @pytest.mark.parametrize(
     ("passes", "found"),
     [
         ([weighed(0, 30, 34), weighed(1, 20, 11), weighed(2, 9, 40)], ["DDP303"]),
-        ([weighed(0, 30, 34, more=(2.0,)), weighed(1, 20, 11, more=(2.0,)), weighed(2, 9, 40, more=(2.0,))], []),
+        ([weighed(n, *own, more=(2.0,)) for n, own in enumerate(NUMBERS)], []),
         ([weighed(0, 30, 34), weighed(1, 20, 11), [replace(one, reduced=()) for one in weighed(2, 9, 40)]], []),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
-        ([shared(0, 30, 34, weight=2), shared(1, 20, 11, weight=2), shared(2, 9, 40, weight=2)], []),  # the world size
-        ([shared(0, 30, 34, weight=5), shared(1, 20, 11, weight=5), shared(2, 9, 40, weight=5)], ["DDP303"]),
+        ([shared(n, *own, weight=2) for n, own in enumerate(NUMBERS)], []),  # the world size
+        ([shared(n, *own, weight=5) for n, own in enumerate(NUMBERS)], ["DDP303"]),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
         ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
         ([shared(0, 30, 34, hooked=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
@@ -1067,19 +1013,19 @@ def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
 # Files
 
 
-def write(began: int, ended: int) -> FileUsed:
-    return FileUsed("/data/last.pt", True, began, ended, LINE)
+def used(writes: bool, began: int, collectives: int = 0, **more: Any) -> FileUsed:
+    return replace(FileUsed("/data/last.pt", writes, began, began + collectives, LINE), **more)
 
 
-OPENED = replace(write(5, 5), by_torch=False)
-
-
-def used(writes: bool, began: int, collectives: int) -> FileUsed:
-    return FileUsed("/data/last.pt", writes, began, began + collectives, LINE)
+def write(began: int) -> FileUsed:
+    return used(True, began)
 
 
 def read(began: int, **more: Any) -> FileUsed:
-    return replace(FileUsed("/data/last.pt", False, began, began, LINE, mapped=True), **more)
+    return used(False, began, **{"mapped": True, **more})
+
+
+OPENED = used(True, 5, by_torch=False)
 
 
 def test_states_that_ranks_have_loaded_from_other_files() -> None:
@@ -1097,15 +1043,15 @@ def test_states_that_ranks_have_loaded_from_other_files() -> None:
 @pytest.mark.parametrize(
     ("uses", "found"),
     [
-        ([[write(5, 5)], [write(5, 5)]], ["DDP512"]),
-        ([[write(5, 5)], [write(6, 6)]], []),  # a collective is between
-        ([[write(5, 5)], [read(5)]], ["DDP512"]),
-        ([[write(5, 5)], [read(6)]], []),
-        ([[read(0), write(5, 5)], [read(0)]], []),  # what was left by the last run
-        ([[write(5, 5)], [replace(read(5), path="/data/other.pt")]], []),
-        ([[write(5, 5), read(6)], []], []),
-        ([[write(5, 5), write(9, 9)], [write(5, 5), write(9, 9)]], ["DDP512"]),  # once a line
-        ([[write(5, 5), OPENED], [write(6, 6), OPENED]], []),  # opened for torch.save
+        ([[write(5)], [write(5)]], ["DDP512"]),
+        ([[write(5)], [write(6)]], []),  # a collective is between
+        ([[write(5)], [read(5)]], ["DDP512"]),
+        ([[write(5)], [read(6)]], []),
+        ([[read(0), write(5)], [read(0)]], []),  # what was left by the last run
+        ([[write(5)], [replace(read(5), path="/data/other.pt")]], []),
+        ([[write(5), read(6)], []], []),
+        ([[write(5), write(9)], [write(5), write(9)]], ["DDP512"]),  # once a line
+        ([[write(5), OPENED], [write(6), OPENED]], []),  # opened for torch.save
         ([[OPENED], [OPENED]], ["DDP512"]),
     ],
 )
@@ -1133,7 +1079,7 @@ def test_uses_are_paired_as_all_with_all(uses: list[list[FileUsed]]) -> None:
 
 
 def opened(name: str, began: int, *, writes: bool = False, **more: Any) -> FileUsed:
-    return replace(FileUsed(f"/data/{name}", writes, began, began, LINE, by_torch=False), **more)
+    return used(writes, began, path=f"/data/{name}", by_torch=False, **more)
 
 
 CACHE = opened("x.npy", 2, writes=True)
@@ -1177,7 +1123,7 @@ def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
 
 def saved(*shards: int) -> list[list[FileUsed]]:
     """By rank of three, what saves its shard of two; negative of a rank that saves something else."""
-    return [[replace(write(5, 5), shard=(shard, 2) if shard >= 0 else None)] for shard in shards]
+    return [[replace(write(5), shard=(shard, 2) if shard >= 0 else None)] for shard in shards]
 
 
 def test_shards_that_some_ranks_alone_save() -> None:
@@ -1191,15 +1137,13 @@ def test_shards_that_some_ranks_alone_save() -> None:
 
 def test_parameters_in_no_group_of_shards() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, 2, 3.0), alone(1, 3, 6.0)]]
-    (found,) = judge_unsynchronized(steps, [], wrapped=True, sharded_at=LINE)
+    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE)
     assert (found.code, found.location) == ("DDP111", LINE) and "DistributedDataParallel" not in found.message
     (name,) = steps[0][0].alone
     assigned = ModuleChanged(0, "module", "head", (name,), Location("train.py", 77))
-    (found,) = judge_unsynchronized(steps, [], wrapped=True, sharded_at=LINE, assigned=[assigned])
+    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE, assigned=[assigned])
     assert found.location == assigned.location and "and replaces a sharded module" in found.evidence[0]
-    (found,) = judge_unsynchronized(
-        steps, [], wrapped=True, sharded_at=LINE, assigned=[replace(assigned, names=("other",))]
-    )
+    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE, assigned=[replace(assigned, names=("other",))])
     assert found.location == LINE
 
 

@@ -20,6 +20,7 @@ from ddpcheck.findings.evidence.parity import (
     TracedValue,
 )
 from ddpcheck.findings.evidence.script import GradientsClipped, OptimizerStep
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
 from ddpcheck.rules.registry import judge_view
@@ -30,8 +31,8 @@ from ddpcheck.trace.divergences import Parity
 LOSS, SHOWS, SAVES = (Location("train.py", line) for line in (30, 40, 50))
 
 
-def rank(entries: Sequence[Entry], number: int = 0, size: int = 2) -> WatchedRank:
-    return WatchedRank(RankStarted(number, size, "gloo"), [*entries, ParityEnded(4, 4)], [])
+def rank(entries: Sequence[Entry], number: int = 0, size: int = 2, made: int = 4, **more: Any) -> WatchedRank:
+    return WatchedRank(RankStarted(number, size, "gloo"), [*entries, ParityEnded(made, made, **more)], [])
 
 
 def steps(*norms: float, samples: float = 8.0, **more: Any) -> list[ParityStep]:
@@ -117,20 +118,13 @@ def test_gradients_that_are_not_finite_in_both_runs_are_equal() -> None:
 def test_other_samples_or_another_model_are_not_compared() -> None:
     other = compared(steps(6, 2), steps(3, 2, samples=12.0))
     assert judge_view(other) == [] and "different samples" in other.not_compared
-    wider = [ParityStep(**{**_fields(step), "elements": (9, 1)}) for step in steps(6, 2, samples=16.0)]
+    wider = [replace(step, elements=(9, 1)) for step in steps(6, 2, samples=16.0)]
     model = compared(steps(3, 2), wider)
     assert judge_view(model) == [] and "a different model" in model.not_compared
 
 
-def _fields(step: ParityStep) -> dict[str, Any]:
-    return {name: getattr(step, name) for name in step.__struct_fields__}
-
-
 def test_names_that_only_ranks_know_are_those_of_parameters_of_the_same_sizes() -> None:
-    unnamed = [
-        ParityStep(**{**_fields(step), "names": ("parameter 0", "parameter 1")[: 2 * (not step.count)]})
-        for step in ALONE
-    ]
+    unnamed = [replace(step, names=("parameter 0", "parameter 1")[: 2 * (not step.count)]) for step in ALONE]
     assert judge_view(compared(ALIKE, unnamed)) == []
 
 
@@ -141,18 +135,6 @@ def test_without_a_wrapper_samples_are_known_if_all_was_replayed() -> None:
     assert judge_view(partly) == [] and "train.py:9 (their shapes differ)" in partly.not_compared
 
 
-def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differs() -> None:
-    def traced(*values: tuple[int, str, float]) -> EvaluationTraced:
-        return EvaluationTraced(4, tuple(TracedValue("train.py", n, "error", name, (x,)) for n, name, x in values))
-
-    alone = [*ALONE, shown("1.0000", 4), traced((20, "total", 8.0), (21, "mean", 1.0), (22, "return", 1.0))]
-    halves = [rank([*ALIKE, shown("0.5000", 4), traced((20, "total", 4.0), (21, "mean", 0.3), (22, "return", 0.5))])]
-    halves.append(rank([*ALIKE, traced((20, "total", 4.0), (21, "mean", 0.4), (22, "return", 0.5))], 1))
-    (found,) = judge_view(Parity(halves, rank(alone, 0, 1), rank(alone, 0, 1)))
-    assert found.severity is Severity.WARNING and found.location == Location("train.py", 21)
-    assert "0.5000, printed after 4 steps, is 1 in a single process" in found.message
-
-
 _Values = Sequence[tuple[int, str, float]]
 
 
@@ -160,62 +142,67 @@ def traced_at(*values: tuple[int, str, float]) -> EvaluationTraced:
     return EvaluationTraced(4, tuple(TracedValue("train.py", line, "score", name, (x,)) for line, name, x in values))
 
 
+def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differs() -> None:
+    alone = [*ALONE, shown("1.0000", 4), traced_at((20, "total", 8.0), (21, "mean", 1.0), (22, "return", 1.0))]
+    first = [*ALIKE, shown("0.5000", 4), traced_at((20, "total", 4.0), (21, "mean", 0.3), (22, "return", 0.5))]
+    second = [*ALIKE, traced_at((20, "total", 4.0), (21, "mean", 0.4), (22, "return", 0.5))]
+    (found,) = judge_view(Parity([rank(first), rank(second, 1)], rank(alone, 0, 1), rank(alone, 0, 1)))
+    assert found.severity is Severity.WARNING and found.location == Location("train.py", 21)
+    assert "0.5000, printed after 4 steps, is 1 in a single process" in found.message
+
+
 @pytest.mark.parametrize(
-    ("of_rank_0", "of_rank_1", "alone", "numbers", "line"),
+    ("of_ranks", "alone", "numbers", "line"),
     [
         pytest.param(
-            [(20, "total", 4.0), (21, "result", 20.61), (22, "result", 20.558)],
-            [(20, "total", 5.0), (21, "result", 20.506), (22, "result", 20.558)],
+            [
+                [(20, "total", 4.0), (21, "result", 20.61), (22, "result", 20.558)],
+                [(20, "total", 5.0), (21, "result", 20.506), (22, "result", 20.558)],
+            ],
             [(20, "total", 9.0), (21, "result", 20.549), (22, "result", 20.549)],
-            ("20.558", "20.549"),
-            21,
+            *(("20.558", "20.549"), 21),
             id="a difference that is small",
         ),
         pytest.param(
-            [(20, "share", 0.25), (22, "return", 0.25)],
-            [(20, "share", 0.25), (22, "return", 0.25)],
+            [[(20, "share", 0.25), (22, "return", 0.25)]] * 2,
             [(20, "share", 0.5), (22, "return", 0.5)],
-            ("0.2500", "0.5000"),
-            20,
+            *(("0.2500", "0.5000"), 20),
             id="a number that all ranks have alike is no part of a sum",
         ),
         pytest.param(
-            [(20, "world", 2.0), (20, "n", 3.0), (20, "n", 7.0), (21, "share", 0.4)],
-            [(20, "world", 2.0), (20, "n", 9.0), (21, "share", 0.3)],
+            [
+                [(20, "world", 2.0), (20, "n", 3.0), (20, "n", 7.0), (21, "share", 0.4)],
+                [(20, "world", 2.0), (20, "n", 9.0), (21, "share", 0.3)],
+            ],
             [(20, "world", 1.0), (20, "n", 8.0), (20, "n", 12.0), (20, "n", 16.0), (21, "share", 0.5)],
-            ("0.4000", "0.5000"),
-            21,
+            *(("0.4000", "0.5000"), 21),
             id="the number of ranks, and counts that change in other batches",
         ),
         pytest.param(
-            [(20, "value", 0.4375), (30, "best", 0.4375)],
-            [(20, "value", 0.5625)],
+            [[(20, "value", 0.4375), (30, "best", 0.4375)], [(20, "value", 0.5625)]],
             [(20, "value", 0.5), (30, "best", 0.5)],
-            ("0.4375", "0.5000"),
-            20,
+            *(("0.4375", "0.5000"), 20),
             id="where a copy comes from",
         ),
         pytest.param(
-            [(20, "value", 0.4375)],
-            [(20, "value", 0.5625)],
+            [[(20, "value", 0.4375)], [(20, "value", 0.5625)]],
             [(20, "value", 0.5)],
-            ("0.4375", "0.5000"),
-            20,
+            *(("0.4375", "0.5000"), 20),
             id="the number that is shown",
         ),
     ],
 )
 def test_the_line_is_the_first_that_makes_another_number(
-    of_rank_0: _Values, of_rank_1: _Values, alone: _Values, numbers: tuple[str, str], line: int
+    of_ranks: Sequence[_Values], alone: _Values, numbers: tuple[str, str], line: int
 ) -> None:
-    ranks = [rank([*ALIKE, shown(numbers[0], 4), traced_at(*of_rank_0)]), rank([*ALIKE, traced_at(*of_rank_1)], 1)]
+    entries = [[*ALIKE, shown(numbers[0], 4), traced_at(*of_ranks[0])], [*ALIKE, traced_at(*of_ranks[1])]]
     single = rank([*ALONE, shown(numbers[1], 4), traced_at(*alone)], 0, 1)
-    (found,) = judge_view(Parity(ranks, single, single))
+    (found,) = judge_view(Parity([rank(entries[0]), rank(entries[1], 1)], single, single))
     assert found.location == Location("train.py", line)
 
 
 def test_statistics_of_each_rank_are_named() -> None:
-    single = WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(4, 4, splits_statistics=True)], [])
+    single = rank(ALONE, 0, 1, splits_statistics=True)
     assert Parity([rank(ALIKE), rank(ALIKE, 1)], single).matches.endswith("separately in both (DDP304)")
 
 
@@ -304,7 +291,7 @@ def test_noise_of_a_saved_tensor_is_the_largest_change_in_its_norms(noise: tuple
 
 
 def with_values(made: list[ParityStep], *sizes: float) -> list[ParityStep]:
-    return [ParityStep(**{**_fields(step), "values": (1.0, size)}) for step, size in zip(made, sizes, strict=True)]
+    return [replace(step, values=(1.0, size)) for step, size in zip(made, sizes, strict=True)]
 
 
 @pytest.mark.parametrize(("noise", "finds"), [(1.0, True), (1.002, True), (1.005, False)])
@@ -332,7 +319,7 @@ def test_parameters_after_the_last_step_on_the_same_samples_are_compared() -> No
 
 def test_a_clip_with_another_limit_is_no_fault_of_the_loss() -> None:
     clipped = [
-        [ParityStep(**{**_fields(step), "clip": (3.0, limit)}) for step in made]
+        [replace(step, clip=(3.0, limit)) for step in made]
         for made, limit in ((steps(0.5, 0.5), 0.5), (steps(1, 1, samples=16.0), 1.0))
     ]
     at = GradientsClipped(0, 3.0, Location("train.py", 31), limit=0.5)
@@ -341,44 +328,49 @@ def test_a_clip_with_another_limit_is_no_fault_of_the_loss() -> None:
     assert any("clipped to 0.5 and 1; the norm before is 3 in both" in one for one in found.evidence)
 
 
-def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
-    more = Parity(
-        [WatchedRank(RankStarted(n, 2, "gloo"), [*ALIKE, ParityEnded(4, 4)], []) for n in (0, 1)],
-        WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(6, 6)], []),
-    )
-    (found,) = judge_view(more)
+def test_other_numbers_of_steps_are_told() -> None:
+    (found,) = judge_view(Parity([rank(ALIKE), rank(ALIKE, 1)], rank(ALONE, 0, 1, made=6)))
     assert found.message == "The ranks make 4 optimizer steps, a single process makes 6."
 
-    def rated(made: list[ParityStep], *rates: float) -> list[ParityStep]:
-        return [ParityStep(**{**_fields(step), "rates": (rate,)}) for step, rate in zip(made, rates, strict=True)]
 
-    ends = compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.0))
-    (found,) = judge_view(ends)
-    assert "learning rate" in found.message
-    assert judge_view(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.05))) == []
-    for scales, sooner in ((False, 0.4), (True, 0.4), (True, 0.5)):  # accelerate steps a schedule for each rank
-        on_ranks, alone = rated(ALIKE, 0.8, 0.6, sooner, 0.2), rated(ALONE, 0.8, 0.7, 0.6, sooner)
-        ended = ParityEnded(4, 4, steps_schedules=scales)
-        single = WatchedRank(RankStarted(0, 1, "gloo"), [*alone, ended], [])
-        assert bool(judge_view(Parity([rank(on_ranks), rank(on_ranks, 1)], single))) is not scales
-    # Scaled rates that fall to a lowest one, which is not scaled: 0.01.
-    assert judge_view(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.049), rated(ALONE, 0.2, 0.15, 0.1, 0.029))) == []
-    assert judge_view(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.2), rated(ALONE, 0.2, 0.15, 0.1, 0.01))) != []
-    # A warm-up that begins at the rate of one process; one that is over too soon; a fall that is over too soon.
-    assert judge_view(compared(rated(ALIKE, 0.2, 0.3, 0.4, 0.2), rated(ALONE, 0.2, 0.2, 0.2, 0.1))) == []
-    assert judge_view(compared(rated(ALIKE, 0.2, 0.4, 0.4, 0.4), rated(ALONE, 0.1, 0.15, 0.175, 0.2))) != []
-    (found,) = judge_view(compared(rated(ALIKE, 0.4, 0.1, 0.1, 0.1), rated(ALONE, 0.4, 0.3, 0.2, 0.1)))
-    assert found.message.startswith("At step 1, the learning rate on the ranks is at 0.25 of its highest value")
-    fell = rated(ALONE, 0.4, 0.1, 0.1, 0.1)  # by a metric that noise changes
-    assert judge_view(compared(rated(ALIKE, 0.4, 0.2, 0.2, 0.1), rated(ALONE, 0.4, 0.4, 0.4, 0.1), fell)) == []
+def rated(made: list[ParityStep], *rates: float) -> list[ParityStep]:
+    return [replace(step, rates=(rate,)) for step, rate in zip(made, rates, strict=True)]
+
+
+FALLS, PLATEAU = (0.4, 0.3, 0.2, 0.1), (0.4, 0.1, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "alone", "noise", "message"),
+    [
+        (FALLS, (0.2, 0.15, 0.1, 0.0), None, "learning rate"),
+        (FALLS, (0.2, 0.15, 0.1, 0.05), None, ""),
+        ((0.4, 0.3, 0.2, 0.049), (0.2, 0.15, 0.1, 0.029), None, ""),  # scaled, and fall to one that is not: 0.01
+        ((0.4, 0.3, 0.2, 0.2), (0.2, 0.15, 0.1, 0.01), None, "learning rate"),
+        ((0.2, 0.3, 0.4, 0.2), (0.2, 0.2, 0.2, 0.1), None, ""),  # a warm-up that begins at the rate of one process
+        ((0.2, 0.4, 0.4, 0.4), (0.1, 0.15, 0.175, 0.2), None, "learning rate"),  # one that is over too soon
+        (PLATEAU, FALLS, None, "At step 1, the learning rate on the ranks is at 0.25 of its highest value"),
+        ((0.4, 0.2, 0.2, 0.1), (0.4, 0.4, 0.4, 0.1), PLATEAU, ""),  # by a metric that noise changes
+    ],
+)
+def test_schedules_that_end_at_other_rates_are_told(of_ranks: Any, alone: Any, noise: Any, message: str) -> None:
+    again = rated(ALONE, *noise) if noise else None
+    messages = [
+        finding.message for finding in judge_view(compared(rated(ALIKE, *of_ranks), rated(ALONE, *alone), again))
+    ]
+    assert [message in each for each in messages] == [True] * bool(message)
+
+
+@pytest.mark.parametrize(("scales", "sooner"), [(False, 0.4), (True, 0.4), (True, 0.5)])
+def test_a_schedule_that_accelerate_steps_for_each_rank_is_no_difference(scales: bool, sooner: float) -> None:
+    on_ranks, alone = rated(ALIKE, 0.8, 0.6, sooner, 0.2), rated(ALONE, 0.8, 0.7, 0.6, sooner)
+    single = rank(alone, 0, 1, steps_schedules=scales)
+    assert bool(judge_view(Parity([rank(on_ranks), rank(on_ranks, 1)], single))) is not scales
 
 
 def test_a_scaled_rate_that_is_shown_is_no_difference() -> None:
     def runs(number: str, alone: str, scale: float = 0.5) -> Parity:
-        both = [
-            [ParityStep(**{**_fields(step), "rates": (0.4 * by,)}) for step in made]
-            for made, by in ((ALIKE, 1.0), (ALONE, scale))
-        ]
+        both = [[replace(step, rates=(0.4 * by,)) for step in made] for made, by in ((ALIKE, 1.0), (ALONE, scale))]
         of_ranks, single = ([*made, shown(n, 4)] for made, n in zip(both, (number, alone), strict=True))
         return compared(of_ranks, single, single)
 
@@ -389,11 +381,10 @@ def test_a_scaled_rate_that_is_shown_is_no_difference() -> None:
 
 
 def test_an_early_end_has_the_line_of_the_number_that_decides_it() -> None:
-    other = WatchedRank(RankStarted(1, 2, "gloo"), [*ALIKE, traced_at((20, "value", 0.5)), ParityEnded(4, 4)], [])
-    decides = traced_at((20, "value", 0.3), (31, "best", 0.3))
-    first = WatchedRank(RankStarted(0, 2, "gloo"), [*ALIKE, decides, ParityEnded(4, 4)], [])
-    alone = [*ALONE, traced_at((20, "value", 0.4), (31, "best", 0.4)), ParityEnded(6, 6)]
-    (found,) = judge_view(Parity([first, other], WatchedRank(RankStarted(0, 1, "gloo"), alone, [])))
+    first = rank([*ALIKE, traced_at((20, "value", 0.3), (31, "best", 0.3))])
+    other = rank([*ALIKE, traced_at((20, "value", 0.5))], 1)
+    alone = rank([*ALONE, traced_at((20, "value", 0.4), (31, "best", 0.4))], 0, 1, made=6)
+    (found,) = judge_view(Parity([first, other], alone))
     assert found.location == Location("train.py", 20) and "make 4 optimizer steps" in found.message
 
 
@@ -420,9 +411,7 @@ def test_an_epoch_of_fewer_samples_is_told() -> None:
 
 def test_what_was_left_out_on_purpose_is_said() -> None:
     def compare(**named: Any) -> Parity:
-        end = ParityEnded(4, 4, **named)
-        of_ranks = [WatchedRank(RankStarted(n, 2, "gloo"), [*ALIKE, end], []) for n in (0, 1)]
-        return Parity(of_ranks, rank(ALONE, 0, 1))
+        return Parity([rank(ALIKE, number, **named) for number in (0, 1)], rank(ALONE, 0, 1))
 
     assert compare(batch=4).matches.endswith("; with batches of at most 4 samples (--check-parity-batch)")
     assert compare(full_at=3, why_full="No space left on device").not_compared == (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any
 
@@ -41,44 +41,45 @@ def test_a_statistic_that_differs_between_ranks_at_each_look() -> None:
     assert "by 0.25 times the divisor" in finding.evidence[0] and "3 calls" in finding.evidence[1]
 
 
+def samples(start: float) -> list[RunningStatistic]:
+    """A variable that fits by chance now and then."""
+    held = looks(*(start + number**2 % 7 for number in range(8)), equations=0)
+    return [replace(one, equations=int(one.forward in (1, 4, 8))) for one in held]
+
+
+def moved(*values: float, unexplained: int) -> list[RunningStatistic]:
+    return [replace(one, moves=4, unexplained=unexplained) for one in looks(*values)]
+
+
 @pytest.mark.parametrize(
-    "other",
+    ("here", "there", "found"),
     [
-        looks(1.0, 2.0, 3.0),  # the same samples, or those of all ranks
-        looks(1.5, 2.0, 3.5),  # brought together in between
-        looks(1.5, 2.5, 3.5, exchanged=1),
-        looks(1.5, 2.5, 3.5, equations=0),  # only held
-        looks(1.5, 2.5, equations=1),  # by chance
-        looks(1.5, equations=9),  # seen once
-        [],
+        (looks(1.0, 2.0, 3.0), looks(1.0, 2.0, 3.0), 0),  # the same samples, or those of all ranks
+        (looks(1.0, 2.0, 3.0), looks(1.5, 2.0, 3.5), 0),  # brought together in between
+        (looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5, exchanged=1), 0),
+        (looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5, equations=0), 0),  # only held
+        (looks(1.0, 2.0, 3.0), looks(1.5, 2.5, equations=1), 0),  # by chance
+        (looks(1.0, 2.0, 3.0), looks(1.5, equations=9), 0),  # seen once
+        (looks(1.0, 2.0, 3.0), [], 0),
+        (moved(1.0, 2.0, 3.0, unexplained=2), moved(1.5, 2.5, 3.5, unexplained=2), 1),
+        (moved(1.0, 2.0, 3.0, unexplained=3), moved(1.5, 2.5, 3.5, unexplained=3), 0),  # it moves elsewhere as often
+        (samples(1.0), samples(1.5), 0),
     ],
 )
-def test_what_is_brought_together_or_not_known_to_be_one(other: Sequence[RunningStatistic]) -> None:
-    assert not judge_statistics(Statistics([looks(1.0, 2.0, 3.0), other]))
-    assert not judge_statistics(Statistics([looks(1.0, 2.0, 3.0)]))
+def test_what_is_brought_together_or_not_known_to_be_one(
+    here: list[RunningStatistic], there: list[RunningStatistic], found: int
+) -> None:
+    assert len(judge_statistics(Statistics([here, there]))) == found
+    assert not judge_statistics(Statistics([here]))
 
 
-def test_a_statistic_that_moves_elsewhere_as_often() -> None:
-    own, other = looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5)
-    for unexplained, found in ((2, 1), (3, 0)):
-        ranks = [[replace(one, moves=4, unexplained=unexplained) for one in looked] for looked in (own, other)]
-        assert len(judge_statistics(Statistics(ranks))) == found
-
-
-def test_variables_that_fit_by_chance_now_and_then() -> None:
-    def samples(start: float) -> list[RunningStatistic]:
-        held = looks(*(start + number**2 % 7 for number in range(8)), equations=0)
-        return [replace(one, equations=int(one.forward in (1, 4, 8))) for one in held]
-
-    assert not judge_statistics(Statistics([samples(1.0), samples(1.5)]))
-
-
-def recorder(found: list[RunningStatistic], module: nn.Module, samples: Sequence[Tensor] = ()) -> StatisticsRecorder:
-    run = Recording(found.append)
-    run.samples = samples
-    made = StatisticsRecorder(run)
-    made.follow(module, 0)
-    return made
+def followed(module: nn.Module) -> tuple[list[RunningStatistic], StatisticsRecorder]:
+    """What is written down of a module, and the recorder, without which it is not followed."""
+    torch.manual_seed(1)
+    found: list[RunningStatistic] = []
+    recorder = StatisticsRecorder(Recording(found.append))
+    recorder.follow(module, 0)
+    return found, recorder
 
 
 class Running:
@@ -155,10 +156,8 @@ def constants_beside_a_log() -> Callable[[Tensor], Tensor]:
     return normalised
 
 
-def train(normalised: Callable[[Tensor], Tensor], module: nn.Module) -> None:
-    torch.manual_seed(1)
-    for _ in range(10):
-        module(normalised(UNITS * (torch.randn(16, 6) + 1)))
+def observed(count: int) -> Tensor:
+    return UNITS * (torch.randn(count, 6) + 1)
 
 
 @pytest.mark.parametrize(
@@ -172,18 +171,18 @@ def train(normalised: Callable[[Tensor], Tensor], module: nn.Module) -> None:
     ],
 )
 def test_it_is_known_by_the_inputs_alone(make: Callable[[], Callable[[Tensor], Tensor]], names: set[str]) -> None:
-    found: list[RunningStatistic] = []
     module = nn.Linear(6, 1)
-    kept = recorder(found, module)
-    train(make(), module)
-    assert kept and {one.name.partition(".")[2] for one in found if one.equations} == names
+    found, _recorder = followed(module)
+    normalised = make()
+    for _ in range(10):
+        module(normalised(observed(16)))
+    assert {one.name.partition(".")[2] for one in found if one.equations} == names
     assert not names or sum(one.equations == 5 for one in found) >= 4
 
 
 def test_variables_of_all_kinds_are_passed_over() -> None:
-    found: list[RunningStatistic] = []
     module = nn.Identity()
-    kept = recorder(found, module)
+    found, _recorder = followed(module)
     flags, chars = torch.zeros(6, dtype=torch.bool), torch.zeros(6, dtype=torch.complex64)
     swapped, reversed_ = np.zeros(6, ">f8"), np.arange(6.0)[::-1]
     sparse, meta, small = (
@@ -195,26 +194,23 @@ def test_variables_of_all_kinds_are_passed_over() -> None:
     for given in (torch.zeros(0, 6), torch.zeros(()), small, torch.full((3, 6), float("nan")), torch.randn(2, 6, 6, 6)):
         module(given)
         module(given)
-    assert kept and not found
+    assert not found
     del flags, chars, swapped, reversed_, sparse, meta, numbers
 
 
 @pytest.mark.parametrize("of_all", [False, True])
 def test_a_rollout_of_which_forward_is_given_parts(of_all: bool) -> None:
-    found: list[RunningStatistic] = []
-    module = nn.Linear(6, 1)
-    kept = recorder(found, module)
-    running = Running()
-    torch.manual_seed(1)
+    module, running = nn.Linear(6, 1), Running()
+    found, _recorder = followed(module)
     for _ in range(8):
-        observed = UNITS * (torch.randn(32, 6) + 1)
-        running.update(observed)
+        rows = observed(32)
+        running.update(rows)
         if of_all:
-            observed = (observed - running.mean) / running.var.sqrt()
+            rows = (rows - running.mean) / running.var.sqrt()
         for part in torch.randperm(32).view(2, 16):
-            x = observed[part]
+            x = rows[part]
             module(x if of_all else (x - running.mean) / running.var.sqrt())
-    assert kept and {one.name for one in found} == {"running.mean"} and sum(one.equations == 5 for one in found) > 1
+    assert {one.name for one in found} == {"running.mean"} and sum(one.equations == 5 for one in found) > 1
 
 
 @pytest.fixture
@@ -256,13 +252,9 @@ class Welford:
         return torch.from_numpy(np.clip(scaled, -5, 5)).float()
 
 
-def observed(count: int) -> Tensor:
-    return UNITS * (torch.randn(count, 6) + 1)
-
-
 def acts_with_a_part(ddp: DistributedDataParallel) -> None:
     state = {"mu": torch.zeros(6), "square": torch.ones(6)}
-    for _ in range(6):
+    for _ in range(4):
         rollout = []
         for _ in range(9):
             x = observed(8)
@@ -278,7 +270,7 @@ def acts_with_a_part(ddp: DistributedDataParallel) -> None:
 
 def acts_then_trains_on_raw_rows(ddp: DistributedDataParallel) -> None:
     norm, replay = Welford(), np.zeros((0, 6))
-    for _ in range(40):
+    for _ in range(30):
         row = observed(1).numpy()
         norm.see(row)
         with torch.no_grad():
@@ -290,7 +282,7 @@ def acts_then_trains_on_raw_rows(ddp: DistributedDataParallel) -> None:
 
 def updates_before_it_trains(ddp: DistributedDataParallel) -> None:
     norm, replay = Welford(), []
-    for _ in range(40):
+    for _ in range(30):
         norm.see(rows := observed(2).numpy())
         if len(replay) > 8:
             ddp(torch.cat(replay)[torch.randint(len(replay) - 2, (16,))]).sum().backward()
@@ -301,7 +293,7 @@ def updates_before_it_trains(ddp: DistributedDataParallel) -> None:
 
 def acts_by_the_wrapper_and_updates_later(ddp: DistributedDataParallel) -> None:
     seen, middle, power = 0, torch.zeros(6), torch.ones(6)
-    for _ in range(6):
+    for _ in range(4):
         rollout = []
         for _ in range(10):
             raw = observed(8)
@@ -318,7 +310,7 @@ def acts_by_the_wrapper_and_updates_later(ddp: DistributedDataParallel) -> None:
 
 def acts_on_constants_beside_a_log(ddp: DistributedDataParallel) -> None:
     norm = Welford()
-    for _ in range(6):
+    for _ in range(4):
         rollout = []
         for _ in range(9):
             raw = observed(8).numpy()
@@ -335,7 +327,7 @@ def acts_on_constants_beside_a_log(ddp: DistributedDataParallel) -> None:
 def replaced_after_training(ddp: DistributedDataParallel) -> None:
     """By that of all ranks, of which only sums were given to a collective: here, some others."""
     norm, total = Welford(), torch.zeros(6)
-    for number in range(6):
+    for number in range(4):
         rollout = []
         for _ in range(9):
             raw = observed(8)
@@ -352,7 +344,7 @@ def replaced_after_training(ddp: DistributedDataParallel) -> None:
 
 def evaluates_by_statistics_of_its_own(ddp: DistributedDataParallel) -> None:
     norm = Welford()
-    for _ in range(6):
+    for _ in range(4):
         for _ in range(9):
             rows = observed(8).numpy()
             norm.see(rows)
@@ -376,12 +368,9 @@ def evaluates_by_statistics_of_its_own(ddp: DistributedDataParallel) -> None:
     ],
 )
 def test_it_moves_in_each_step_of_a_rollout(trains: Callable[[DistributedDataParallel], None], name: str) -> None:
-    found: list[RunningStatistic] = []
     ddp = DistributedDataParallel(Policy())
-    kept = recorder(found, ddp)
-    torch.manual_seed(1)
+    found, _recorder = followed(ddp)
     trains(ddp)
-    assert kept
     others = [replace(one, values=tuple(2 * value + 1 for value in one.values)) for one in found]
     subjects = [finding.subjects for finding in judge_statistics(Statistics([found, others]))]
     assert subjects == ([(name,)] if name else [])
@@ -420,36 +409,27 @@ def test_a_buffer_is_written_by_its_own_module_or_a_function() -> None:
 
 
 def test_one_number_is_known_by_the_samples_from_which_it_is_subtracted() -> None:
-    found: list[RunningStatistic] = []
-    module = nn.Linear(6, 1)
-    kept = recorder(found, module)
-    torch.manual_seed(1)
-    mean = 0.0
+    module, mean = nn.Linear(6, 1), 0.0
+    found, _recorder = followed(module)
     for _ in range(6):
         x = torch.randn(16, 6) + 1
         mean += 0.1 * (x.mean().item() - mean)
         module(x - mean)
-    assert kept and {one.name for one in found} == {"mean"} and sum(one.equations for one in found) >= 4
+    assert {one.name for one in found} == {"mean"} and sum(one.equations for one in found) >= 4
     line = found[0].location
     assert line is not None and line.path.endswith("test_script_statistics.py")
 
 
 def test_a_statistic_that_a_collective_is_given() -> None:
-    found: list[RunningStatistic] = []
-    module = nn.Linear(6, 1)
-    kept = recorder(found, module)
-    running = Running()
-    torch.manual_seed(1)
+    module, running, call = nn.Linear(6, 1), Running(), Call("all_reduce", "", (0, 1))
+    found, recorder = followed(module)
     for number in range(6):
-        x = UNITS * (torch.randn(16, 6) + 1)
+        x = observed(16)
         running.update(x)
         if number == 4:
             sums = torch.cat([torch.ones(1), 64 * running.mean])
-            kept.note_collective(Call("all_reduce", "", (0,)), {"tensor": torch.randn(9)})  # of no other rank
-            kept.note_collective(CALL, {"tensor": torch.randn(9)})
-            kept.note_collective(CALL, {"tensor": sums})
+            recorder.note_collective(Call("all_reduce", "", (0,)), {"tensor": torch.randn(9)})  # of no other rank
+            recorder.note_collective(call, {"tensor": torch.randn(9)})
+            recorder.note_collective(call, {"tensor": sums})
         module((x - running.mean) / running.var.sqrt())
     assert [one.exchanged for one in found] == [0, 0, 0, 1, 1]
-
-
-CALL = Call("all_reduce", "", (0, 1))

@@ -33,12 +33,7 @@ BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 
 
 
 def passes(
-    weight: float,
-    *,
-    batches: Sequence[int] = (0, 0, 0, 0),
-    kind: str = "mean",
-    put_off: bool = True,
-    again: bool = True,
+    weight: float, *, batches: Sequence[int] = (0,) * 4, kind: str = "mean", put_off: bool = True, again: bool = True
 ) -> list[LossDifferentiated]:
     found = []
     for step in (0, 1, 2):
@@ -110,9 +105,7 @@ def test_gradients_that_are_changed_after_each_micro_batch(
 
 
 def hooked(*changes: HookedGradient | None) -> list[GradientsHooked]:
-    return [
-        GradientsHooked(0, step, CLIPS, {"weight": change}) for step, change in enumerate(changes) if change is not None
-    ]
+    return [GradientsHooked(0, step, CLIPS, {"weight": change}) for step, change in enumerate(changes) if change]
 
 
 def scaled(*factors: float) -> list[GradientsHooked]:
@@ -246,9 +239,8 @@ def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
     (finding,) = judge_stale_gradients(Loop(2, stale=[[GradientsLeft(0, own, OTHER, BACKWARD, CLIPS)]]))
     assert (finding.code, finding.location) == ("DDP520", where)
     assert finding.subjects == ("zero_grad",)
-    (of_some,) = judge_stale_gradients(
-        Loop(2, stale=[[GradientsLeft(0, own, OTHER, BACKWARD, CLIPS, ("0/body.weight",))]])
-    )
+    body = GradientsLeft(0, own, OTHER, BACKWARD, CLIPS, ("0/body.weight",))
+    (of_some,) = judge_stale_gradients(Loop(2, stale=[[body]]))
     assert of_some.subjects == ("body.weight",) and "gradients of body.weight" in of_some.message
     assert not judge_stale_gradients(Loop(2, stale=[[]]))
 
@@ -259,32 +251,26 @@ def test_gradients_that_are_used_again_in_several_steps() -> None:
     assert [one.code for one in judge_stale_gradients(Loop(2, stale=[stale]))] == ["DDP520"]
 
 
-@pytest.mark.parametrize(
-    ("moved", "held", "found"),
-    [
-        ({"0/body": True, "0/head": False}, ["0/body"], ["head"]),
-        ({"0/body": True, "0/head": False}, ["0/body", "0/head"], []),  # at a rate of zero
-        ({"0/body": True, "0/head": True}, ["0/body"], []),  # moved by other code
-        ({"0/body": False, "0/head": False}, ["0/body"], []),  # nothing moves at all
-        ({"0/body": True, "0/head": False}, [], []),  # an optimizer that is none of torch's
-    ],
-)
-def test_parameters_that_no_optimizer_holds(moved: dict[str, bool], held: list[str], found: list[str]) -> None:
-    findings = judge_params_without_optimizer(OptimizedParameters(moved, held, MADE))
-    assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])
+NOTHING_MOVES = {"0/body": False, "0/head": False}
+BODY_MOVES = {"0/body": True, "0/head": False}
 
 
 @pytest.mark.parametrize(
-    ("moved", "in_vain", "found"),
+    ("parameters", "found"),
     [
-        ({"0/body": False, "0/head": False}, True, ["body", "head"]),  # the optimizer is of another model
-        ({"0/body": False, "0/head": False}, False, []),  # of inputs, say, whose gradients are wanted
-        ({"0/body": True, "0/head": False}, True, []),  # moved by other code
+        (OptimizedParameters(BODY_MOVES, ["0/body"], MADE), ["head"]),
+        (OptimizedParameters(BODY_MOVES, ["0/body", "0/head"], MADE), []),  # at a rate of zero
+        (OptimizedParameters({"0/body": True, "0/head": True}, ["0/body"], MADE), []),  # moved by other code
+        (OptimizedParameters(NOTHING_MOVES, ["0/body"], MADE), []),
+        (OptimizedParameters(BODY_MOVES, [], MADE), []),  # an optimizer that is none of torch's
+        (OptimizedParameters(NOTHING_MOVES, [], MADE, True), ["body", "head"]),  # the optimizer is of another model
+        (OptimizedParameters(NOTHING_MOVES, [], MADE, False), []),  # of inputs, say, whose gradients are wanted
+        (OptimizedParameters(BODY_MOVES, [], MADE, True), []),  # moved by other code
     ],
 )
-def test_an_optimizer_of_another_model(moved: dict[str, bool], in_vain: bool, found: list[str]) -> None:
-    findings = judge_params_without_optimizer(OptimizedParameters(moved, [], MADE, in_vain))
-    assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])
+def test_parameters_that_no_optimizer_holds(parameters: OptimizedParameters, found: list[str]) -> None:
+    findings = judge_params_without_optimizer(parameters)
+    assert [(one.code, list(one.subjects)) for one in findings] == [("DDP504", found)] * bool(found)
 
 
 @pytest.mark.parametrize(
@@ -298,13 +284,7 @@ def test_an_optimizer_of_another_model(moved: dict[str, bool], in_vain: bool, fo
     ],
 )
 def test_parameters_that_an_optimizer_of_the_script_does_not_move(change: dict[str, Any], found: list[str]) -> None:
-    of_step = OptimizerStep(
-        0,
-        1,
-        {"module": "train", "class": "Muon", "group 0 lr": "0.1"},
-        MADE,
-        ("0/body", "0/head"),
-        norms={"0/body": 1.0, "0/head": 2.0},
-    )
-    findings = judge_unchanged_params([[replace(of_step, **change)] * 2] * 3, {"0/body": True, "0/head": False})
-    assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])
+    options, norms = {"module": "train", "class": "Muon", "group 0 lr": "0.1"}, {"0/body": 1.0, "0/head": 2.0}
+    of_step = OptimizerStep(0, 1, options, MADE, ("0/body", "0/head"), norms=norms)
+    findings = judge_unchanged_params([[replace(of_step, **change)] * 2] * 3, BODY_MOVES)
+    assert [(one.code, list(one.subjects)) for one in findings] == [("DDP504", found)] * bool(found)
