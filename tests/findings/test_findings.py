@@ -32,6 +32,7 @@ from ddpcheck.findings.report import (
 from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.render import FORMATS, Medium, renderer_for
+from tests.tiers import one_of
 
 UNUSED = Finding("DDP101", ("head.weight",), "It is never read.", Severity.ERROR, location=Location("model.py", 25))
 ZERO = Finding("DDP107", ("gate",), "Its gradient is zero.", Severity.WARNING, ranks=(1,), steps=(0, 2))
@@ -93,7 +94,7 @@ reports = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)  # no test asserts a time
+@settings(max_examples=len(one_of(4, range(48))))
 @given(reports)
 def test_a_report_comes_back_from_json_the_same(report: Report) -> None:
     text = report.to_json()
@@ -188,7 +189,7 @@ def test_select_and_ignore_take_codes_prefixes_and_names_and_the_longer_wins(sel
     assert [finding.code for finding in chosen] == left
 
 
-@settings(deadline=None, max_examples=50)  # no test asserts a time
+@settings(max_examples=len(one_of(4, range(48))))
 @given(reports)
 def test_any_report_can_be_rendered(report: Report) -> None:
     for name in FORMATS:

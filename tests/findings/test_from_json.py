@@ -18,6 +18,7 @@ from ddpcheck import cli
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import Severity
 from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
+from tests.tiers import one_of
 
 FOUND = Finding(
     "DDP104",
@@ -95,7 +96,7 @@ def assert_told(text: str, folder: Path) -> None:
             assert said == (2, 1, False, False) and err.startswith("ddpcheck: error: "), err
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=len(one_of(4, range(80))), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(sorted(SAVED)), more=st.integers(0, 2))
 def test_a_mangled_report_is_told_or_shown(data: st.DataObject, kind: str, more: int, tmp_path: Path) -> None:
     mangled = copy.deepcopy(SAVED[kind])
@@ -114,7 +115,7 @@ def test_a_mangled_report_is_told_or_shown(data: st.DataObject, kind: str, more:
     assert_told(json.dumps(mangled), tmp_path)
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=len(one_of(4, range(48))), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(sorted(SAVED)))
 def test_a_torn_report_is_told_or_shown(data: st.DataObject, kind: str, tmp_path: Path) -> None:
     text = json.dumps(SAVED[kind])

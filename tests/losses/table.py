@@ -77,21 +77,17 @@ class Convolutional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16)
-        self.head = nn.Linear(16, CLASSES)
+        self.body, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        self.norm: nn.Module = nn.BatchNorm1d(16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.body(x)).relu())
 
 
-class GroupNormed(nn.Module):
+class GroupNormed(Convolutional):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm = nn.Linear(FEATURES, 16), nn.GroupNorm(4, 16)
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(x)).relu())
+        self.norm = nn.GroupNorm(4, 16)
 
 
 def samples(step: int) -> dict[str, Tensor]:
@@ -133,176 +129,156 @@ def alone(count: Tensor) -> Tensor:
 
 
 Count = Callable[[Tensor], Tensor]
+Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], Any]
 
 
-def token_cross_entropy(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        total = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        return total / count((batch["labels"] != -100).sum())
+def loss_of(function: Callable[..., Any]) -> Callable[..., Loss]:
+    """Return a function that makes a loss of a model and a batch, from the arguments behind them."""
 
-    return loss
+    def with_arguments(*arguments: Any, **options: Any) -> Loss:
+        def loss(model: nn.Module, batch: Batch) -> Any:
+            return function(model, batch, *arguments, **options)
 
+        return loss
 
-def masked_error(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        error = (model(batch["tokens"]) - 1).square().mean(-1)
-        return (error * batch["mask"]).sum() / count(batch["mask"].sum())
-
-    return loss
+    return with_arguments
 
 
-def weighted_error(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        error = (model(batch["x"]) - batch["attributes"]).square().sum(1)
-        return (error * batch["weight"]).sum() / count(batch["weight"].sum())
+@loss_of
+def token_cross_entropy(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    total = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return total / count((batch["labels"] != -100).sum())
 
-    return loss
+
+@loss_of
+def masked_error(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    error = (model(batch["tokens"]) - 1).square().mean(-1)
+    return (error * batch["mask"]).sum() / count(batch["mask"].sum())
+
+
+@loss_of
+def weighted_error(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    error = (model(batch["x"]) - batch["attributes"]).square().sum(1)
+    return (error * batch["weight"]).sum() / count(batch["weight"].sum())
 
 
 CLASS_WEIGHTS = torch.tensor([1.0, 8.0, 0.3, 2.0, 0.5])
 
 
-def class_weights(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        weights = CLASS_WEIGHTS.to(batch["x"].dtype)
-        total = F.cross_entropy(model(batch["x"]), batch["label"], weight=weights, reduction="sum")
-        return total / count(weights[batch["label"]].sum())
-
-    return loss
+@loss_of
+def class_weights(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    weights = CLASS_WEIGHTS.to(batch["x"].dtype)
+    total = F.cross_entropy(model(batch["x"]), batch["label"], weight=weights, reduction="sum")
+    return total / count(weights[batch["label"]].sum())
 
 
-def focal(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["x"])
-        plain = F.binary_cross_entropy_with_logits(logits, batch["attributes"].to(logits.dtype), reduction="none")
-        weight = (1 - (-plain).exp()).square()
-        return (weight * plain).sum() / count(batch["attributes"].sum())
-
-    return loss
+@loss_of
+def focal(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    logits = model(batch["x"])
+    plain = F.binary_cross_entropy_with_logits(logits, batch["attributes"].to(logits.dtype), reduction="none")
+    weight = (1 - (-plain).exp()).square()
+    return (weight * plain).sum() / count(batch["attributes"].sum())
 
 
-def boxes(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        box = model(batch["x"])
-        chosen = batch["positive"]
-        return F.smooth_l1_loss(box[chosen], batch["box"][chosen], reduction="sum") / count(chosen.sum())
-
-    return loss
+@loss_of
+def boxes(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    box = model(batch["x"])
+    chosen = batch["positive"]
+    return F.smooth_l1_loss(box[chosen], batch["box"][chosen], reduction="sum") / count(chosen.sum())
 
 
-def ctc(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        log_probs = model(batch["tokens"]).log_softmax(-1).transpose(0, 1)
-        size = len(batch["tokens"])
-        targets, lengths = torch.ones(size, 2, dtype=torch.long), torch.full((size,), TOKENS)
-        target_lengths = 1 + (batch["length"] > 3).long()
-        total = F.ctc_loss(log_probs, targets, lengths, target_lengths, reduction="sum", zero_infinity=True)
-        return total / count(target_lengths.sum())
-
-    return loss
+@loss_of
+def ctc(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    log_probs = model(batch["tokens"]).log_softmax(-1).transpose(0, 1)
+    size = len(batch["tokens"])
+    targets, lengths = torch.ones(size, 2, dtype=torch.long), torch.full((size,), TOKENS)
+    target_lengths = 1 + (batch["length"] > 3).long()
+    total = F.ctc_loss(log_probs, targets, lengths, target_lengths, reduction="sum", zero_infinity=True)
+    return total / count(target_lengths.sum())
 
 
-def tokens_and_positives(count: Count, *, apart: bool = False) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        logits = model(batch["tokens"])
-        real, later = batch["mask"], batch["mask"] * (torch.arange(TOKENS) > 0)
-        tokens = (logits.square().mean(-1) * real).sum() / count(real.sum())
-        positives = (logits.logsumexp(-1) * later).sum() / count(later.sum())
-        return {"tokens": tokens, "positives": positives} if apart else tokens + 0.5 * positives
-
-    return loss
+@loss_of
+def tokens_and_positives(model: nn.Module, batch: Batch, count: Count, *, apart: bool = False) -> Any:
+    logits = model(batch["tokens"])
+    real, later = batch["mask"], batch["mask"] * (torch.arange(TOKENS) > 0)
+    tokens = (logits.square().mean(-1) * real).sum() / count(real.sum())
+    positives = (logits.logsumexp(-1) * later).sum() / count(later.sum())
+    return {"tokens": tokens, "positives": positives} if apart else tokens + 0.5 * positives
 
 
-def class_weights_and_error(count: Count, *, apart: bool = False) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        classes, box, _ = model(batch["x"])
-        weights = CLASS_WEIGHTS.to(classes.dtype)
-        of_class = F.cross_entropy(classes, batch["label"], weight=weights, reduction="sum")
-        of_class = of_class / count(weights[batch["label"]].sum())
-        of_box = F.mse_loss(box, batch["box"])
-        return {"class": of_class, "box": of_box} if apart else of_class + of_box
-
-    return loss
+@loss_of
+def class_weights_and_error(model: nn.Module, batch: Batch, count: Count, *, apart: bool = False) -> Any:
+    classes, box, _ = model(batch["x"])
+    weights = CLASS_WEIGHTS.to(classes.dtype)
+    of_class = F.cross_entropy(classes, batch["label"], weight=weights, reduction="sum")
+    of_class = of_class / count(weights[batch["label"]].sum())
+    of_box = F.mse_loss(box, batch["box"])
+    return {"class": of_class, "box": of_box} if apart else of_class + of_box
 
 
-def detection(count: Count, *, apart: bool = False) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        classes, box, _ = model(batch["x"])
-        chosen = batch["positive"]
-        positives = count(chosen.sum())
-        plain = F.binary_cross_entropy_with_logits(classes, batch["attributes"].to(classes.dtype), reduction="none")
-        found = {
-            "class": plain.sum() / positives,
-            "box": F.l1_loss(box[chosen], batch["box"][chosen], reduction="sum") / positives,
-            "spread": 0.1 * box.square().mean(),
-        }
-        return found if apart else sum(found.values())
-
-    return loss
+@loss_of
+def detection(model: nn.Module, batch: Batch, count: Count, *, apart: bool = False) -> Any:
+    classes, box, _ = model(batch["x"])
+    chosen = batch["positive"]
+    positives = count(chosen.sum())
+    plain = F.binary_cross_entropy_with_logits(classes, batch["attributes"].to(classes.dtype), reduction="none")
+    found = {
+        "class": plain.sum() / positives,
+        "box": F.l1_loss(box[chosen], batch["box"][chosen], reduction="sum") / positives,
+        "spread": 0.1 * box.square().mean(),
+    }
+    return found if apart else sum(found.values())
 
 
-def elementwise_sum(count: Count) -> Loss:
+@loss_of
+def elementwise_sum(model: nn.Module, batch: Batch, count: Count) -> Tensor:
     """Two terms that are added before they are summed."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        classes, box, _ = model(batch["x"])
-        one = F.cross_entropy(classes, batch["label"], reduction="none") * batch["weight"]
-        two = (box - batch["box"]).square().sum(1) * batch["positive"]
-        return (one / count(batch["weight"].sum()) + two / count(batch["positive"].sum())).sum()
-
-    return loss
+    classes, box, _ = model(batch["x"])
+    one = F.cross_entropy(classes, batch["label"], reduction="none") * batch["weight"]
+    two = (box - batch["box"]).square().sum(1) * batch["positive"]
+    return (one / count(batch["weight"].sum()) + two / count(batch["positive"].sum())).sum()
 
 
-def weights_that_add_up_to_one(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        share = batch["weight"] / count(batch["weight"].sum())
-        return (F.cross_entropy(model(batch["x"]), batch["label"], reduction="none") * share).sum()
-
-    return loss
+@loss_of
+def weights_that_add_up_to_one(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    share = batch["weight"] / count(batch["weight"].sum())
+    return (F.cross_entropy(model(batch["x"]), batch["label"], reduction="none") * share).sum()
 
 
-def uncertainty_weighted(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        classes, box, hidden = model(batch["x"])
-        scale = hidden.new_tensor(0.3)
-        chosen = batch["positive"].to(box.dtype)
-        of_box = ((box - batch["box"]).abs().sum(1) * chosen).sum() / count(chosen.sum())
-        return (-scale).exp() * of_box + torch.stack([F.cross_entropy(classes, batch["label"]), 0.1 * of_box]).mean()
-
-    return loss
+@loss_of
+def uncertainty_weighted(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    classes, box, hidden = model(batch["x"])
+    scale = hidden.new_tensor(0.3)
+    chosen = batch["positive"].to(box.dtype)
+    of_box = ((box - batch["box"]).abs().sum(1) * chosen).sum() / count(chosen.sum())
+    return (-scale).exp() * of_box + torch.stack([F.cross_entropy(classes, batch["label"]), 0.1 * of_box]).mean()
 
 
-def sample_by_sample(count: Count) -> Loss:
+@loss_of
+def sample_by_sample(model: nn.Module, batch: Batch, count: Count) -> Tensor:
     """A Python loop over the samples of the batch."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        classes, box, _ = model(batch["x"])
-        total, positives = classes.new_zeros(()), count(batch["positive"].sum())
-        for one, label, seen, real, chosen in zip(
-            classes, batch["label"], box, batch["box"], batch["positive"], strict=True
-        ):
-            total = total + F.cross_entropy(one[None], label[None]) / len(classes)
-            if chosen:
-                total = total + (seen - real).abs().sum() / positives
-        return total
-
-    return loss
+    classes, box, _ = model(batch["x"])
+    total, positives = classes.new_zeros(()), count(batch["positive"].sum())
+    for one, label, seen, real, chosen in zip(
+        classes, batch["label"], box, batch["box"], batch["positive"], strict=True
+    ):
+        total = total + F.cross_entropy(one[None], label[None]) / len(classes)
+        if chosen:
+            total = total + (seen - real).abs().sum() / positives
+    return total
 
 
 # Sums against means
 
 
-def evidence_bound(count: Count, *, apart: bool = False) -> Loss:
+@loss_of
+def evidence_bound(model: nn.Module, batch: Batch, count: Count, *, apart: bool = False) -> Any:
     """Reconstruction as a mean over samples; the divergence as a mean over samples or as a sum."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        decoded, mean, spread_of = model(batch["x"])
-        error = (decoded - batch["x"]).square().sum(1).mean()
-        divergence = -0.5 * (1 + spread_of - mean.square() - spread_of.exp()).sum() / count(mean[:, 0])
-        return {"error": error, "divergence": divergence} if apart else error + 0.5 * divergence
-
-    return loss
+    decoded, mean, spread_of = model(batch["x"])
+    error = (decoded - batch["x"]).square().sum(1).mean()
+    divergence = -0.5 * (1 + spread_of - mean.square() - spread_of.exp()).sum() / count(mean[:, 0])
+    return {"error": error, "divergence": divergence} if apart else error + 0.5 * divergence
 
 
 def of_samples(tensor: Tensor) -> Tensor:
@@ -315,100 +291,81 @@ def nothing(_tensor: Tensor) -> Tensor:
     return torch.ones(())
 
 
-def summed(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        total = F.cross_entropy(model(batch["x"]), batch["label"], reduction="sum")
-        return total / count(batch["x"])
-
-    return loss
+@loss_of
+def summed(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    total = F.cross_entropy(model(batch["x"]), batch["label"], reduction="sum")
+    return total / count(batch["x"])
 
 
-def activation_penalty(count: Count, *, apart: bool = False) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        classes, box, hidden = model(batch["x"])
-        of_class, penalty = (
-            F.cross_entropy(classes, batch["label"]) + F.mse_loss(box, batch["box"]),
-            hidden.square().sum() / count(hidden),
-        )
-        return {"class": of_class, "penalty": 0.1 * penalty} if apart else of_class + 0.1 * penalty
-
-    return loss
+@loss_of
+def activation_penalty(model: nn.Module, batch: Batch, count: Count, *, apart: bool = False) -> Any:
+    classes, box, hidden = model(batch["x"])
+    of_class, penalty = (
+        F.cross_entropy(classes, batch["label"]) + F.mse_loss(box, batch["box"]),
+        hidden.square().sum() / count(hidden),
+    )
+    return {"class": of_class, "penalty": 0.1 * penalty} if apart else of_class + 0.1 * penalty
 
 
-def distillation(count: Count, *, apart: bool = False) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        logits = model(batch["x"])
-        teacher = (batch["x"][:, :CLASSES] * 2).softmax(1)
-        match = F.kl_div(logits.log_softmax(1), teacher, reduction="sum") / count(logits)
-        label = F.cross_entropy(logits, batch["label"])
-        return {"label": label, "match": match} if apart else 0.7 * label + 0.3 * match
-
-    return loss
+@loss_of
+def distillation(model: nn.Module, batch: Batch, count: Count, *, apart: bool = False) -> Any:
+    logits = model(batch["x"])
+    teacher = (batch["x"][:, :CLASSES] * 2).softmax(1)
+    match = F.kl_div(logits.log_softmax(1), teacher, reduction="sum") / count(logits)
+    label = F.cross_entropy(logits, batch["label"])
+    return {"label": label, "match": match} if apart else 0.7 * label + 0.3 * match
 
 
-def poisson(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        rate = model(batch["x"])
-        return F.poisson_nll_loss(rate, batch["attributes"].to(rate.dtype), reduction="sum") / count(rate)
-
-    return loss
+@loss_of
+def poisson(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    rate = model(batch["x"])
+    return F.poisson_nll_loss(rate, batch["attributes"].to(rate.dtype), reduction="sum") / count(rate)
 
 
-def policy(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        chosen = model(batch["x"]).log_softmax(1).gather(1, batch["label"][:, None])[:, 0]
-        entropy = -(model(batch["x"]).softmax(1) * model(batch["x"]).log_softmax(1)).sum(1)
-        return -(chosen * batch["weight"]).mean() - 0.1 * entropy.sum() / count(chosen)
-
-    return loss
+@loss_of
+def policy(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    chosen = model(batch["x"]).log_softmax(1).gather(1, batch["label"][:, None])[:, 0]
+    entropy = -(model(batch["x"]).softmax(1) * model(batch["x"]).log_softmax(1)).sum(1)
+    return -(chosen * batch["weight"]).mean() - 0.1 * entropy.sum() / count(chosen)
 
 
 # A factor of the world size
 
 
-def by_the_world(right: bool) -> Loss:
+@loss_of
+def by_the_world(model: nn.Module, batch: Batch, right: bool) -> Tensor:
     """Tokens divided by the count of all ranks; wrong without the world size that DDP divides by."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        total = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        count = spread((batch["labels"] != -100).sum())
-        world = dist.get_world_size() if dist.is_initialized() and not right else 1
-        return total / count / world
-
-    return loss
+    total = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    count = spread((batch["labels"] != -100).sum())
+    world = dist.get_world_size() if dist.is_initialized() and not right else 1
+    return total / count / world
 
 
-def one_term_by_the_world(right: bool) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        classes, box, _ = model(batch["x"])
-        world = dist.get_world_size() if dist.is_initialized() and not right else 1
-        chosen = batch["positive"].to(box.dtype)
-        of_box = ((box - batch["box"]).abs().sum(1) * chosen).sum() / spread(chosen.sum()) / world
-        return F.cross_entropy(classes, batch["label"]) + of_box
-
-    return loss
+@loss_of
+def one_term_by_the_world(model: nn.Module, batch: Batch, right: bool) -> Tensor:
+    classes, box, _ = model(batch["x"])
+    world = dist.get_world_size() if dist.is_initialized() and not right else 1
+    chosen = batch["positive"].to(box.dtype)
+    of_box = ((box - batch["box"]).abs().sum(1) * chosen).sum() / spread(chosen.sum()) / world
+    return F.cross_entropy(classes, batch["label"]) + of_box
 
 
 # Samples that are compared with each other
 
 
-def contrastive(gather: Callable[[Tensor], Tensor]) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        one = F.normalize(model(batch["x"]), dim=1)
-        two = F.normalize(model(batch["x"] + 0.1), dim=1)
-        start = dist.get_rank() * len(one) if gather is everybody and dist.is_initialized() else 0
-        return F.cross_entropy(one @ gather(two).T / 0.2, torch.arange(len(one)) + start)
-
-    return loss
+@loss_of
+def contrastive(model: nn.Module, batch: Batch, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    one = F.normalize(model(batch["x"]), dim=1)
+    two = F.normalize(model(batch["x"] + 0.1), dim=1)
+    start = dist.get_rank() * len(one) if gather is everybody and dist.is_initialized() else 0
+    return F.cross_entropy(one @ gather(two).T / 0.2, torch.arange(len(one)) + start)
 
 
-def dice(reduce: Callable[[Tensor], Tensor]) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        seen, there = model(batch["x"]).sigmoid(), batch["attributes"]
-        both, either = reduce((seen * there).sum(0)), reduce(seen.sum(0) + there.sum(0))
-        return 1 - (2 * both / either).mean()
-
-    return loss
+@loss_of
+def dice(model: nn.Module, batch: Batch, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    seen, there = model(batch["x"]).sigmoid(), batch["attributes"]
+    both, either = reduce((seen * there).sum(0)), reduce(seen.sum(0) + there.sum(0))
+    return 1 - (2 * both / either).mean()
 
 
 def dice_by_sample(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -424,43 +381,36 @@ def root_by_sample(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (model(batch["x"]) - batch["attributes"]).square().mean(1).sqrt().mean()
 
 
-def contrastive_and_classes(gather: Callable[[Tensor], Tensor]) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        classes, box, _ = model(batch["x"])
-        one = F.normalize(box, dim=1)
-        start = dist.get_rank() * len(one) if gather is everybody and dist.is_initialized() else 0
-        match = F.cross_entropy(one @ gather(one).T / 0.2, (torch.arange(len(one)) + start))
-        return F.cross_entropy(classes, batch["label"]) + 0.1 * match
-
-    return loss
+@loss_of
+def contrastive_and_classes(model: nn.Module, batch: Batch, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    classes, box, _ = model(batch["x"])
+    one = F.normalize(box, dim=1)
+    start = dist.get_rank() * len(one) if gather is everybody and dist.is_initialized() else 0
+    match = F.cross_entropy(one @ gather(one).T / 0.2, (torch.arange(len(one)) + start))
+    return F.cross_entropy(classes, batch["label"]) + 0.1 * match
 
 
 def itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def class_frequencies(count: Count) -> Loss:
+@loss_of
+def class_frequencies(model: nn.Module, batch: Batch, count: Count) -> Tensor:
     """Each class weighs as much as it is rare in the batch: the counts of all ranks, or of the local batch."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(batch["x"])
-        frequencies = count(torch.bincount(batch["label"], minlength=CLASSES)).clamp_min(0.5).to(logits.dtype)
-        each = F.cross_entropy(logits, batch["label"], reduction="none") / frequencies[batch["label"]]
-        return each.sum() / CLASSES
-
-    return loss
+    logits = model(batch["x"])
+    frequencies = count(torch.bincount(batch["label"], minlength=CLASSES)).clamp_min(0.5).to(logits.dtype)
+    each = F.cross_entropy(logits, batch["label"], reduction="none") / frequencies[batch["label"]]
+    return each.sum() / CLASSES
 
 
 def plain_classes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["label"])
 
 
-def positives_of_classes(count: Count) -> Loss:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        each = F.cross_entropy(model(batch["x"]), batch["label"], reduction="none") * batch["positive"]
-        return each.sum() / count(batch["positive"].sum())
-
-    return loss
+@loss_of
+def positives_of_classes(model: nn.Module, batch: Batch, count: Count) -> Tensor:
+    each = F.cross_entropy(model(batch["x"]), batch["label"], reduction="none") * batch["positive"]
+    return each.sum() / count(batch["positive"].sum())
 
 
 @dataclass(frozen=True)
@@ -512,14 +462,7 @@ ROWS = (
     _counted("terms added before they are summed", Heads, samples, elementwise_sum),
     _counted("weights that add up to one", classifier, samples, weights_that_add_up_to_one),
     _counted("terms weighted by their uncertainty", Heads, samples, uncertainty_weighted),
-    _row(
-        "classes weighted by their frequency",
-        classifier,
-        samples,
-        class_frequencies(spread),
-        class_frequencies(alone),
-        "DDP304",
-    ),
+    _row("classes by frequency", classifier, samples, *map(class_frequencies, (spread, alone)), "DDP304"),
     _counted("a loop over samples", Heads, samples, sample_by_sample),
     _sum("cross entropy, summed", classifier, samples, summed),
     _sum("evidence lower bound", Autoencoder, samples, evidence_bound),
@@ -535,14 +478,7 @@ ROWS = (
     _row("contrastive, local negatives", encoder, samples, contrastive(everybody), contrastive(itself), "DDP304"),
     _row("dice of the batch", classifier, samples, dice_by_sample, dice(itself), "DDP304"),
     _row("root of the mean", classifier, samples, root_by_sample, root_of_mean, "DDP304"),
-    _row(
-        "contrastive plus classes",
-        Heads,
-        samples,
-        contrastive_and_classes(everybody),
-        contrastive_and_classes(itself),
-        "DDP304",
-    ),
+    _row("contrastive plus classes", Heads, samples, *map(contrastive_and_classes, (everybody, itself)), "DDP304"),
     _row("BatchNorm", GroupNormed, samples, plain_classes, plain_classes, "DDP304"),
     _row(
         "BatchNorm and a mean of positives",

@@ -28,23 +28,22 @@ def test_options_that_differ() -> None:
     assert "(not set)" in missing.evidence[0]
 
 
-def test_a_bucket_size_that_differs_is_only_a_warning_and_not_beside_another_option() -> None:
-    sizes = [{"bucket_cap_mb": "1"}, {"bucket_cap_mb": "2"}]
-    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.WARNING
-    sizes[1]["static_graph"] = "True"
-    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.ERROR
-
-
-@pytest.mark.parametrize("fixed", ["find_unused_parameters", "bucket_cap_mb_list"])
-def test_a_bucket_size_that_differs_is_an_error_where_buckets_are_not_told_to_all(fixed: str) -> None:
-    sizes = [{"bucket_cap_mb": "1", fixed: "True"}, {"bucket_cap_mb": "2", fixed: "True"}]
-    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.ERROR
-
-
-@pytest.mark.parametrize("name", ["gradient_as_bucket_view", "batched_grad_copy"])
-def test_how_a_rank_stores_its_gradients_is_only_a_warning(name: str) -> None:
-    finding = only(judge_options("DDP221", [{name: "False"}, {name: "True"}], "The wrapper"))
-    assert finding.severity is Severity.WARNING
+@pytest.mark.parametrize(
+    ("own", "same", "severity"),
+    [
+        ({"bucket_cap_mb": ("1", "2")}, {}, Severity.WARNING),
+        ({"bucket_cap_mb": ("1", "2"), "static_graph": ("False", "True")}, {}, Severity.ERROR),
+        ({"bucket_cap_mb": ("1", "2")}, {"find_unused_parameters": "True"}, Severity.ERROR),  # buckets are not sent
+        ({"bucket_cap_mb": ("1", "2")}, {"bucket_cap_mb_list": "True"}, Severity.ERROR),
+        ({"gradient_as_bucket_view": ("False", "True")}, {}, Severity.WARNING),
+        ({"batched_grad_copy": ("False", "True")}, {}, Severity.WARNING),
+    ],
+)
+def test_how_a_rank_stores_its_gradients_is_only_a_warning(
+    own: dict[str, tuple[str, str]], same: dict[str, str], severity: Severity
+) -> None:
+    ranks = [{name: values[rank] for name, values in own.items()} | same for rank in (0, 1)]
+    assert only(judge_options("DDP221", ranks, "The wrapper")).severity is severity
 
 
 def test_another_optimizer_is_told_once_and_not_by_each_of_its_options() -> None:
@@ -53,10 +52,8 @@ def test_another_optimizer_is_told_once_and_not_by_each_of_its_options() -> None
 
 
 def test_a_group_with_other_parameters_names_those_that_not_all_ranks_have_in_it() -> None:
-    options = [
-        {"group 0 parameters": "a, b, c", "group 0 order": "a, b, c"},
-        {"group 0 parameters": "a, c, d", "group 0 order": "c, d, a"},
-    ]
+    groups = (("a, b, c", "a, b, c"), ("a, c, d", "c, d, a"))
+    options = [{"group 0 parameters": names, "group 0 order": order} for names, order in groups]
     finding = only(judge_options("DDP223", options, "The optimizer"))
     assert (finding.subjects, finding.severity) == (("group 0 parameters",), Severity.ERROR)
     assert finding.evidence == ("group 0 parameters: rank 0: b; rank 1: d",)

@@ -102,9 +102,7 @@ def test_parts_of_different_models_are_told_and_values_that_one_rank_hands_out_a
 
 
 def test_a_parameter_that_some_ranks_do_not_use_stops_the_reduction_unless_zeros_stand_for_it() -> None:
-    evidence = [
-        StepEvidence(rank, 0, {"w": "contributes", "v": state}) for rank, state in enumerate(("contributes", "missing"))
-    ]
+    evidence = [StepEvidence(n, 0, {"w": "contributes", "v": ("contributes", "missing")[n]}) for n in (0, 1)]
     finding = only(judge_parameters(evidence, SHARDED, Names()))
     assert finding.code == "DDP104" and "set_reduce_scatter_unused_params(True)" in finding.fix
     reducing = ShardedFacts(is_ddp=False, reduces_unused=True)
@@ -112,15 +110,14 @@ def test_a_parameter_that_some_ranks_do_not_use_stops_the_reduction_unless_zeros
 
 
 def test_a_parameter_that_no_rank_uses_does_no_harm_but_that_nothing_trains_it() -> None:
-    unused = [StepEvidence(rank, step, {"w": "contributes", "v": "missing"}) for rank in (0, 1) for step in (0, 1)]
-    finding = only(judge_parameters(unused, SHARDED, Names()))
+    def used(*states: str) -> list[StepEvidence]:
+        return [
+            StepEvidence(n, at, {"w": "contributes", "v": state}) for n in (0, 1) for at, state in enumerate(states)
+        ]
+
+    finding = only(judge_parameters(used("missing", "missing"), SHARDED, Names()))
     assert finding.severity is Severity.WARNING and "find_unused_parameters" not in finding.fix
-    in_turn = [
-        StepEvidence(rank, step, {"w": "contributes", "v": "missing" if step else "contributes"})
-        for rank in (0, 1)
-        for step in (0, 1)
-    ]
-    assert judge_parameters(in_turn, SHARDED, Names()) == []
+    assert judge_parameters(used("contributes", "missing"), SHARDED, Names()) == []
 
 
 def test_shards_that_meet_tensors_in_the_loss_are_a_forward_that_was_bypassed() -> None:

@@ -40,21 +40,55 @@ CALLED, ENTER, LEAVE = event("no_sync", 3), event("enter no_sync", 3), event("le
 SYNCED = (FORWARD, event("backward"))
 
 
-def test_a_loop_in_order_is_clean() -> None:
-    for events in (SYNCED, (CALLED, ENTER, LOCAL, BACKWARD, LEAVE, *SYNCED), (FORWARD, BACKWARD, *SYNCED)):
-        assert judge_loop(steps(*events), unequal=False) == []
+STEP = event("step", 9)
+TWICE, AGAIN = (FORWARD, FORWARD, BACKWARD, event("backward")), (FORWARD, BACKWARD, event("backward"))
+LOST = event("zero_grad", 7, discarded=("a",))
 
 
-def test_no_sync_around_every_forward() -> None:
-    finding = only(judge_loop(steps(CALLED, ENTER, LOCAL, LEAVE, event("backward"), event("step")), unequal=True))
-    assert (finding.code, finding.severity, finding.location) == ("DDP502", Severity.ERROR, Location("train.py", 3))
+def lost(in_a_row: int) -> LoopEvent:
+    return event("zero_grad", 7, discarded=("a",), in_a_row=in_a_row)
 
 
-def test_what_older_versions_told_without_the_passes() -> None:
-    for under, code in ((event("enter no_sync"), "DDP502"), (event("forward inside", 3), "DDP501")):
-        finding = only(judge_loop(steps(under, event("step", 9)), unequal=True))
-        assert (finding.code, finding.location) == (code, Location("train.py", 9 if code == "DDP502" else 3))
-    assert only(judge_loop(steps(event("zero_grad", 7, discarded=("a",))), unequal=True)).code == "DDP517"
+@pytest.mark.parametrize(
+    ("events", "unequal"),
+    [
+        (SYNCED, False),
+        ((CALLED, ENTER, LOCAL, BACKWARD, LEAVE, *SYNCED), False),
+        ((FORWARD, BACKWARD, *SYNCED), False),
+        (TWICE, False),
+        (AGAIN, False),
+        ((LOCAL, BACKWARD, LOCAL, BACKWARD, *SYNCED, STEP), True),
+        ((*SYNCED, STEP, LOCAL, BACKWARD), True),
+        ((*SYNCED, lost(1)), False),
+    ],
+)
+def test_a_loop_in_order_is_clean(events: tuple[LoopEvent, ...], unequal: bool) -> None:
+    assert judge_loop(steps(*events), unequal=unequal) == []
+
+
+def case(id: str, events: tuple[LoopEvent, ...], code: str, line: int, *, unequal: bool = True) -> Any:
+    return pytest.param(events, code, line, unequal, id=id)
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "line", "unequal"),
+    [
+        case("no_sync everywhere", (CALLED, ENTER, LOCAL, LEAVE, event("backward"), event("step")), "DDP502 error", 3),
+        case("of older versions", (event("enter no_sync"), STEP), "DDP502 error", 9),
+        case("inner module, of older versions", (event("forward inside", 3), STEP), "DDP501 error", 3),
+        case("discarded, of older versions", (LOST,), "DDP517 error", 7),
+        case("the last pass is not averaged", (*SYNCED, LOCAL, BACKWARD, STEP), "DDP502 error", 9),
+        case("a step is not averaged", (FORWARD, BACKWARD, STEP, LOCAL, BACKWARD, STEP), "DDP502 error", 9),
+        case("a second backward of two forwards", TWICE, "DDP509 error", 5),
+        case("a second backward", AGAIN, "DDP509 error", 5),
+        case("not entered", (CALLED, FORWARD, BACKWARD, *SYNCED), "DDP502 warning", 3, unequal=False),
+        case("backward alone", (FORWARD, CALLED, ENTER, BACKWARD, LEAVE, *SYNCED), "DDP502 warning", 3, unequal=False),
+        case("zeroed again and again", (*SYNCED, lost(MIN_DISCARDED_STEPS)), "DDP517 error", 7, unequal=False),
+    ],
+)
+def test_the_line_that_breaks_the_loop(events: tuple[LoopEvent, ...], code: str, line: int, unequal: bool) -> None:
+    finding = only(judge_loop(steps(*events), unequal=unequal))
+    assert (f"{finding.code} {finding.severity.value}", finding.location) == (code, Location("train.py", line))
 
 
 @pytest.mark.parametrize(
@@ -78,70 +112,16 @@ def test_the_line_that_sets_the_flag_is_the_one_to_edit() -> None:
     assert "the optimizer steps at train.py:9" in finding.evidence
 
 
-@pytest.mark.parametrize(
-    "events",
-    [(CALLED, FORWARD, BACKWARD, *SYNCED), (FORWARD, CALLED, ENTER, BACKWARD, LEAVE, *SYNCED)],
-    ids=["not entered", "around backward alone"],
-)
-def test_no_sync_without_effect_is_only_wasteful(events: tuple[LoopEvent, ...]) -> None:
-    finding = only(judge_loop(steps(*events), unequal=False))
-    assert (finding.code, finding.severity, finding.location) == ("DDP502", Severity.WARNING, Location("train.py", 3))
-
-
-def test_a_second_backward_without_a_forward_of_its_own() -> None:
-    for events in ((FORWARD, FORWARD, BACKWARD, event("backward")), (FORWARD, BACKWARD, event("backward"))):
-        finding = only(judge_loop(steps(*events), unequal=True))
-        assert (finding.code, finding.location) == ("DDP509", Location("train.py", 5))
-        assert judge_loop(steps(*events), unequal=False) == []
-
-
-STEP = event("step", 9)
-
-
-@pytest.mark.parametrize(
-    "events",
-    [(*SYNCED, LOCAL, BACKWARD, STEP), (FORWARD, BACKWARD, STEP, LOCAL, BACKWARD, STEP)],
-    ids=["the last one", "a whole step"],
-)
-def test_a_step_on_gradients_that_were_not_averaged(events: tuple[LoopEvent, ...]) -> None:
-    finding = only(judge_loop(steps(*events), unequal=True))
-    assert (finding.code, finding.severity, finding.location) == ("DDP502", Severity.ERROR, Location("train.py", 9))
-
-
-def test_passes_that_are_averaged_in_the_end_are_clean() -> None:
-    for events in ((LOCAL, BACKWARD, LOCAL, BACKWARD, *SYNCED, STEP), (*SYNCED, STEP, LOCAL, BACKWARD)):
-        assert judge_loop(steps(*events), unequal=True) == []
-
-
 def test_gradients_that_are_zeroed_before_anybody_used_them() -> None:
-    lost = event("zero_grad", 7, discarded=("a",))
-    finding = only(judge_loop(steps(LOCAL, BACKWARD, lost, *SYNCED), unequal=False))
-    assert (finding.code, finding.location) == ("DDP517", Location("train.py", 7)) and "train.py:5" in finding.evidence[
-        0
-    ]
-
-
-def test_gradients_that_are_zeroed_in_steps_one_after_the_other() -> None:
-    for in_a_row, codes in ((1, []), (MIN_DISCARDED_STEPS, ["DDP517"])):
-        lost = event("zero_grad", 7, discarded=("a",), in_a_row=in_a_row)
-        assert [one.code for one in judge_loop(steps(*SYNCED, lost), unequal=False)] == codes
+    finding = only(judge_loop(steps(LOCAL, BACKWARD, LOST, *SYNCED), unequal=False))
+    assert (finding.code, finding.location) == ("DDP517", Location("train.py", 7))
+    assert "train.py:5" in finding.evidence[0]
 
 
 def local(rank: int, rows: tuple[int, ...], *, norm: float | None = None) -> LocalStep:
-    step = StepEvidence(rank, 0, {})
     norm = float(rank + 1) if norm is None else norm
-    return LocalStep(
-        step,
-        1.0,
-        RandomDraws(),
-        (),
-        len(rows),
-        0,
-        norm,
-        (),
-        sample_fingerprints=rows,
-        global_sample_fingerprints=tuple(range(6)),
-    )
+    step = LocalStep(StepEvidence(rank, 0, {}), 1.0, RandomDraws(), (), len(rows), 0, norm, ())
+    return replace(step, sample_fingerprints=rows, global_sample_fingerprints=tuple(range(6)))
 
 
 def test_shards_that_cover_the_batch_are_clean_also_where_samples_are_equal() -> None:
