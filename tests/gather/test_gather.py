@@ -50,16 +50,16 @@ def filled(dtype: Any, *shape: int, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (3, 4)], ids=str)
-def test_equal_bits_give_equal_fingerprints_and_any_change_another(dtype: Any, shape: tuple[int, ...]) -> None:
-    tensor = filled(dtype, *shape)
-    print_of = fingerprint(tensor)
-    assert 0 <= print_of < 2**64 and fingerprint(tensor.clone()) == print_of
-    for place in range(tensor.numel()):
-        changed = tensor.clone()
-        flat = changed.view(-1)
-        flat[place] = ~flat[place] if dtype is torch.bool else flat[place] + 1
-        assert fingerprint(changed) != print_of, place
+def test_equal_bits_give_equal_fingerprints_and_any_change_another(dtype: Any) -> None:
+    for shape in ((), (0,), (3, 0, 2), (1,), (7,), (3, 4)):
+        tensor = filled(dtype, *shape)
+        print_of = fingerprint(tensor)
+        assert 0 <= print_of < 2**64 and fingerprint(tensor.clone()) == print_of
+        for place in range(tensor.numel()):
+            changed = tensor.clone()
+            flat = changed.view(-1)
+            flat[place] = ~flat[place] if dtype is torch.bool else flat[place] + 1
+            assert fingerprint(changed) != print_of, (shape, place)
 
 
 @quickly
@@ -136,9 +136,7 @@ def test_a_fingerprint_does_not_depend_on_what_was_seen_before(monkeypatch: pyte
 def test_sparse_and_complex_views_have_fingerprints_too() -> None:
     sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
     assert fingerprint(sparse) == fingerprint(sparse.to_dense())
-    assert fingerprint(sparse.to_dense().to_sparse_csr() if sparse.dim() == 2 else sparse.coalesce()) == fingerprint(
-        sparse
-    )
+    assert fingerprint(sparse.coalesce()) == fingerprint(sparse)
     z = torch.tensor([1 + 2j, 3 - 1j])
     assert fingerprint(z.conj()) == fingerprint(z.conj().resolve_conj()) != fingerprint(z)
 
@@ -458,13 +456,18 @@ def test_a_loss_of_two_precisions_keeps_the_better_one() -> None:
     ("loss", "words"),
     [
         (lambda m, b: None, "returned NoneType without any tensor"),
+        (lambda m, b: m(b).mean().item(), "returned float without any tensor"),
         (lambda m, b: m(b), "shape (4, 1)"),
+        (lambda m, b: m(b).mean() * 1j, "a complex number, which has no gradient; take its .real or"),
         (lambda m, b: m(b).mean().detach(), "does not require grad"),
+        (lambda m, b: m(b).argmax(), "does not require grad"),
         (lambda m, b: m(b).mean() / 0 * 0, "step 5 is nan"),
+        (lambda m, b: m(b).mean() * math.inf, "inf: gradients that are not finite"),
+        (lambda m: 0, "in step 5 raised TypeError: "),
     ],
-    ids=["none", "no scalar", "no grad", "nan"],
+    ids=["none", "number", "no scalar", "complex", "no grad", "integer", "nan", "inf", "arguments"],
 )
-def test_what_is_no_loss_is_told(loss: Callable[[Any, Any], Any], words: str) -> None:
+def test_what_is_no_loss_is_told(loss: Callable[..., Any], words: str) -> None:
     with pytest.raises(TargetError) as caught:
         compute_loss(recipe(loss), nn.Linear(2, 1), torch.ones(4, 2), step=5, seed=0)
     assert words in str(caught.value)
@@ -564,30 +567,30 @@ def normalise(layer: Any, x: Any, weight: Any) -> tuple[Any, ...]:
 
 @pytest.mark.ddp(reuse="module")
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("split", [4, 5], ids=["even", "uneven"])
-def test_synchronised_statistics_are_those_of_the_whole_batch(name: str, split: int, rank: int) -> None:
+def test_synchronised_statistics_are_those_of_the_whole_batch(name: str, rank: int) -> None:
     shape, options = VARIANTS[name]
     x, weight = filled(torch.float64, 8, *shape), filled(torch.float64, 8, *shape, seed=1)
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d}[len(shape)]
     plain, plain_statistics, plain_evaluated = normalise(kind(3, dtype=torch.float64, **options), x, weight)
 
-    mine = slice(0, split) if rank == 0 else slice(split, None)
-    original = nn.SyncBatchNorm.forward
-    with synchronised_on_cpu() as used:
-        layer = nn.SyncBatchNorm(3, dtype=torch.float64, **options)
-        steps, statistics, evaluated = normalise(layer, x[mine], weight[mine])
-        nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)))
-    assert used == ["SyncBatchNorm"] and nn.SyncBatchNorm.forward is original
+    for split in (4, 5):  # even and uneven
+        mine = slice(0, split) if rank == 0 else slice(split, None)
+        original = nn.SyncBatchNorm.forward
+        with synchronised_on_cpu() as used:
+            layer = nn.SyncBatchNorm(3, dtype=torch.float64, **options)
+            steps, statistics, evaluated = normalise(layer, x[mine], weight[mine])
+            nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)))
+        assert used == ["SyncBatchNorm"] and nn.SyncBatchNorm.forward is original
 
-    for (output, of_input, of_parameters), (whole, of_whole, plain_parameters) in zip(steps, plain, strict=True):
-        torch.testing.assert_close(output, whole[mine])
-        torch.testing.assert_close(of_input, of_whole[mine])
-        for gradient in of_parameters:
-            torch.distributed.all_reduce(gradient)
-        torch.testing.assert_close(of_parameters, plain_parameters)
-    torch.testing.assert_close(statistics, plain_statistics)
-    if plain_evaluated is not None:
-        torch.testing.assert_close(evaluated, plain_evaluated[mine])
+        for (output, of_input, of_parameters), (whole, of_whole, plain_parameters) in zip(steps, plain, strict=True):
+            torch.testing.assert_close(output, whole[mine])
+            torch.testing.assert_close(of_input, of_whole[mine])
+            for gradient in of_parameters:
+                torch.distributed.all_reduce(gradient)
+            torch.testing.assert_close(of_parameters, plain_parameters)
+        torch.testing.assert_close(statistics, plain_statistics)
+        if plain_evaluated is not None:
+            torch.testing.assert_close(evaluated, plain_evaluated[mine])
 
 
 @pytest.mark.ddp(reuse="module")
