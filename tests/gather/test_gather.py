@@ -142,14 +142,11 @@ def test_sparse_and_complex_views_have_fingerprints_too() -> None:
 
 
 def test_a_description_is_equal_for_modules_that_are_built_alike() -> None:
-    one, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
-    assert describe(one) == describe(other) and digest_of(describe(one)) == digest_of(describe(other))
-    assert len(digest_of(describe(one))) == len(digest_of(describe(nn.Linear(1, 1)))) == 32
-    other[1].eval()
-    assert digest_of(describe(one)) != digest_of(describe(other))
-
-
-def test_a_description_lists_lazy_parameters_ties_and_what_nobody_registered() -> None:
+    first, second = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    assert describe(first) == describe(second) and digest_of(describe(first)) == digest_of(describe(second))
+    assert len(digest_of(describe(first))) == len(digest_of(describe(nn.Linear(1, 1)))) == 32
+    second[1].eval()
+    assert digest_of(describe(first)) != digest_of(describe(second))
     model = nn.ModuleDict({"lazy": nn.LazyLinear(2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
     model.cache = torch.ones(4)
@@ -509,33 +506,29 @@ def test_a_copy_of_a_module_that_holds_tensors_with_a_graph() -> None:
     assert all(p.requires_grad for p in copied.parameters())
 
 
-def test_the_tensors_that_ddp_would_find_in_an_output() -> None:
-    class Opaque:
-        def __init__(self, tensor: Any) -> None:
-            self.tensor = tensor
+class Opaque:
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
 
+
+@dataclass
+class Output:
+    tensor: Any
+
+
+class Named(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("make", [lambda t: {"a": [t]}, Output, lambda t: Named(a=t), Opaque])
+def test_the_tensors_that_ddp_would_find_in_an_output(make: Callable[[Any], Any]) -> None:
     tensor = torch.ones(1, requires_grad=True) * 2
-    assert visible_tensors([{"a": [tensor]}]) == ([tensor], "")
-    assert visible_tensors([torch.ones(1)]) == ([], "")
-    found, opaque = visible_tensors([Opaque(tensor)])
-    assert found == [] and opaque.endswith("Opaque")
-    assert visible_tensors([None]) == ([], "")
-
-
-def test_the_tensors_that_ddp_would_find_under_static_graph() -> None:
-    @dataclass
-    class Output:
-        tensor: Any
-
-    class Named(dict[str, Any]):
-        pass
-
-    tensor = torch.ones(1, requires_grad=True) * 2
-    assert visible_tensors([{"a": [tensor]}], static_graph=True) == ([tensor], "")
-    for output in (Output(tensor), Named(a=tensor)):
-        assert visible_tensors([output]) == ([tensor], "")
-        found, opaque = visible_tensors([output], static_graph=True)
-        assert found == [] and opaque.endswith(type(output).__name__)
+    output = make(tensor)
+    for static_graph, hidden in ((False, type(output) is Opaque), (True, type(output) is not dict)):
+        found, opaque = visible_tensors([output], static_graph=static_graph)
+        assert found == ([] if hidden else [tensor])
+        assert opaque.endswith(type(output).__name__) if hidden else opaque == ""
+    assert visible_tensors([torch.ones(1)]) == visible_tensors([None]) == ([], "")
 
 
 # --- SyncBatchNorm on CPU ------------------------------------------------------------------------------------------
