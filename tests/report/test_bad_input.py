@@ -150,6 +150,7 @@ def test_a_file_that_belongs_to_a_package(
         (["--backend", "mpi"], ["backend", "mpi", "gloo"]),
         (["--device", "tpu"], ["device", "tpu", "cpu"]),
         (["--backend", "nccl"], ["nccl", "GPU"]),
+        (["--select", "DDP999"], ["DDP999"]),
         (["--ignore", "unused-paramter"], ["unused-paramter", "unused-parameter"]),
         (["--fail-on", "fatal"], ["fatal", "error"]),
         (["--format", "pdf"], ["pdf", "json"]),
@@ -175,6 +176,10 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "import error inside the target": ("import no_such_package\n", ["no_such_package", "recipe.py:"]),
     "syntax error": ("def broken(:\n", ["SyntaxError", "recipe.py:"]),
     "loss raises": ("def loss(*args): raise RuntimeError('the reason')\n", ["RuntimeError: the reason"]),
+    "shard raises": (
+        "def shard(*args): raise RuntimeError('the reason')\n",
+        ["shard(batch, rank=", "raised RuntimeError: the reason"],
+    ),
     "loss is NaN": ("def loss(m, b): return m(b).mean() * float('nan')\n", ["loss(model, batch) in step 0 is nan"]),
     "unknown DDP option": ("ddp_kwargs = {'magic': True}\n", ["DistributedDataParallel", "magic"]),
     "no parameters": ("def model(): return nn.Identity()\n", ["no parameter of the model requires grad"]),
