@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from ddpcheck.anomalous import detect_anomalous_params
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
@@ -32,7 +33,7 @@ from ddpcheck.gather.phases import model_build, rank_state, repeated_step  # noq
 from ddpcheck.recipe.recipe import Recipe  # noqa: E402
 from ddpcheck.report.checking.check import check  # noqa: E402
 from ddpcheck.testing.fixture import DDPWorld  # noqa: E402
-from tests.reports import only  # noqa: E402
+from tests.reports import codes, only  # noqa: E402
 
 PLAIN = WrapperFacts()
 FINDS_UNUSED = WrapperFacts(find_unused_parameters=True)
@@ -62,145 +63,29 @@ def judge(evidence: list[StepEvidence], wrapper: WrapperFacts = PLAIN, **more: A
     return judge_parameters(evidence, wrapper, more.pop("names", Names()), **more)
 
 
-@pytest.mark.parametrize("wrapper", [PLAIN, STATIC, WrapperFacts(is_ddp=False)], ids=["plain", "static", "other"])
-def test_a_module_of_which_everything_contributes_is_clean(wrapper: WrapperFacts) -> None:
-    assert judge(two_ranks(), wrapper) == []
-
-
-def test_no_evidence_gives_no_finding() -> None:
-    assert judge([]) == [] and zero_everywhere([]) == []
-
-
-def test_what_is_never_read_is_one_finding_a_module() -> None:
-    finding = only(judge(two_ranks(missing=("extra.weight", "extra.bias"))))
-    assert (finding.code, finding.severity) == ("DDP101", Severity.ERROR)
-    assert finding.subjects == ("extra.weight", "extra.bias")
-    assert (finding.ranks, finding.steps) == ((), ())
-    assert "Expected to have finished reduction" in finding.evidence[0]
-
-
-def test_two_modules_that_are_never_read_are_two_findings() -> None:
-    findings = judge(two_ranks(missing=("extra.weight", "extra.bias", "encoder.weight")))
-    assert sorted(finding.subjects for finding in findings) == [("encoder.weight",), ("extra.weight", "extra.bias")]
-
-
-@pytest.mark.parametrize(("wrapper", "option"), [(FINDS_UNUSED, "find_unused_parameters"), (STATIC, "static_graph")])
-def test_unused_is_a_warning_where_the_wrapper_tolerates_it(wrapper: WrapperFacts, option: str) -> None:
-    finding = only(judge(two_ranks(missing=("extra.weight", "extra.bias")), wrapper))
-    assert (finding.code, finding.severity) == ("DDP101", Severity.WARNING)
-    assert any(f"{option}=True" in fact for fact in finding.evidence)
-
-
-def test_a_path_that_is_cut_is_an_error_whatever_the_wrapper_tolerates() -> None:
-    end = PathEnd("cut", "detach()", HERE, "encoder")
-    for wrapper in (PLAIN, FINDS_UNUSED):
-        finding = only(judge(two_ranks(missing=("encoder.weight",), end=end), wrapper))
-        assert (finding.code, finding.severity) == ("DDP103", Severity.ERROR)
-        assert "cut by detach() at model.py:7 (in module encoder)" in finding.message
-
-
-def test_what_does_not_reach_the_loss_is_told_with_its_last_use() -> None:
-    finding = only(judge(two_ranks(missing=("extra.weight",), end=PathEnd("unreachable", "linear()", HERE))))
-    assert finding.code == "DDP102" and finding.subjects == ("extra.weight",)
-    assert any("linear() at model.py:7" in fact for fact in finding.evidence)
-
-
-def test_paths_cut_at_one_line_are_one_finding_and_at_two_lines_two() -> None:
-    one, other = PathEnd("cut", "detach()", HERE), PathEnd("cut", "detach()", Location("model.py", 8))
-    names = ("extra.weight", "encoder.weight")
-    together = StepEvidence(0, 0, dict.fromkeys(names, "missing"), dict.fromkeys(names, one))
-    apart = StepEvidence(0, 0, dict.fromkeys(names, "missing"), dict(zip(names, (one, other), strict=True)))
-    assert only(judge([together])).subjects == names
-    assert len(judge([apart])) == 2
-
-
-def test_all_names_of_a_tied_parameter_and_its_line_are_told() -> None:
-    names = Names({"extra.weight": ("extra.weight", "tied.weight")}, {"extra.weight": HERE})
-    finding = only(judge(two_ranks(missing=("extra.weight",)), names=names))
-    assert finding.subjects == ("extra.weight", "tied.weight") and finding.location == HERE
-
-
-def test_missing_on_one_rank_names_rank_and_steps() -> None:
-    evidence = [
-        step_evidence(r, s, missing=("extra.weight",) if (r, s) == (1, 2) else ()) for s in (0, 1, 2) for r in (0, 1)
-    ]
-    finding = only(judge(evidence))
-    assert (finding.code, finding.ranks, finding.steps) == ("DDP104", (1,), (2,))
-    assert "rank 1 in step 2" in finding.message
-    assert judge(evidence, FINDS_UNUSED) == []
-
-
-def test_missing_on_each_rank_in_turn_is_rank_dependent_on_all() -> None:
-    evidence = [step_evidence(r, s, missing=("extra.weight",) if s % 2 == r else ()) for s in range(4) for r in (0, 1)]
-    finding = only(judge(evidence))
-    assert (finding.code, finding.ranks) == ("DDP104", ())
-
-
-@pytest.mark.parametrize(("missing_in", "told"), [((0,), (0,)), ((2,), (2,)), ((1, 2), (1, 2))])
-def test_missing_on_all_ranks_in_some_steps(missing_in: tuple[int, ...], told: tuple[int, ...]) -> None:
-    evidence = [
-        step_evidence(r, s, missing=("extra.bias",) if s in missing_in else ()) for s in (0, 1, 2) for r in (0, 1)
-    ]
-    finding = only(judge(evidence))
-    assert (finding.code, finding.severity, finding.ranks, finding.steps) == ("DDP105", Severity.ERROR, (), told)
-    assert judge(evidence, FINDS_UNUSED) == []
-    assert any("static_graph=True promises" in fact for fact in only(judge(evidence, STATIC)).evidence)
-
-
-def test_a_gradient_that_is_lost_on_one_rank() -> None:
-    evidence = [step_evidence(0), step_evidence(1, lost=("head.weight",))]
-    finding = only(judge(evidence))
-    assert (finding.code, finding.subjects, finding.ranks) == ("DDP108", ("head.weight",), (1,))
-    assert only(judge(two_ranks(lost=("head.weight",)))).ranks == ()
-
-
-def test_the_function_that_lost_a_gradient_is_named_with_its_line() -> None:
-    evidence = [
-        StepEvidence(0, 0, dict.fromkeys(ALL, "lost"), {"extra.weight": PathEnd("lost", "Scale.backward()", HERE)})
-    ]
-    by_name = {finding.subjects: finding.message for finding in judge(evidence)}
-    assert "Scale.backward() at model.py:7 returns None" in by_name["extra.weight",]
-    assert "a custom autograd Function" in by_name[tuple(name for name in ALL if name != "extra.weight")]
-
-
-def test_zero_gradients_are_grouped_by_where_they_become_zero() -> None:
-    ends = {"extra.weight": PathEnd("zero", "mul()", HERE), "encoder.weight": PathEnd("zero", "mul()", HERE)}
-    finding = only(judge(two_ranks(zero=("extra.weight", "encoder.weight")), zero_ends=ends))
-    assert "it becomes zero in mul() at model.py:7" in finding.message
-
-
-def test_parameters_that_forward_creates_are_told_apart_from_those_in_a_list() -> None:
-    leaves = (
-        UnregisteredTensor("late.weight", (2, 2), HERE, created_in_forward=True),
-        UnregisteredTensor("layers[0].weight", (2, 2)),
-    )
-    late, listed = judge(two_ranks(unregistered=leaves))
-    assert (late.code, listed.code) == ("DDP106", "DDP106") and late.fix != listed.fix
-    assert "created in the forward pass" in late.message and "created" not in listed.message
-
-
+EXTRA, HEAD, ENCODER = ("extra.weight", "extra.bias"), ("head.weight",), ("encoder.weight",)
+WEIGHT = ("extra.weight",)
 BLOCKS = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight")
+NOT_DDP = WrapperFacts(is_ddp=False)
+SPARSE = frozenset(WEIGHT)
+CUT, CUT_LATER = (PathEnd("cut", "detach()", Location("model.py", number), "encoder") for number in (7, 8))
+LEAVES = (
+    UnregisteredTensor("blocks[0].weight", (2, 2), HERE),
+    UnregisteredTensor("blocks[1].weight", (2, 2)),
+    UnregisteredTensor("raw", (3,)),
+)
 
 
-def test_what_holds_a_tensor_that_is_not_registered_is_told_with_its_name() -> None:
-    finding = only(judge(two_ranks(unregistered=(UnregisteredTensor("SCALE", (1,), kind="global variable"),))))
-    assert finding.subjects == ("SCALE",) and finding.message.startswith("The global variable SCALE receives gradient")
+def where(
+    state: str, names: tuple[str, ...], places: Collection[tuple[int, int]], steps: int = 3
+) -> list[StepEvidence]:
+    """Two ranks, with this state of these parameters at these places, which are (rank, step)."""
+    pairs = [(rank, step) for step in range(steps) for rank in range(2)]
+    return [step_evidence(*pair, **{state: names if pair in places else ()}) for pair in pairs]
 
 
-def test_a_sparse_table_that_is_unused_is_an_error_whatever_ddp_looks_for() -> None:
-    evidence = two_ranks(missing=("extra.weight",))
-    sparse = frozenset({"extra.weight"})
-    for wrapper in (WrapperFacts(sparse=sparse), WrapperFacts(find_unused_parameters=True, sparse=sparse)):
-        finding = only(judge(evidence, wrapper))
-        assert (finding.code, finding.severity) == ("DDP101", Severity.ERROR)
-        assert "sparse=False" in finding.fix and "pass find_unused_parameters" not in finding.fix
-        refused = any("Expected sparse gradient to be defined" in fact for fact in finding.evidence)
-        assert refused == wrapper.find_unused_parameters
-    assert only(judge(evidence, FINDS_UNUSED)).severity is not Severity.ERROR
-    sometimes = two_ranks(steps=1) + [step_evidence(rank, 1, missing=("extra.weight",)) for rank in range(2)]
-    found = judge(sometimes, WrapperFacts(find_unused_parameters=True, sparse=sparse))
-    assert only(found).code == "DDP105" and "sparse=False" in found[0].fix
-    assert judge(sometimes, FINDS_UNUSED) == []
+def in_steps(*steps: int) -> list[StepEvidence]:
+    return where("missing", WEIGHT, [(rank, step) for rank in (0, 1) for step in steps])
 
 
 def changed(what: str, *, missing: bool = True, by: str = "", ranks: tuple[int, ...] = (0, 1)) -> list[StepEvidence]:
@@ -209,35 +94,12 @@ def changed(what: str, *, missing: bool = True, by: str = "", ranks: tuple[int, 
         step_evidence(
             rank,
             step,
-            missing=("head.weight",) if missing and step else (),
+            missing=HEAD if missing and step else (),
             changed={"head.weight": ParameterChange(what, HERE, by)} if step and rank in ranks else {},
         )
         for step in range(3)
         for rank in range(2)
     ]
-
-
-@pytest.mark.parametrize("what", ["replaced", "removed", "frozen", "unfrozen", "cast or moved"])
-def test_what_forward_does_to_a_parameter_that_ddp_knows_is_one_finding_with_its_line(what: str) -> None:
-    finding = only(judge(changed(what)))
-    assert (finding.code, finding.subjects, finding.ranks) == ("DDP503", ("head.weight",), ())
-    assert finding.location == HERE and f"was {what} in the forward pass of step 1" in finding.message
-    assert "None" not in finding.message and "{" not in finding.message
-
-
-def test_the_parameter_that_stands_in_the_place_of_another_and_the_rank_are_named() -> None:
-    assert "replaced by body.weight in the forward" in only(judge(changed("replaced", by="body.weight"))).message
-    assert only(
-        judge(changed("replaced", ranks=(1,))),
-    ).ranks == (1,)
-
-
-@pytest.mark.parametrize("what", ["removed", "frozen"])
-def test_what_is_gone_and_not_waited_for_is_nothing(what: str) -> None:
-    assert judge(changed(what, missing=False)) == []
-    tolerant = judge(changed(what), WrapperFacts(find_unused_parameters=True))
-    assert "DDP503" not in [finding.code for finding in tolerant]
-    assert "DDP503" not in [finding.code for finding in judge(changed("replaced"), WrapperFacts(is_ddp=False))]
 
 
 def blocks_missing(*places: tuple[int, int, int]) -> list[StepEvidence]:
@@ -254,109 +116,190 @@ def blocks_missing(*places: tuple[int, int, int]) -> list[StepEvidence]:
     ]
 
 
-def test_blocks_that_are_skipped_by_chance_are_one_finding_that_says_who_skipped_what() -> None:
-    finding = only(judge(blocks_missing((0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))))
-    assert (finding.code, finding.ranks, finding.subjects) == ("DDP104", (), BLOCKS[:2])
-    assert finding.message.startswith("In step 0 blocks.0.weight did not contribute on rank 0, and blocks.1.weight")
-    assert "step 1: blocks.1.weight did not contribute on any rank" in finding.evidence
+def on_both(*places: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Blocks and steps, on both ranks."""
+    return [(block, rank, step) for block, step in places for rank in (0, 1)]
 
 
-def test_heads_that_take_turns_are_one_finding_with_each_ones_steps() -> None:
-    both = [(head, rank, step) for step, head in ((0, 1), (1, 0), (2, 1)) for rank in (0, 1)]
-    finding = only(judge(blocks_missing(*both)))
-    assert finding.code == "DDP105" and "each in different ones" in finding.message
-    assert "steps 0 and 2: blocks.1.weight did not contribute on any rank" in finding.evidence
+def ended(**ends: PathEnd) -> list[StepEvidence]:
+    """One rank, on which these parameters are missing."""
+    by_name = {name.replace("_", "."): end for name, end in ends.items()}
+    return [StepEvidence(0, 0, dict.fromkeys(by_name, "missing"), by_name)]
+
+
+UNUSED = two_ranks(missing=EXTRA)
+UNUSED_WEIGHT = two_ranks(missing=WEIGHT)
+ON_RANK_1_IN_STEP_2 = where("missing", WEIGHT, [(1, 2)])
+ZERO = two_ranks(zero=WEIGHT)
+HIDDEN = two_ranks(output_type="Output", hidden_from_ddp=())
+TWICE = two_ranks(arrivals={"head.weight": 2}, reentrant=True)
+CUT_IN_ENCODER = "cut by detach() at model.py:7 (in module encoder)"
+NO_TURN = on_both((0, 0), (0, 1), (0, 2))
+
+CLEAN: dict[str, tuple[list[StepEvidence], WrapperFacts]] = {
+    "all contributes": (two_ranks(), PLAIN),
+    "all contributes, static": (two_ranks(), STATIC),
+    "all contributes, no DDP": (two_ranks(), NOT_DDP),
+    "no evidence": ([], PLAIN),
+    "on a rank, which is searched for": (ON_RANK_1_IN_STEP_2, FINDS_UNUSED),
+    "in some steps, which is searched for": (in_steps(1), FINDS_UNUSED),
+    "some unused, which is searched for": ([step_evidence(0, missing=WEIGHT), step_evidence(1)], FINDS_UNUSED),
+    "removed and not waited for": (changed("removed", missing=False), PLAIN),
+    "frozen and not waited for": (changed("frozen", missing=False), PLAIN),
+    "zero on a rank": ([step_evidence(0, zero=WEIGHT), step_evidence(1)], PLAIN),
+    "zero in a step": ([step_evidence(0, 0, zero=WEIGHT), step_evidence(0, 1)], PLAIN),
+    "all zero, which is another rule": (two_ranks(zero=ALL), PLAIN),
+    "an output without tensors, of which none are looked for": (HIDDEN, PLAIN),
+    "a gradient that arrives twice, static": (TWICE, STATIC),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_what_is_healthy_is_clean(name: str) -> None:
+    assert judge(*CLEAN[name]) == []
+
+
+def told(evidence: list[StepEvidence], code: str, *words: str, wrapper: WrapperFacts = PLAIN, **expected: Any) -> Any:
+    """Evidence, the wrapper, the attributes of the only finding, and parts of its text."""
+    return evidence, wrapper, {"code": code, **expected}, words
+
+
+ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
+LOOSE = {"wrapper": FINDS_UNUSED}
+SPARSE_LOOSE = WrapperFacts(find_unused_parameters=True, sparse=SPARSE)
+UNUSED_ON_ALL: dict[str, Any] = {"severity": ERROR, "subjects": EXTRA, "ranks": (), "steps": ()}
+NOT_REACHED = two_ranks(missing=WEIGHT, end=PathEnd("unreachable", "linear()", HERE))
+BLOCK_CUTS = [PathEnd("cut", "torch.no_grad()", Location("model.py", number), "", HERE) for number in (8, 9)]
+IN_NO_GRAD = ended(extra_weight=BLOCK_CUTS[0], encoder_weight=BLOCK_CUTS[1])
+GLOBAL = two_ranks(unregistered=(UnregisteredTensor("SCALE", (1,), kind="global variable"),))
+BY_TURNS = where("missing", WEIGHT, [(0, 0), (1, 1), (0, 2), (1, 3)], steps=4)
+LEAF_ON_RANK_1 = [step_evidence(0), step_evidence(1, unregistered=LEAVES[2:])]
+BY_CHANCE = blocks_missing((0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))
+CHANGES = ("replaced", "removed", "frozen", "unfrozen", "cast or moved")
+IN_FORWARD: dict[str, Any] = {"subjects": HEAD, "ranks": (), "location": HERE}
+CHECKPOINTED, HIDDEN_HEAD = (two_ranks(hidden_from_ddp=HEAD, reentrant=reentrant) for reentrant in (True, False))
+FOUND = {
+    "never read": told(UNUSED, "DDP101", "Expected to have finished reduction", **UNUSED_ON_ALL),
+    "never read, searched for": told(UNUSED, "DDP101", "find_unused_parameters=True", severity=WARNING, **LOOSE),
+    "never read, static": told(UNUSED, "DDP101", "static_graph=True", severity=WARNING, wrapper=STATIC),
+    "cut": told(two_ranks(missing=ENCODER, end=CUT), "DDP103", CUT_IN_ENCODER, severity=ERROR),
+    "cut, searched for": told(two_ranks(missing=ENCODER, end=CUT), "DDP103", CUT_IN_ENCODER, severity=ERROR, **LOOSE),
+    "does not reach the loss": told(NOT_REACHED, "DDP102", "linear() at model.py:7", subjects=WEIGHT),
+    "cut at one line": told(ended(extra_weight=CUT, encoder_weight=CUT), "DDP103", subjects=WEIGHT + ENCODER),
+    "cut in one block": told(IN_NO_GRAD, "DDP103", "\ntorch.no_grad() begins at model.py:7\n"),
+    "on a rank in a step": told(ON_RANK_1_IN_STEP_2, "DDP104", "rank 1 in step 2", ranks=(1,), steps=(2,)),
+    "on each rank in turn": told(BY_TURNS, "DDP104", ranks=()),
+    "in the first step": told(in_steps(0), "DDP105", severity=ERROR, ranks=(), steps=(0,)),
+    "in step 1": told(in_steps(1), "DDP105", "at the next forward after step 1"),
+    "in the last step": told(in_steps(2), "DDP105", "no forward follows step 2", steps=(2,)),
+    "in two steps": told(in_steps(1, 2), "DDP105", severity=ERROR, ranks=(), steps=(1, 2)),
+    "in a step, static": told(in_steps(1), "DDP513", "static_graph=True promises", wrapper=STATIC),
+    "lost on a rank": told([step_evidence(0), step_evidence(1, lost=HEAD)], "DDP108", subjects=HEAD, ranks=(1,)),
+    "lost": told(two_ranks(lost=HEAD), "DDP108", ranks=()),
+    "a global": told(GLOBAL, "DDP106", "\nThe global variable SCALE receives gradient", subjects=("SCALE",)),
+    "a tensor on a rank": told(LEAF_ON_RANK_1, "DDP106", ranks=(1,)),
+    "sparse": told(UNUSED_WEIGHT, "DDP101", "sparse=False", severity=ERROR, wrapper=WrapperFacts(sparse=SPARSE)),
+    "sparse, searched for": told(UNUSED_WEIGHT, "DDP101", "sparse=False", severity=ERROR, wrapper=SPARSE_LOOSE),
+    "sparse, in a step": told(in_steps(1), "DDP105", "sparse=False", wrapper=SPARSE_LOOSE),
+    **{
+        what: told(changed(what), "DDP503", f"was {what} in the forward pass of step 1", **IN_FORWARD)
+        for what in CHANGES
+    },
+    "replaced by another": told(
+        changed("replaced", by="body.weight"), "DDP503", "replaced by body.weight in the forward"
+    ),
+    "replaced on a rank": told(changed("replaced", ranks=(1,)), "DDP503", ranks=(1,)),
+    "blocks that are skipped by chance": told(
+        *(BY_CHANCE, "DDP104", "\nIn step 0 blocks.0.weight did not contribute on rank 0, and blocks.1.weight"),
+        "\nstep 1: blocks.1.weight did not contribute on any rank\n",
+        **{"ranks": (), "subjects": BLOCKS[:2]},
+    ),
+    "heads that take turns": told(
+        *(blocks_missing(*on_both((1, 0), (0, 1), (1, 2))), "DDP105", "each in different ones"),
+        "\nsteps 0 and 2: blocks.1.weight did not contribute on any rank\n",
+    ),
+    "a block that no step took": told(blocks_missing(*NO_TURN), "DDP101", severity=WARNING, **LOOSE),
+    "zero": told(ZERO, "DDP107", severity=WARNING, subjects=WEIGHT),
+    "searched for in vain": told(two_ranks(), "DDP109", severity=NOTE, **LOOSE),
+    "an output without tensors": told(HIDDEN, "DDP112", subjects=("Output",), **LOOSE),
+    "an output without tensors, no DDP": told(HIDDEN, "DDP109", wrapper=replace(FINDS_UNUSED, is_ddp=False)),
+    "hidden by a checkpoint": told(CHECKPOINTED, "DDP406", "re-entrant checkpoint", subjects=HEAD, **LOOSE),
+    "hidden": told(HIDDEN_HEAD, "DDP406", subjects=HEAD, **LOOSE),
+    "a gradient that arrives twice": told(TWICE, "DDP406", "2 times", "use_reentrant=False", subjects=HEAD),
+}
+
+
+def text_of(finding: Finding) -> str:
+    return "\n".join(["", finding.message, *finding.evidence, finding.fix, ""])
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_wrong_is_one_finding(name: str) -> None:
+    evidence, wrapper, expected, words = FOUND[name]
+    finding = only(judge(evidence, wrapper))
+    assert {attribute: getattr(finding, attribute) for attribute in expected} == expected
+    text = text_of(finding)
+    assert not [part for part in words if part not in text]
+    assert name not in CHANGES or ("None" not in finding.message and "{" not in finding.message)
+    if name in ("sparse", "sparse, searched for"):
+        assert "pass find_unused_parameters" not in finding.fix
+        assert ("Expected sparse gradient to be defined" in text) is wrapper.find_unused_parameters
+    assert name != "hidden" or "re-entrant checkpoint" not in finding.evidence[0]
+
+
+def test_two_modules_that_are_never_read_are_two_findings_and_so_are_paths_cut_at_two_lines() -> None:
+    findings = judge(two_ranks(missing=(*EXTRA, *ENCODER)))
+    assert sorted(finding.subjects for finding in findings) == [ENCODER, EXTRA]
+    assert len(judge(ended(extra_weight=CUT, encoder_weight=CUT_LATER))) == 2
+
+
+def test_all_names_of_a_tied_parameter_and_its_line_are_told() -> None:
+    names = Names({"extra.weight": ("extra.weight", "tied.weight")}, {"extra.weight": HERE})
+    finding = only(judge(UNUSED_WEIGHT, names=names))
+    assert finding.subjects == ("extra.weight", "tied.weight") and finding.location == HERE
+
+
+def test_the_function_that_lost_a_gradient_is_named_with_its_line() -> None:
+    end = PathEnd("lost", "Scale.backward()", HERE)
+    by_name = {
+        finding.subjects: finding.message
+        for finding in judge([StepEvidence(0, 0, dict.fromkeys(ALL, "lost"), {"extra.weight": end})])
+    }
+    assert "Scale.backward() at model.py:7 returns None" in by_name["extra.weight",]
+    assert "a custom autograd Function" in by_name[tuple(name for name in ALL if name != "extra.weight")]
+
+
+def test_zero_gradients_are_grouped_by_where_they_become_zero_and_are_none_if_they_wake() -> None:
+    zero = PathEnd("zero", "mul()", HERE)
+    ends = {"extra.weight": zero, "encoder.weight": zero}
+    finding = only(judge(two_ranks(zero=(*WEIGHT, *ENCODER)), zero_ends=ends))
+    assert "it becomes zero in mul() at model.py:7" in finding.message
+    assert judge(ZERO, nonzero_when_perturbed=frozenset(WEIGHT)) == [] and zero_everywhere([]) == []
+
+
+def test_leaves_that_are_not_registered_are_one_finding_a_holder() -> None:
+    by_list, by_tensor = judge(two_ranks(unregistered=LEAVES))
+    expected = ("DDP106", ("blocks[0].weight", "blocks[1].weight"), HERE)
+    assert (by_list.code, by_list.subjects, by_list.location) == expected
+    assert by_tensor.subjects == ("raw",) and "3" in by_tensor.evidence[0] and by_tensor.ranks == ()
+    late = UnregisteredTensor("late.weight", (2, 2), HERE, created_in_forward=True)
+    created, listed = judge(two_ranks(unregistered=(late, LEAVES[1])))
+    assert (created.code, listed.code) == ("DDP106", "DDP106") and created.fix != listed.fix
+    assert "created in the forward pass" in created.message and "created" not in listed.message
+
+
+@pytest.mark.parametrize("what", ["removed", "frozen"])
+def test_what_is_gone_is_no_change_where_the_wrapper_tolerates_it(what: str) -> None:
+    tolerant = judge(changed(what), WrapperFacts(find_unused_parameters=True))
+    assert "DDP503" not in codes(tolerant) and "DDP503" not in codes(judge(changed("replaced"), NOT_DDP))
 
 
 def test_a_block_that_no_step_took_is_a_note_where_others_of_its_list_take_turns() -> None:
-    never = [(0, rank, step) for step in range(3) for rank in (0, 1)]
-    evidence = blocks_missing(*never, (1, 0, 0), (1, 1, 0))
+    evidence = blocks_missing(*NO_TURN, (1, 0, 0), (1, 1, 0))
     (first,) = [finding for finding in judge(evidence, FINDS_UNUSED) if finding.code == "DDP101"]
-    assert (first.subjects, first.severity) == (BLOCKS[:1], Severity.NOTE)
+    assert (first.subjects, first.severity) == (BLOCKS[:1], NOTE)
     assert any("check more steps" in fact for fact in first.evidence)
-    assert {finding.code: finding.severity for finding in judge(evidence)}["DDP101"] is Severity.ERROR
-    assert only(judge(blocks_missing(*never), FINDS_UNUSED)).severity is Severity.WARNING
-
-
-def test_that_nothing_follows_the_last_step_is_said() -> None:
-    finding = only(judge(blocks_missing((0, 0, 2), (0, 1, 2))))
-    assert any("no forward follows step 2" in fact for fact in finding.evidence)
-    finding = only(judge(blocks_missing((0, 0, 1), (0, 1, 1))))
-    assert any("at the next forward after step 1" in fact for fact in finding.evidence)
-
-
-def test_paths_cut_in_one_block_without_gradients_are_one_finding() -> None:
-    ends = {
-        name: PathEnd("cut", "torch.no_grad()", Location("model.py", line), "", HERE)
-        for line, name in enumerate(("extra.weight", "encoder.weight"), 8)
-    }
-    evidence = StepEvidence(0, 0, dict.fromkeys(ends, "missing"), ends)
-    finding = only(judge([evidence]))
-    assert "torch.no_grad() begins at model.py:7" in finding.evidence
-
-
-def test_a_gradient_that_is_always_zero_is_a_warning_unless_it_wakes() -> None:
-    evidence = two_ranks(zero=("extra.weight",))
-    finding = only(judge(evidence))
-    assert (finding.code, finding.severity, finding.subjects) == ("DDP107", Severity.WARNING, ("extra.weight",))
-    assert judge(evidence, nonzero_when_perturbed=frozenset({"extra.weight"})) == []
-
-
-def test_a_gradient_that_is_zero_in_some_steps_or_on_some_ranks_is_fine() -> None:
-    assert judge([step_evidence(0, zero=("extra.weight",)), step_evidence(1)]) == []
-    assert judge([step_evidence(0, 0, zero=("extra.weight",)), step_evidence(0, 1)]) == []
-
-
-def test_where_all_gradients_are_zero_nothing_was_compared_and_that_is_another_rule() -> None:
-    assert judge(two_ranks(zero=ALL)) == []
-
-
-def test_leaves_that_nobody_registered_are_one_finding_a_holder() -> None:
-    leaves = (
-        UnregisteredTensor("blocks[0].weight", (2, 2), HERE),
-        UnregisteredTensor("blocks[1].weight", (2, 2)),
-        UnregisteredTensor("raw", (3,)),
-    )
-    by_list, by_tensor = judge(two_ranks(unregistered=leaves))
-    assert (by_list.code, by_list.subjects, by_list.location) == (
-        "DDP106",
-        ("blocks[0].weight", "blocks[1].weight"),
-        HERE,
-    )
-    assert by_tensor.subjects == ("raw",) and "3" in by_tensor.evidence[0]
-    assert by_tensor.ranks == ()
-    on_rank_1 = [step_evidence(0), step_evidence(1, unregistered=leaves[2:])]
-    assert only(judge(on_rank_1)).ranks == (1,)
-
-
-def test_searching_for_unused_parameters_where_there_never_are_any_is_a_note() -> None:
-    finding = only(judge(two_ranks(), FINDS_UNUSED))
-    assert (finding.code, finding.severity) == ("DDP109", Severity.NOTE)
-    some = [step_evidence(0, missing=("extra.weight",)), step_evidence(1)]
-    assert judge(some, FINDS_UNUSED) == []
-
-
-def test_an_output_without_tensors_blinds_the_search_for_unused_parameters() -> None:
-    evidence = two_ranks(output_type="Output", hidden_from_ddp=())
-    assert only(judge(evidence, FINDS_UNUSED)).code == "DDP112"
-    assert only(judge(evidence, FINDS_UNUSED)).subjects == ("Output",)
-    assert judge(evidence, PLAIN) == []
-    assert [f.code for f in judge(evidence, WrapperFacts(is_ddp=False, find_unused_parameters=True))] == ["DDP109"]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_parameters_that_the_search_cannot_see_are_marked_ready_twice(reentrant: bool) -> None:
-    finding = only(judge(two_ranks(hidden_from_ddp=("head.weight",), reentrant=reentrant), FINDS_UNUSED))
-    assert (finding.code, finding.subjects) == ("DDP406", ("head.weight",))
-    assert ("re-entrant checkpoint" in finding.evidence[0]) is reentrant
-
-
-def test_a_gradient_that_arrives_twice_in_one_backward() -> None:
-    evidence = two_ranks(arrivals={"head.weight": 2}, reentrant=True)
-    finding = only(judge(evidence))
-    assert (finding.code, finding.subjects) == ("DDP406", ("head.weight",)) and "2 times" in finding.message
-    assert "use_reentrant=False" in finding.fix
-    assert judge(evidence, STATIC) == []
+    assert {finding.code: finding.severity for finding in judge(evidence)}["DDP101"] is ERROR
 
 
 def test_lazy_parameters_without_a_shape() -> None:
@@ -558,8 +501,8 @@ def said_of(findings: Sequence[Finding]) -> dict[str, set[str]]:
 
 def assert_right(said: dict[str, set[str]], expected: dict[str, set[str]]) -> None:
     assert set(said) == set(expected), (said, expected)
-    for name, codes in said.items():
-        assert len(codes) == 1 and codes <= expected[name], (name, said, expected)
+    for name, said_codes in said.items():
+        assert len(said_codes) == 1 and said_codes <= expected[name], (name, said, expected)
 
 
 @pytest.mark.ddp(timeout=60, reuse="module")

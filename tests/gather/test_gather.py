@@ -50,16 +50,16 @@ def filled(dtype: Any, *shape: int, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (3, 4)], ids=str)
-def test_equal_bits_give_equal_fingerprints_and_any_change_another(dtype: Any, shape: tuple[int, ...]) -> None:
-    tensor = filled(dtype, *shape)
-    print_of = fingerprint(tensor)
-    assert 0 <= print_of < 2**64 and fingerprint(tensor.clone()) == print_of
-    for place in range(tensor.numel()):
-        changed = tensor.clone()
-        flat = changed.view(-1)
-        flat[place] = ~flat[place] if dtype is torch.bool else flat[place] + 1
-        assert fingerprint(changed) != print_of, place
+def test_equal_bits_give_equal_fingerprints_and_any_change_another(dtype: Any) -> None:
+    for shape in ((), (0,), (3, 0, 2), (1,), (7,), (3, 4)):
+        tensor = filled(dtype, *shape)
+        print_of = fingerprint(tensor)
+        assert 0 <= print_of < 2**64 and fingerprint(tensor.clone()) == print_of
+        for place in range(tensor.numel()):
+            changed = tensor.clone()
+            flat = changed.view(-1)
+            flat[place] = ~flat[place] if dtype is torch.bool else flat[place] + 1
+            assert fingerprint(changed) != print_of, (shape, place)
 
 
 @quickly
@@ -136,22 +136,17 @@ def test_a_fingerprint_does_not_depend_on_what_was_seen_before(monkeypatch: pyte
 def test_sparse_and_complex_views_have_fingerprints_too() -> None:
     sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
     assert fingerprint(sparse) == fingerprint(sparse.to_dense())
-    assert fingerprint(sparse.to_dense().to_sparse_csr() if sparse.dim() == 2 else sparse.coalesce()) == fingerprint(
-        sparse
-    )
+    assert fingerprint(sparse.coalesce()) == fingerprint(sparse)
     z = torch.tensor([1 + 2j, 3 - 1j])
     assert fingerprint(z.conj()) == fingerprint(z.conj().resolve_conj()) != fingerprint(z)
 
 
 def test_a_description_is_equal_for_modules_that_are_built_alike() -> None:
-    one, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
-    assert describe(one) == describe(other) and digest_of(describe(one)) == digest_of(describe(other))
-    assert len(digest_of(describe(one))) == len(digest_of(describe(nn.Linear(1, 1)))) == 32
-    other[1].eval()
-    assert digest_of(describe(one)) != digest_of(describe(other))
-
-
-def test_a_description_lists_lazy_parameters_ties_and_what_nobody_registered() -> None:
+    first, second = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    assert describe(first) == describe(second) and digest_of(describe(first)) == digest_of(describe(second))
+    assert len(digest_of(describe(first))) == len(digest_of(describe(nn.Linear(1, 1)))) == 32
+    second[1].eval()
+    assert digest_of(describe(first)) != digest_of(describe(second))
     model = nn.ModuleDict({"lazy": nn.LazyLinear(2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
     model.cache = torch.ones(4)
@@ -458,13 +453,18 @@ def test_a_loss_of_two_precisions_keeps_the_better_one() -> None:
     ("loss", "words"),
     [
         (lambda m, b: None, "returned NoneType without any tensor"),
+        (lambda m, b: m(b).mean().item(), "returned float without any tensor"),
         (lambda m, b: m(b), "shape (4, 1)"),
+        (lambda m, b: m(b).mean() * 1j, "a complex number, which has no gradient; take its .real or"),
         (lambda m, b: m(b).mean().detach(), "does not require grad"),
+        (lambda m, b: m(b).argmax(), "does not require grad"),
         (lambda m, b: m(b).mean() / 0 * 0, "step 5 is nan"),
+        (lambda m, b: m(b).mean() * math.inf, "inf: gradients that are not finite"),
+        (lambda m: 0, "in step 5 raised TypeError: "),
     ],
-    ids=["none", "no scalar", "no grad", "nan"],
+    ids=["none", "number", "no scalar", "complex", "no grad", "integer", "nan", "inf", "arguments"],
 )
-def test_what_is_no_loss_is_told(loss: Callable[[Any, Any], Any], words: str) -> None:
+def test_what_is_no_loss_is_told(loss: Callable[..., Any], words: str) -> None:
     with pytest.raises(TargetError) as caught:
         compute_loss(recipe(loss), nn.Linear(2, 1), torch.ones(4, 2), step=5, seed=0)
     assert words in str(caught.value)
@@ -506,33 +506,29 @@ def test_a_copy_of_a_module_that_holds_tensors_with_a_graph() -> None:
     assert all(p.requires_grad for p in copied.parameters())
 
 
-def test_the_tensors_that_ddp_would_find_in_an_output() -> None:
-    class Opaque:
-        def __init__(self, tensor: Any) -> None:
-            self.tensor = tensor
+class Opaque:
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
 
+
+@dataclass
+class Output:
+    tensor: Any
+
+
+class Named(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("make", [lambda t: {"a": [t]}, Output, lambda t: Named(a=t), Opaque])
+def test_the_tensors_that_ddp_would_find_in_an_output(make: Callable[[Any], Any]) -> None:
     tensor = torch.ones(1, requires_grad=True) * 2
-    assert visible_tensors([{"a": [tensor]}]) == ([tensor], "")
-    assert visible_tensors([torch.ones(1)]) == ([], "")
-    found, opaque = visible_tensors([Opaque(tensor)])
-    assert found == [] and opaque.endswith("Opaque")
-    assert visible_tensors([None]) == ([], "")
-
-
-def test_the_tensors_that_ddp_would_find_under_static_graph() -> None:
-    @dataclass
-    class Output:
-        tensor: Any
-
-    class Named(dict[str, Any]):
-        pass
-
-    tensor = torch.ones(1, requires_grad=True) * 2
-    assert visible_tensors([{"a": [tensor]}], static_graph=True) == ([tensor], "")
-    for output in (Output(tensor), Named(a=tensor)):
-        assert visible_tensors([output]) == ([tensor], "")
-        found, opaque = visible_tensors([output], static_graph=True)
-        assert found == [] and opaque.endswith(type(output).__name__)
+    output = make(tensor)
+    for static_graph, hidden in ((False, type(output) is Opaque), (True, type(output) is not dict)):
+        found, opaque = visible_tensors([output], static_graph=static_graph)
+        assert found == ([] if hidden else [tensor])
+        assert opaque.endswith(type(output).__name__) if hidden else opaque == ""
+    assert visible_tensors([torch.ones(1)]) == visible_tensors([None]) == ([], "")
 
 
 # --- SyncBatchNorm on CPU ------------------------------------------------------------------------------------------
@@ -564,30 +560,30 @@ def normalise(layer: Any, x: Any, weight: Any) -> tuple[Any, ...]:
 
 @pytest.mark.ddp(reuse="module")
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("split", [4, 5], ids=["even", "uneven"])
-def test_synchronised_statistics_are_those_of_the_whole_batch(name: str, split: int, rank: int) -> None:
+def test_synchronised_statistics_are_those_of_the_whole_batch(name: str, rank: int) -> None:
     shape, options = VARIANTS[name]
     x, weight = filled(torch.float64, 8, *shape), filled(torch.float64, 8, *shape, seed=1)
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d}[len(shape)]
     plain, plain_statistics, plain_evaluated = normalise(kind(3, dtype=torch.float64, **options), x, weight)
 
-    mine = slice(0, split) if rank == 0 else slice(split, None)
-    original = nn.SyncBatchNorm.forward
-    with synchronised_on_cpu() as used:
-        layer = nn.SyncBatchNorm(3, dtype=torch.float64, **options)
-        steps, statistics, evaluated = normalise(layer, x[mine], weight[mine])
-        nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)))
-    assert used == ["SyncBatchNorm"] and nn.SyncBatchNorm.forward is original
+    for split in (4, 5):  # even and uneven
+        mine = slice(0, split) if rank == 0 else slice(split, None)
+        original = nn.SyncBatchNorm.forward
+        with synchronised_on_cpu() as used:
+            layer = nn.SyncBatchNorm(3, dtype=torch.float64, **options)
+            steps, statistics, evaluated = normalise(layer, x[mine], weight[mine])
+            nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)))
+        assert used == ["SyncBatchNorm"] and nn.SyncBatchNorm.forward is original
 
-    for (output, of_input, of_parameters), (whole, of_whole, plain_parameters) in zip(steps, plain, strict=True):
-        torch.testing.assert_close(output, whole[mine])
-        torch.testing.assert_close(of_input, of_whole[mine])
-        for gradient in of_parameters:
-            torch.distributed.all_reduce(gradient)
-        torch.testing.assert_close(of_parameters, plain_parameters)
-    torch.testing.assert_close(statistics, plain_statistics)
-    if plain_evaluated is not None:
-        torch.testing.assert_close(evaluated, plain_evaluated[mine])
+        for (output, of_input, of_parameters), (whole, of_whole, plain_parameters) in zip(steps, plain, strict=True):
+            torch.testing.assert_close(output, whole[mine])
+            torch.testing.assert_close(of_input, of_whole[mine])
+            for gradient in of_parameters:
+                torch.distributed.all_reduce(gradient)
+            torch.testing.assert_close(of_parameters, plain_parameters)
+        torch.testing.assert_close(statistics, plain_statistics)
+        if plain_evaluated is not None:
+            torch.testing.assert_close(evaluated, plain_evaluated[mine])
 
 
 @pytest.mark.ddp(reuse="module")

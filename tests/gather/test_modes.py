@@ -1,11 +1,12 @@
 """The mode in which a model is checked: training mode, as a loop puts it there."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcheck.findings.report import Report
 from ddpcheck.gather.state.training_mode import BUILT_IN_EVAL_MODE, into_training
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
@@ -53,36 +54,25 @@ def partly_evaluating() -> nn.Module:
     return model
 
 
-def frozen() -> nn.Module:
-    return Frozen()
-
-
-def frozen_evaluating() -> nn.Module:
-    return Frozen().eval()
-
-
-def told(report: Report) -> tuple[list[str], bool]:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "loss", "codes", "noted"),
+    [
+        (lambda: Net().eval(), loss, ["DDP304"], True),  # arrives in eval mode: checked in training mode, and noted
+        (Net, loss, ["DDP304"], False),
+        (Frozen, loss, [], False),  # what `train` keeps in eval mode is checked in it
+        (lambda: Frozen().eval(), loss, [], True),
+        (partly_evaluating, loss, [], False),  # what model or loss puts into eval mode stays in it
+        (Net, loss_in_eval_mode, [], False),
+    ],
+    ids=["built evaluating", "training", "frozen", "frozen evaluating", "partly evaluating", "evaluating in loss"],
+)
+def test_the_mode_of_a_check(model: Any, loss: Any, codes: list[str], noted: bool) -> None:
+    report = check(Recipe(model=model, batch=batch, loss=loss))
     assert report.error is None, report.error
     assert {item.status for item in report.checks} <= {"passed", "warned"}
-    return [finding.code for finding in report.findings], BUILT_IN_EVAL_MODE in report.world["notes"]
-
-
-@pytest.mark.slow
-def test_a_model_that_arrives_in_eval_mode_is_checked_in_training_mode_which_is_said() -> None:
-    assert told(check(Recipe(model=lambda: Net().eval(), batch=batch, loss=loss))) == (["DDP304"], True)
-    assert told(check(Recipe(model=Net, batch=batch, loss=loss))) == (["DDP304"], False)
-
-
-@pytest.mark.slow
-def test_what_train_keeps_in_eval_mode_is_checked_in_it() -> None:
-    assert told(check(Recipe(model=frozen, batch=batch, loss=loss))) == ([], False)
-    assert told(check(Recipe(model=frozen_evaluating, batch=batch, loss=loss))) == ([], True)
-
-
-@pytest.mark.slow
-def test_what_model_or_loss_puts_into_eval_mode_stays_in_it() -> None:
-    assert told(check(Recipe(model=partly_evaluating, batch=batch, loss=loss))) == ([], False)
-    assert told(check(Recipe(model=Net, batch=batch, loss=loss_in_eval_mode))) == ([], False)
+    assert [finding.code for finding in report.findings] == codes
+    assert (BUILT_IN_EVAL_MODE in report.world["notes"]) is noted
 
 
 def test_a_train_that_trains_is_not_called() -> None:
@@ -96,10 +86,5 @@ def test_a_train_that_trains_is_not_called() -> None:
 def test_parts_in_eval_mode_stay_so_beside_a_train_of_the_users() -> None:
     model = Frozen()
     model.head.eval()
-    assert not into_training(model)
-    assert [model.training, model.body[0].training, model.body[1].training, model.head.training] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert not into_training(model) and model.training
+    assert [part.training for part in (model.body[0], model.body[1], model.head)] == [True, False, False]

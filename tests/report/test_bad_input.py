@@ -5,23 +5,25 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import ddpcheck
 from ddpcheck import cli
-from ddpcheck.findings.errors import UsageError
-from tests.tiers import share
+from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.recipe.target import load_target
 
 torch = pytest.importorskip("torch")
+nn = torch.nn
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = str(Path(ddpcheck.__file__).parent)
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 GOOD = """
 import os
@@ -29,7 +31,6 @@ import sys
 
 import torch
 from torch import nn
-from tests.tiers import share
 
 
 def model():
@@ -98,39 +99,31 @@ def test_the_recipe_that_all_others_are_made_from_is_healthy(report) -> None:
     assert (done.code, done.err) == (0, "") and done.last_line == "clean: 6 checks passed, no findings"
 
 
-# --- The target is not there, or is something else -----------------------------------------------------------------
+# --- The target is not there, or is something else: recipe/test_target.py has more of them ---------------------------
 
 
 @pytest.mark.parametrize(
     ("target", "words"),
     [
         ("nowhere.py", ["no such file: nowhere.py"]),
-        ("folder/nowhere.py:recipe", ["no such file: folder/nowhere.py"]),
-        (".", ["'.'"]),
         ("./", ["folder"]),
-        ("no_such_module", ["no module named 'no_such_module'"]),
-        ("json.no_such_part:recipe", ["no module named 'json.no_such_part'"]),
-        ("recipe.py:modle", ["recipe.py has no attribute 'modle'", "did you mean 'model'?"]),
-        ("recipe:modle", ["recipe has no attribute 'modle'", "did you mean 'model'?"]),
-        ("recipe.py:loss", ["needs arguments"]),
-        ("recipe.py:model", ["returned a value of type Sequential", "it must return a ddpcheck.Recipe"]),
-        (
-            "recipe.py:sys",
-            ["is the module sys", "must be a ddpcheck.Recipe or a function that returns one"],
-        ),
-        ("recipe.py:NUMBER", ["a value of type int"]),
-        (":recipe", ["names no file or module"]),
+        ("./notes.txt", ["no Python file"]),
         ("", ["names no file or module"]),
-        ("json", ["json has no model and no batch and no loss"]),
+        ("recipe.py:modle", ["recipe.py has no attribute 'modle'", "did you mean 'model'?"]),
     ],
 )
-def test_a_target_that_is_not_there_or_is_no_recipe(report, target: str, words: list[str]) -> None:
-    assert_usage_error(report(source="NUMBER = 3\n", target=target), *words)
+def test_a_target_that_is_not_there(report, tmp_path: Path, target: str, words: list[str]) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    assert_usage_error(report(target=target), *words)
 
 
 @pytest.mark.parametrize("importing", ["from .parts import WIDTH", "from package.inner.parts import WIDTH"])
-@pytest.mark.parametrize("initialised", share([True, False], [True]), ids=["package", "namespace"])
-def test_a_file_that_belongs_to_a_package(report, tmp_path: Path, importing: str, initialised: bool) -> None:
+@pytest.mark.parametrize("initialised", [True, False], ids=["package", "namespace"])
+def test_a_file_that_belongs_to_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importing: str, initialised: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     inner = tmp_path / "package" / "inner"
     inner.mkdir(parents=True)
     (inner / "parts.py").write_text("WIDTH = 4\n")
@@ -138,29 +131,11 @@ def test_a_file_that_belongs_to_a_package(report, tmp_path: Path, importing: str
     if initialised:
         (inner / "__init__.py").touch()
         (inner.parent / "__init__.py").touch()
-    if initialised or importing.startswith("from ."):
-        done = report(target="package/inner/whole.py")
-        assert_usage_error(done, "imports other parts of the package that it belongs to; use package.inner.whole")
-    assert report(target="package.inner.whole").code == 0
-
-
-def test_a_file_that_is_no_python(report, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("hello")
-    assert_usage_error(report(target="./notes.txt"), "no Python file")
-
-
-def test_a_module_whose_model_is_no_function(report) -> None:
-    assert_usage_error(report(source="model = nn.Linear\nbatch = 3\n"), "batch must be a function", "int")
-
-
-def test_a_recipe_with_a_wrong_attribute(report) -> None:
-    done = report(source="import ddpcheck\ndef recipe(): return ddpcheck.Recipe(model=model, batch=batch, loss=None)\n")
-    assert done.code == 0  # the module itself is whole
-    done = report(
-        source="import ddpcheck\ndef recipe(): return ddpcheck.Recipe(model=model, batch=batch, loss=None)\n",
-        target="recipe.py:recipe",
-    )
-    assert_usage_error(done, "loss must be a function, not None")
+    with mock.patch.dict(sys.modules):
+        if initialised or importing.startswith("from ."):
+            with pytest.raises(UsageError, match=r"imports other parts of the package .*; use package\.inner\.whole"):
+                load_target("package/inner/whole.py")
+        assert isinstance(load_target("package.inner.whole"), Recipe)
 
 
 # --- Options -------------------------------------------------------------------------------------------------------
@@ -170,16 +145,8 @@ def test_a_recipe_with_a_wrong_attribute(report) -> None:
     ("arguments", "words"),
     [
         (["--world-size", "0"], ["world", "0"]),
-        (["--world-size", "-1"], ["world", "-1"]),
         (["--world-size", "100000"], ["world", "100000"]),
-        (["--world-size", "two"], ["world", "'two'"]),
-        (["--world-size", "1.5"], ["world", "1.5"]),
-        (["--steps", "0"], ["steps", "0"]),
-        (["--timeout", "0"], ["timeout", "0"]),
-        (["--timeout", "-3"], ["timeout", "-3"]),
         (["--timeout", "nan"], ["timeout", "nan"]),
-        (["--timeout", "soon"], ["timeout", "'soon'"]),
-        (["--seed", "lucky"], ["seed", "'lucky'"]),
         (["--backend", "mpi"], ["backend", "mpi", "gloo"]),
         (["--device", "tpu"], ["device", "tpu", "cpu"]),
         (["--backend", "nccl"], ["nccl", "GPU"]),
@@ -187,17 +154,13 @@ def test_a_recipe_with_a_wrong_attribute(report) -> None:
         (["--ignore", "unused-paramter"], ["unused-paramter", "unused-parameter"]),
         (["--fail-on", "fatal"], ["fatal", "error"]),
         (["--format", "pdf"], ["pdf", "json"]),
+        pytest.param(["--device", "cuda"], ["no GPU"], marks=WITHOUT_GPU),
+        pytest.param(["--device", "cuda", "--backend", "nccl"], ["GPU"], marks=WITHOUT_GPU),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
 )
 def test_a_wrong_option(report, arguments: list[str], words: list[str]) -> None:
     assert_usage_error(report(*arguments), *words)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_cuda_without_a_gpu(report) -> None:
-    assert_usage_error(report("--device", "cuda"), "no GPU")
-    assert_usage_error(report("--device", "cuda", "--backend", "nccl"), "GPU")
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/report.json", "folder.json"])
@@ -206,104 +169,72 @@ def test_an_output_that_cannot_be_written_is_told_before_any_work(report, tmp_pa
     assert_usage_error(report("-o", path, source="raise RuntimeError('work has begun')"), "cannot write", path)
 
 
-# --- The target fails for a reason of its own ----------------------------------------------------------------------
-
-
-def raising(name: str) -> str:
-    return f"\ndef {name}(*args):\n    raise RuntimeError('the reason')\n"
+# --- The target fails for a reason of its own: recipe/test_recipe.py and gather/test_gather.py have more of them -----
 
 
 FAULTS: dict[str, tuple[str, list[str]]] = {
     "import error inside the target": ("import no_such_package\n", ["no_such_package", "recipe.py:"]),
-    "any error inside the target": ("1 / 0\n", ["ZeroDivisionError", "recipe.py:"]),
     "syntax error": ("def broken(:\n", ["SyntaxError", "recipe.py:"]),
-    "model raises": (raising("model"), ["model() raised RuntimeError: the reason", "recipe.py:"]),
-    "batch raises": (raising("batch"), ["batch(0) raised RuntimeError: the reason", "recipe.py:"]),
-    "loss raises": (raising("loss"), ["RuntimeError: the reason"]),
-    "optimizer raises": (raising("optimizer"), ["optimizer(parameters) raised RuntimeError: the reason"]),
-    "shard raises": (raising("shard"), ["shard(batch, rank=", "raised RuntimeError: the reason"]),
-    "wrap raises": (raising("wrap"), ["wrap(module, device) raised RuntimeError: the reason"]),
-    "model returns None": ("def model(): return None\n", ["model() returned None", "must return a torch.nn.Module"]),
-    "model returns a class": ("def model(): return nn.Linear\n", ["model() returned the class Linear"]),
-    "batch returns no tensor": ("def batch(step): return [1, 'two']\n", ["batch(0) returned", "without any tensor"]),
-    "optimizer returns none": ("def optimizer(p): return 3\n", ["optimizer(parameters)", "not a torch optimizer"]),
-    "optimizer needs a closure": (
-        "def optimizer(p): return torch.optim.LBFGS(p)\n",
-        ["type LBFGS, whose step() needs a closure", "leave optimizer out"],
+    "loss raises": ("def loss(*args): raise RuntimeError('the reason')\n", ["RuntimeError: the reason"]),
+    "shard raises": (
+        "def shard(*args): raise RuntimeError('the reason')\n",
+        ["shard(batch, rank=", "raised RuntimeError: the reason"],
     ),
-    "wrap returns no module": ("def wrap(m, d): return 3\n", ["wrap(module, device) returned a value of type int"]),
-    "unknown DDP option": ("ddp_kwargs = {'magic': True}\n", ["DistributedDataParallel", "magic"]),
-    "loss takes other arguments": (
-        "def loss(model): return 0\n",
-        ["loss(model, batch) in step 0 raised TypeError: loss() takes 1 positional argument but 2 were given"],
-    ),
-    "loss returns a complex number": ("def loss(m, b): return m(b).mean() * 1j\n", ["complex number", ".real or"]),
-    "loss returns None": ("def loss(m, b): m(b)\n", ["loss(model, batch) in step 0 returned NoneType"]),
-    "loss returns a number": ("def loss(m, b): return m(b).mean().item()\n", ["returned float without any tensor"]),
-    "loss is no scalar": ("def loss(m, b): return m(b)\n", ["shape (4, 1)", "scalar"]),
     "loss is NaN": ("def loss(m, b): return m(b).mean() * float('nan')\n", ["loss(model, batch) in step 0 is nan"]),
-    "loss is infinite": ("def loss(m, b): return m(b).mean() * float('inf')\n", ["in step 0 is", "inf", "finite"]),
-    "loss has no grad": ("def loss(m, b): return m(b).mean().detach()\n", ["does not require grad"]),
-    "loss is an integer": ("def loss(m, b): return m(b).argmax()\n", ["does not require grad"]),
-    "all parameters frozen": (
-        "def model(): return nn.Linear(4, 1).requires_grad_(False)\n",
-        ["no parameter of the model requires grad"],
-    ),
+    "unknown DDP option": ("ddp_kwargs = {'magic': True}\n", ["DistributedDataParallel", "magic"]),
     "no parameters": ("def model(): return nn.Identity()\n", ["no parameter of the model requires grad"]),
     "batch smaller than the world": (
         "def batch(step): return torch.ones(1, 4)\n",
         ["1 sample cannot be split over 2 ranks", "--world-size"],
     ),
-    "batch that does not split": (
-        "def batch(step): return {'x': torch.ones(8, 4), 'y': torch.ones(6)}\n",
-        ["6 and 8 samples", "shard function"],
-    ),
-    "batch of packed sequences": (
-        "def batch(step): return nn.utils.rnn.pack_sequence([torch.ones(4, 4), torch.ones(4, 4)])\n",
-        ["a PackedSequence cannot be split over the ranks by dim 0", "shard function"],
-    ),
-    "batch in a tuple with a constructor of its own": (
-        "class Pair(tuple):\n"
-        "    def __new__(cls, *parts): return tuple.__new__(cls, parts)\n"
-        "def batch(step): return Pair(torch.ones(4, 4), torch.ones(4))\n",
-        ["a Pair cannot be split over the ranks by dim 0", "shard function"],
-    ),
-    "sparse batch": (
-        "def batch(step): return torch.eye(4).to_sparse()\n",
-        ["a Tensor cannot be split over the ranks by dim 0", "shard function"],
-    ),
-    "batch of scalars": ("def batch(step): return torch.tensor(3.0)\n", ["no tensor has a dim 0"]),
     "batch from the operating system": (
         "def batch(step): return torch.tensor(list(os.urandom(32))).reshape(8, 4) / 255\n",
         ["batch(0) is not the same on every call", "seeded"],
     ),
+    "batch that changes in a later step": (
+        "def batch(step): return torch.ones(8, 4) + (torch.tensor(list(os.urandom(4))) if step else 0)\n",
+        ["batch(1) is not the same on every call"],
+    ),
     "exit while imported": ("sys.exit(0)\n", ["exit(0)", "recipe.py:"]),
     "exit in model": ("def model(): sys.exit(0)\n", ["model() called exit(0)", "recipe.py:"]),
-    "exit in batch": ("def batch(step): sys.exit(0)\n", ["batch(0) called exit(0)", "recipe.py:"]),
     "exit in loss": ("def loss(m, b): sys.exit(0)\n", ["exit(0)"]),
     "hard exit in loss": ("def loss(m, b): os._exit(0)\n", ["exit"]),
+    "failure on one rank": (
+        "def model():\n"
+        "    if os.environ['RANK'] == '1' and os.environ['WORLD_SIZE'] == '2': raise OSError('no data')\n"
+        "    return nn.Linear(4, 1)\n",
+        ["rank 1", "OSError: no data"],
+    ),
+    "error that cannot be pickled or shown": (
+        "class Odd(Exception):\n"
+        "    def __init__(self, first, second): self.lock = __import__('threading').Lock()\n"
+        "    def __str__(self): raise ValueError('no words')\n"
+        "def loss(m, b): raise Odd(1, 2)\n",
+        ["Odd"],
+    ),
+    "message with markup": (
+        "def model(): raise RuntimeError('[red]not [/markup]')\n",
+        ["[red]not [/markup]"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_target_that_fails_for_a_reason_of_its_own(report, name: str) -> None:
     source, words = FAULTS[name]
-    assert_target_error(report(source=source), *words)
+    assert_target_error(report("--steps", "2", source=source), *words)
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
+    recipe = Recipe(model=nn.Identity, batch=torch.ones, loss=nn.Identity, optimizer=torch.optim.LBFGS)
+    with pytest.raises(TargetError, match=r"type LBFGS, whose step\(\) needs a closure.*leave optimizer out"):
+        recipe.build_optimizer([torch.ones(1)])
 
 
 @pytest.mark.slow
 def test_a_batch_that_counts_its_calls_is_not_deterministic(report) -> None:
     source = "calls = []\ndef batch(step):\n    calls.append(step)\n    return torch.full((8, 4), float(len(calls)))\n"
     assert_target_error(report(source=source), "batch(0) is not the same on every call")
-
-
-def test_a_batch_that_changes_in_a_later_step_is_told_with_that_step(report) -> None:
-    source = """
-    def batch(step):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        return x if step == 0 else x + torch.tensor(list(os.urandom(4)))
-    """
-    assert_target_error(report(source=source), "batch(1) is not the same on every call")
 
 
 def test_the_traceback_of_the_target_is_shown_and_only_that(report) -> None:
@@ -321,13 +252,11 @@ def test_what_a_target_printed_before_it_failed_is_shown_once(report, where: str
     done = report(source=source)
     assert_target_error(done, "OSError: no data")
     assert done.out.count("reading data") == done.out.count("none found") == 1
-    assert done.out.count("building") == (where == "model")
-    silent = report(source=f"{failing}\n")
-    assert "printed" in done.out and "printed" not in silent.out
+    assert done.out.count("building") == (where == "model") and "printed" in done.out
 
 
-@pytest.mark.parametrize("target", ["recipe.py", "./recipe.py:recipe", "recipe", "inside.recipe"])
-def test_a_target_sees_a_command_line_of_its_own(report, tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(("target", "file"), [("./recipe.py:recipe", "./recipe.py"), ("inside.recipe", None)])
+def test_a_target_sees_a_command_line_of_its_own(report, tmp_path: Path, target: str, file: str | None) -> None:
     (tmp_path / "inside").mkdir()
     source = """
     import argparse, ddpcheck
@@ -339,17 +268,8 @@ def test_a_target_sees_a_command_line_of_its_own(report, tmp_path: Path, target:
     recipe = ddpcheck.Recipe(model=model, batch=batch, loss=loss)
     """
     (tmp_path / "inside" / "recipe.py").write_text(GOOD + textwrap.dedent(source), encoding="utf-8")
-    files = {"recipe": tmp_path / "recipe.py", "inside.recipe": tmp_path / "inside" / "recipe.py"}
-    file = files.get(target, target.removesuffix(":recipe"))
-    assert_target_error(report("--steps", "1", source=source, target=target), f"argv is [{str(file)!r}]")
-
-
-def test_a_target_that_fails_on_one_rank_names_the_rank(report) -> None:
-    source = (
-        "def model():\n    if os.environ['RANK'] == '1' and os.environ['WORLD_SIZE'] == '2': raise OSError('no data')\n"
-    )
-    done = report(source=source + "    return nn.Linear(4, 1)\n")
-    assert_target_error(done, "rank 1", "OSError: no data")
+    expected = file or str(tmp_path / "inside" / "recipe.py")
+    assert_target_error(report("--steps", "1", source=source, target=target), f"argv is [{expected!r}]")
 
 
 # --- Noise, names, values that do not travel -----------------------------------------------------------------------
@@ -378,18 +298,7 @@ def test_a_target_that_prints_a_megabyte_and_fails_shows_a_little_of_it(report) 
 
 def test_an_error_message_of_a_megabyte_is_cut(report) -> None:
     done = report(source="def model(): raise RuntimeError('x' * 1_000_000)\n")
-    assert done.code == 3
-    assert len(done.last_line) < 5_000
-
-
-def test_an_error_that_cannot_be_pickled_or_shown(report) -> None:
-    source = """
-    class Odd(Exception):
-        def __init__(self, one, two): self.lock = __import__('threading').Lock()
-        def __str__(self): raise ValueError('no words')
-    def loss(m, b): raise Odd(1, 2)
-    """
-    assert_target_error(report(source=source), "Odd")
+    assert done.code == 3 and len(done.last_line) < 5_000 and "printed" not in done.out
 
 
 def test_a_name_with_markup_survives(report) -> None:
@@ -405,20 +314,6 @@ def test_a_name_with_markup_survives(report) -> None:
     """
     done = report(source=source)
     assert done.code == 1 and "[red]extra[/red]" in done.out and "[/]" in done.out
-    done = report(source="def model(): raise RuntimeError('[red]not [/markup]')\n")
-    assert_target_error(done, "[red]not [/markup]")
-
-
-def test_a_recipe_that_cannot_be_sent_to_the_ranks() -> None:
-    lock = threading.Lock()
-
-    def loss(model, batch):
-        with lock:
-            return model(batch).mean()
-
-    recipe = ddpcheck.Recipe(model=lambda: torch.nn.Linear(2, 1), batch=lambda step: torch.ones(4, 2), loss=loss)
-    with pytest.raises(UsageError, match="lock"):
-        ddpcheck.check(recipe)
 
 
 # --- Nothing is lost -----------------------------------------------------------------------------------------------
@@ -440,13 +335,12 @@ def loss(model, batch):
 
 
 def test_a_finding_made_before_the_target_raises_is_in_the_report(report, tmp_path: Path) -> None:
-    done = report(source=UNUSED_THEN.replace("THEN", "raise RuntimeError('out of luck')"))
-    assert_target_error(done, "out of luck")
-    assert "DDP101 unused-parameter" in done.out and "extra.weight, extra.bias" in done.out
-    done = report("-o", "report.json", source=UNUSED_THEN.replace("THEN", "raise RuntimeError('out of luck')"))
+    source = UNUSED_THEN.replace("THEN", "raise RuntimeError('out of luck')")
+    done = report("-o", "report.json", "--format", "json", source=source)
     saved = json.loads((tmp_path / "report.json").read_text())
     assert done.code == 3 and saved["status"] == "error" and "out of luck" in saved["error"]["message"]
-    assert "DDP101" in [finding["code"] for finding in saved["findings"]]
+    (finding,) = [finding for finding in saved["findings"] if finding["code"] == "DDP101"]
+    assert finding["subjects"] == ["extra.weight", "extra.bias"]
 
 
 def test_a_finding_made_before_a_rank_dies_is_in_the_report(report) -> None:
@@ -457,7 +351,7 @@ def test_a_finding_made_before_a_rank_dies_is_in_the_report(report) -> None:
 
 def test_what_was_found_before_wrapping_raises_is_in_the_report(report) -> None:
     source = "RANK = int(os.environ['RANK'])\ndef model(): return nn.Linear(4, 1).train(RANK == 0)\n"
-    done = report(source=source + raising("wrap"))
+    done = report(source=source + "def wrap(*args): raise RuntimeError('the reason')\n")
     assert_target_error(done, "the reason")
     assert "DDP222" in done.out
 
@@ -492,17 +386,6 @@ def test_a_hang_is_told_within_the_timeout_with_the_place_of_each_rank(report) -
 
 
 @pytest.mark.slow
-def test_a_rank_that_finished_is_named_beside_the_one_that_hangs(report) -> None:
-    source = (
-        "import time\ndef model():\n    if os.environ['RANK'] == '1': time.sleep(600)\n    return nn.Linear(4, 1)\n"
-    )
-    done = report("--timeout", "2", source=source)
-    assert done.code == 4 and "DDP402 hang" in done.out
-    assert "rank 1" in done.last_line and "building the model" in done.last_line
-    assert "rank 0" in done.out, "where the other rank is matters as much"
-
-
-@pytest.mark.slow
 def test_a_hang_in_the_single_process_does_not_hang_the_check(report) -> None:
     source = """
     def loss(model, batch):
@@ -520,19 +403,13 @@ def test_a_hang_in_the_single_process_does_not_hang_the_check(report) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "check"),
-    [
-        (["nowhere.py"], 2, lambda done: done.stdout == "" and done.stderr.count("\n") == 1),
-        pytest.param(
-            *(["recipe.py"], 3, lambda done: "stopped: " in done.stdout and done.stderr == ""), marks=pytest.mark.slow
-        ),
-    ],
-    ids=["usage", "target"],
+    ("target", "code", "lines"),
+    [("nowhere.py", 2, (0, 1)), pytest.param("recipe.py", 3, (1, 0), marks=pytest.mark.slow)],
 )
-def test_the_exit_code_reaches_the_shell(tmp_path: Path, arguments: list[str], code: int, check: Callable) -> None:
+def test_the_exit_code_reaches_the_shell(tmp_path: Path, target: str, code: int, lines: tuple[int, int]) -> None:
     (tmp_path / "recipe.py").write_text("import sys\nsys.exit(0)\n")
-    command = [sys.executable, "-m", "ddpcheck", "report", *arguments]
+    command = [sys.executable, "-m", "ddpcheck", "report", target]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == code and check(done), done
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stdout.count("stopped: "), done.stderr.count("\n")) == (code, *lines), done
+    assert (code == 2) is not bool(done.stdout) and "Traceback" not in done.stderr

@@ -86,20 +86,14 @@ def test_other_lines_on_other_ranks_are_healthy(programs: Sequence[str]) -> None
     assert "never did" in finding.message
 
 
-def test_senders_and_receivers_of_unknown_roots_take_turns_on_lines_of_their_own() -> None:
-    turns = ("baabaaE", "abaaba")
-    assert judge_call_sites(logs_of(*turns, operation="broadcast")) == []
-
-
-def test_calls_of_unknown_lines_prove_nothing() -> None:
+def test_what_proves_nothing_is_no_divergence() -> None:
+    assert judge_call_sites(logs_of("baabaaE", "abaaba", operation="broadcast")) == []  # turns, with unknown roots
+    assert judge_divergences(logs_of("AxE", "AEE")) == []
+    assert judge_divergences(logs_of("AxE", "AE"), at_work=(1,)) == []  # rank 1 may still come
     rank_0, rank_1 = logs_of("AxEE", "AEE")
     assert judge_call_sites([rank_0, rank_1]) != []
     unknown = [replace(call, location="") if place > 1 else call for place, call in enumerate(rank_0)]
     assert judge_call_sites([unknown, [rank_1[0], *(replace(call, location="") for call in rank_1[1:])]]) == []
-
-
-def test_what_pairs_up_is_in_step() -> None:
-    assert judge_divergences(logs_of("AxE", "AEE")) == []
 
 
 def test_where_operations_part_after_lines_the_lines_are_the_reason() -> None:
@@ -111,10 +105,6 @@ def test_where_operations_part_after_lines_the_lines_are_the_reason() -> None:
     clean = logs_of("ABC", "ABC")
     clean[1][2] = reduce(clean[1][2])
     assert "number 2 differs between the ranks" in only(judge_divergences(clean)).message
-
-
-def test_a_rank_at_work_may_still_come() -> None:
-    assert judge_divergences(logs_of("AxE", "AE"), at_work=(1,)) == []
 
 
 programs = st.text(string.ascii_uppercase[:4], min_size=1, max_size=40)
@@ -143,6 +133,8 @@ def test_branches_by_rank_and_a_rank_that_stops_early_are_no_call_in_addition(
 
 # Dumps
 
+Entries = list[dict[str, Any]]
+
 
 def entry(number: int, operation: str = "gloo:barrier", where: int = 1, **more: Any) -> dict[str, Any]:
     frames = [
@@ -167,20 +159,163 @@ def entry(number: int, operation: str = "gloo:barrier", where: int = 1, **more: 
     } | more
 
 
-def write(folder: Path, *ranks: Sequence[dict[str, Any]], **more: Any) -> str:
+def open_(number: int, **more: Any) -> dict[str, Any]:
+    return entry(number, retired=False, **more)
+
+
+def without_lines(entries: Entries) -> Entries:
+    return [{key: value for key, value in each.items() if key != "frames"} for each in entries]
+
+
+def write(folder: Path, *ranks: Entries | None, **more: Any) -> str:
     for rank, entries in enumerate(ranks):
         if entries is not None:
             (folder / f"rank_{rank}").write_bytes(pickle.dumps({"version": "2.10", "entries": list(entries), **more}))
     return str(folder)
 
 
+def config(*groups: str) -> dict[str, Any]:
+    return {name: {"name": name, "desc": "nccl", "ranks": "[0,1]"} for name in groups}
+
+
+def of_comms(*calls: str, first: int = 0, **more: Any) -> Entries:
+    """Entries as torchcomms writes them (version 2.10): `calls` are a group and an operation each; the last waits."""
+    entries = []
+    for record, call in enumerate(calls, first):
+        group, operation = call.split()
+        numbers = {"record_id": record, "collective_seq_id": record, "op_id": record, "pg_id": 0}
+        state = {"state": "scheduled", "retired": record < first + len(calls) - 1}
+        call_entry = {"process_group": [group, "nccl"], **numbers, **state, **more}
+        entries.append(entry(0, f"nccl:{operation}", where=record + 1, **call_entry))
+    return entries
+
+
+def barriers(*numbers: int) -> Entries:
+    """Of gloo, which also numbers what it does not record."""
+    return [entry(number, where=number, record_id=at) for at, number in enumerate(numbers)]
+
+
+def of_group(group: str, number: int, **more: Any) -> dict[str, Any]:
+    return entry(number, process_group=(group, "tensor"), **more)
+
+
+REDUCED = entry(2, "gloo:all_reduce")
+REACHES = ["\nRank 0 reaches all_reduce", "Collective number 1 differs between the ranks"]
+LINES = [entry(number, where=number % 7) for number in range(1, 60)]
+GROUPS = [entry(1), of_group("1", 1)], [of_group("2", 1), entry(1), of_group("1", 1)], [of_group("2", 1), entry(1)]
+GROUP_2_WAITS = [GROUPS[0], [*GROUPS[1], of_group("2", 2, where=6, retired=False)], GROUPS[2]]
+OF_GROUPS = {"pg_config": {"0": {"ranks": "[0, 1, 2]"}, "1": {"ranks": "[0, 1]"}, "2": {"ranks": "[1, 2]"}}}
+SENDS = [
+    entry(1, "nccl:all_reduce"),
+    entry(1, "nccl:coalesced"),  # ends a group of sends
+    entry(0, "nccl:send 0->1", is_p2p=True, p2p_seq_id=1, retired=False, where=4),
+]
+RECEIVES = [SENDS[0], entry(0, "nccl:recv 1<-0", is_p2p=True, p2p_seq_id=1, retired=False, where=5)]
+# torchcomms counts all groups together: a rank in more groups, or that sends, numbers the same collectives differently.
+IN_TWO_GROUPS = of_comms("main all_reduce", "tp all_reduce", "main send", "main all_reduce", "main barrier")
+RECEIVER = of_comms("main all_reduce", "main recv", "main all_reduce", "tp all_reduce", "main barrier")
+MAIN, BOTH = {"pg_config": config("main")}, {"pg_config": config("main", "tp")}
+RING = of_comms(*["main all_reduce"] * 3, first=7)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "still_in"),
+    [
+        ([barriers(1, 4, 5), barriers(1, 4, 5)], {}, ""),
+        ([barriers(1, 4), barriers(1)], {}, ""),
+        ([[entry(1), open_(2)], [entry(1), open_(2)]], {}, "ranks 0 and 1 were still in barrier() at train.py:1"),
+        (
+            [
+                [entry(1, "gloo:gather"), entry(2, "gloo:scatter"), entry(3, "nccl:all_to_all")],
+                [
+                    entry(1, "gloo:gather", output_sizes=[], output_dtypes=[]),
+                    entry(2, "gloo:scatter", input_sizes=[], input_dtypes=[]),
+                    entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
+                ],
+            ],
+            {},
+            "",
+        ),
+        (GROUPS, OF_GROUPS, ""),
+        ([SENDS, RECEIVES], {}, "rank 0 was still in send 0->1() at train.py:4"),
+        ([IN_TWO_GROUPS, RECEIVER], BOTH, ""),
+        ([RING, of_comms(*["main all_reduce"] * 2, first=8)], MAIN, ""),
+        ([of_comms("main all_gather_v", input_sizes=[[rank + 1]]) for rank in (0, 1)], MAIN, ""),
+    ],
+    ids=["numbers", "behind", "all wait", "roots", "groups", "sends", "torchcomms", "torchcomms ring", "unequal parts"],
+)
+def test_ranks_that_have_not_parted(tmp_path: Path, ranks: list[Entries], more: Any, still_in: str) -> None:
+    report = report_on_hang(write(tmp_path, *ranks, **more))
+    assert (report.findings, report.status, report.world["world_size"]) == ((), "clean", len(ranks))
+    assert still_in in report.checks[1].detail
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "expected", "words"),
+    [
+        (
+            [[entry(1), entry(2, where=30), open_(3, where=5)], [entry(1), entry(2, where=5)]],
+            *({}, ("DDP403", (0,), 30), []),
+        ),
+        (
+            [[*LINES[20:], open_(60, where=5)], LINES[33:]],
+            *({}, ("DDP402", (1,), 5)),
+            [
+                "earlier collectives of ranks 0 and 1 are lost",
+                "\nrank 0 waits for rank 1 in barrier() at train.py:5, number 60\n(end)",
+            ],
+        ),
+        ([barriers(1, 4), barriers(1, 2)], {}, None, ["unrecorded"]),
+        (GROUP_2_WAITS, OF_GROUPS, ("DDP403", (2,), 6), [".\nprocess group 2\n"]),
+        (
+            [[entry(1), of_group("7", 1, retired=False, where=8)], [entry(1)], [entry(1)]],
+            *({}, ("DDP402", (0,), 8), []),
+        ),
+        ([SENDS, SENDS[:1]], {}, ("DDP402", (1,), 4), []),
+        # A dump without stacks is written although a thread holds the GIL, and that with stacks is not.
+        ([[open_(1, where=6)], [], [open_(1, where=6)]], {}, ("DDP403", (1,), 6), []),
+        (
+            [IN_TWO_GROUPS, [*RECEIVER[:-1], *of_comms("main all_reduce", first=4)]],
+            *(BOTH, ("DDP403", (1,), 5), [".\nprocess group main (nccl)\n", "barrier() at train.py:5"]),
+        ),
+        (
+            [RING, of_comms(*["main all_reduce"] * 3, "main barrier", first=7)],
+            *(MAIN, ("DDP402", (0,), 10), ["number 10 of process group main (nccl)"]),
+        ),
+        (
+            [[entry(1), REDUCED], [entry(1), REDUCED | {"input_sizes": [[4]]}]],
+            *({}, None, [*REACHES, "float32 of shape (4,)"]),
+        ),
+        (
+            [[entry(1), REDUCED], [entry(1), REDUCED | {"input_dtypes": ["BFloat16"]}]],
+            *({}, None, [*REACHES, "bfloat16 of shape (3,)"]),
+        ),
+        ([[entry(1), REDUCED], [entry(1), entry(2, "gloo:all_gather")]], {}, None, [*REACHES, "all_gather"]),
+    ],
+    ids=[
+        *("lines", "a ring that has wrapped", "numbers", "groups", "a group of some ranks", "sends", "an empty dump"),
+        *("torchcomms", "torchcomms ring", "shape", "dtype", "operation"),
+    ],
+)
+def test_ranks_that_have_parted(
+    tmp_path: Path,
+    ranks: list[Entries],
+    more: dict[str, Any],
+    expected: tuple[str, tuple[int, ...], int] | None,
+    words: list[str],
+) -> None:
+    report = report_on_hang(write(tmp_path, *ranks, **more))
+    finding = only(report.findings)
+    if expected:
+        code, of_ranks, number = expected
+        assert (finding.code, finding.ranks, finding.location) == (code, of_ranks, Location("train.py", number))
+    text = "\n".join([report.checks[0].detail, finding.message, *finding.evidence, "(end)"])
+    assert not [part for part in words if part not in text], text
+
+
 def hang(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Report]:
     code = cli.main(["hang", *arguments, "--format", "json"])
     return code, Report.from_json(capsys.readouterr().out)
-
-
-def open_(number: int, **more: Any) -> dict[str, Any]:
-    return entry(number, retired=False, **more)
 
 
 def test_a_rank_that_waits_and_one_that_never_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,48 +326,12 @@ def test_a_rank_that_waits_and_one_that_never_came(tmp_path: Path, capsys: pytes
     assert "rank 0: waits in barrier() at train.py:5" in finding.evidence
     assert "rank 1: waits in no collective; its last one, barrier() at train.py:1, has ended" in finding.evidence
     (timeline,) = report.timelines
-    assert [(one.rank, one.waiting, one.waits_for) for one in timeline.ranks] == [(0, True, (1,)), (1, False, ())]
+    ranks = [(rank.rank, rank.waiting, rank.waits_for) for rank in timeline.ranks]
+    assert ranks == [(0, True, (1,)), (1, False, ())]
     assert timeline.parts_at == 1 and timeline.ranks[0].at_end == "waits in barrier() at train.py:5"
     assert hang(capsys, folder, "--fail-on", "never")[0] == 0
     code, report = hang(capsys, folder, "--ignore", "DDP403")
     assert (code, report.ignored, report.status) == (0, ("DDP403",), "ignored")
-
-
-def test_a_rank_that_is_only_behind_has_not_parted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = hang(capsys, write(tmp_path, [entry(1), entry(2)], [entry(1)]))
-    assert (code, report.findings, report.status) == (0, (), "clean")
-
-
-def test_all_ranks_in_one_collective_do_not_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = hang(capsys, write(tmp_path, [entry(1), open_(2)], [entry(1), open_(2)]))
-    assert (code, report.findings) == (0, ())
-    assert "ranks 0 and 1 were still in barrier() at train.py:1" in report.checks[1].detail
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (entry(2, "gloo:all_reduce", input_sizes=[[4]]), "float32 of shape (4,)"),
-        (entry(2, "gloo:all_reduce", input_dtypes=["BFloat16"]), "bfloat16 of shape (3,)"),
-        (entry(2, "gloo:all_gather"), "all_gather"),
-    ],
-    ids=["shape", "dtype", "operation"],
-)
-def test_other_operations_sizes_and_dtypes(tmp_path: Path, other: dict[str, Any], words: str) -> None:
-    reduce = entry(2, "gloo:all_reduce")
-    finding = only(report_on_hang(write(tmp_path, [entry(1), reduce], [entry(1), other])).findings)
-    assert finding.message.startswith("Rank 0 reaches all_reduce") and words in finding.message
-    assert any("Collective number 1 differs between the ranks" in one for one in finding.evidence)
-
-
-def test_what_differs_rightly_between_ranks(tmp_path: Path) -> None:
-    root = [entry(1, "gloo:gather"), entry(2, "gloo:scatter"), entry(3, "nccl:all_to_all")]
-    other = [
-        entry(1, "gloo:gather", output_sizes=[], output_dtypes=[]),
-        entry(2, "gloo:scatter", input_sizes=[], input_dtypes=[]),
-        entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
-    ]
-    assert report_on_hang(write(tmp_path, root, other)).findings == ()
 
 
 def test_a_hang_that_is_suppressed_is_shown_and_does_not_count(tmp_path: Path, monkeypatch) -> None:
@@ -246,178 +345,42 @@ def test_a_hang_that_is_suppressed_is_shown_and_does_not_count(tmp_path: Path, m
     assert cli.main(["hang", dumps]) == 0
 
 
-def test_lines_part_where_operations_pair_up(tmp_path: Path) -> None:
-    rank_0 = [entry(1), entry(2, where=30), open_(3, where=5)]
-    finding = only(report_on_hang(write(tmp_path, rank_0, [entry(1), entry(2, where=5)])).findings)
-    assert (finding.location, finding.ranks) == (Location("train.py", 30), (0,))
-
-
-def test_a_ring_that_has_wrapped_is_lined_up_by_number(tmp_path: Path) -> None:
-    lines = [entry(number, where=number % 7) for number in range(1, 60)]
-    rank_0 = [*lines[20:], open_(60, where=5)]
-    rank_1 = lines[33:]
-    report = report_on_hang(write(tmp_path, rank_0, rank_1))
-    finding = only(report.findings)
-    assert (finding.ranks, finding.location) == ((1,), Location("train.py", 5))
-    assert finding.evidence[-1] == "rank 0 waits for rank 1 in barrier() at train.py:5, number 60"
-    assert "earlier collectives of ranks 0 and 1 are lost" in report.checks[0].detail
-
-
-def test_numbers_that_gloo_gives_to_what_it_does_not_record_shift_nothing(tmp_path: Path) -> None:
-    def barriers(*numbers: int) -> list[dict[str, Any]]:
-        return [entry(number, where=number, record_id=at) for at, number in enumerate(numbers)]
-
-    assert report_on_hang(write(tmp_path, barriers(1, 4, 5), barriers(1, 4, 5))).findings == ()
-    assert report_on_hang(write(tmp_path, barriers(1, 4), barriers(1))).findings == ()
-    finding = only(report_on_hang(write(tmp_path, barriers(1, 4), barriers(1, 2))).findings)
-    assert any("unrecorded" in one for one in finding.evidence)
-
-
-def test_process_groups_are_compared_each_by_itself(tmp_path: Path) -> None:
-    def of(group: str, number: int, **more: Any) -> dict[str, Any]:
-        return entry(number, process_group=(group, "tensor"), **more)
-
-    config = {"0": {"ranks": "[0, 1, 2]"}, "1": {"ranks": "[0, 1]"}, "2": {"ranks": "[1, 2]"}}
-    ranks = [entry(1), of("1", 1)], [of("2", 1), entry(1), of("1", 1)], [of("2", 1), entry(1)]
-    assert report_on_hang(write(tmp_path, *ranks, pg_config=config)).findings == ()
-    waiting = [*ranks[1], of("2", 2, where=6, retired=False)]
-    finding = only(report_on_hang(write(tmp_path, ranks[0], waiting, ranks[2], pg_config=config)).findings)
-    assert (finding.ranks, finding.evidence[0]) == ((2,), "process group 2")
-    alone = [entry(1), of("7", 1, retired=False, where=8)]
-    finding = only(report_on_hang(write(tmp_path, alone, [entry(1)], [entry(1)])).findings)
-    assert (finding.code, finding.ranks, finding.location) == ("DDP402", (0,), Location("train.py", 8))
-
-
-def test_sends_and_receives_are_waited_in_and_are_no_collectives(tmp_path: Path) -> None:
-    send = entry(0, "nccl:send 0->1", is_p2p=True, p2p_seq_id=1, retired=False, where=4)
-    ended = [entry(1, "nccl:all_reduce"), entry(1, "nccl:coalesced")]  # the last ends a group of sends
-    finding = only(report_on_hang(write(tmp_path, [*ended, send], ended[:1])).findings)
-    assert (finding.code, finding.ranks, finding.location) == ("DDP402", (1,), Location("train.py", 4))
-    answer = entry(0, "nccl:recv 1<-0", is_p2p=True, p2p_seq_id=1, retired=False, where=5)
-    report = report_on_hang(write(tmp_path, [*ended, send], [ended[0], answer]))
-    assert report.findings == () and "rank 0 was still in send 0->1() at train.py:4" in report.checks[1].detail
-
-
 def test_a_rank_without_a_dump_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gather = entry(1, "gloo:all_gather", input_sizes=[[1]], output_sizes=[[4, 1]])
-    code, report = hang(capsys, write(tmp_path, [gather], None, [gather]))  # type: ignore[arg-type]
+    code, report = hang(capsys, write(tmp_path, [gather], None, [gather]))
     assert (code, report.status, report.world["world_size"]) == (0, "incomplete", 4)
     assert report.checks[0].detail == "2 of 4: no dump of ranks 1 and 3"
-    code, report = hang(capsys, write(tmp_path, [gather, open_(2)], None, [gather]))  # type: ignore[arg-type]
+    code, report = hang(capsys, write(tmp_path, [gather, open_(2)], None, [gather]))
     assert code == 4 and only(report.findings).evidence[-1] == "ranks 1 and 3: no dump"
 
 
-def test_a_rank_whose_dump_is_empty_has_called_nothing(tmp_path: Path) -> None:
-    """A dump without stacks is written although a thread holds the GIL, and that with stacks is not."""
-    finding = only(report_on_hang(write(tmp_path, [open_(1, where=6)], [], [open_(1, where=6)])).findings)
-    assert finding.ranks == (1,) and finding.location == Location("train.py", 6)
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
-    (tmp_path / "rank_1").write_bytes(pickle.dumps({"version": "2.9", "pg_config": config, "pg_status": {}}))
+def test_a_dump_without_a_list_of_entries_is_a_rank_that_has_called_nothing(tmp_path: Path) -> None:
+    write(tmp_path, [open_(1)], [], [open_(1)])
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    (tmp_path / "rank_1").write_bytes(pickle.dumps({"version": "2.9", "pg_config": groups, "pg_status": {}}))
     assert only(report_on_hang(str(tmp_path)).findings).ranks == (1,)
+    (folder := tmp_path / "json").mkdir()
+    for rank, more in enumerate(({"entries": without_lines(of_comms("main barrier"))}, {})):
+        text = json.dumps({"version": "2.10", "pg_config": config("main"), "pg_status": {}, **more})
+        (folder / f"rank_{rank}").write_text(text)
+    assert only(report_on_hang(str(folder)).findings).ranks == (1,)
 
 
 def test_json_has_no_lines_and_says_so(tmp_path: Path) -> None:
     for rank in (0, 1):
-        entries = [{key: value for key, value in entry(1).items() if key != "frames"}]
-        (tmp_path / f"job_rank_{rank}.json").write_text(json.dumps({"entries": entries}))
+        (tmp_path / f"job_rank_{rank}.json").write_text(json.dumps({"entries": without_lines([entry(1)])}))
     report = report_on_hang(str(tmp_path))
     assert (report.findings, report.checks[2].status) == ((), "skipped")
     write(tmp_path, [entry(1)], [entry(1)])  # of both, the one with lines
     assert report_on_hang(str(tmp_path)).checks[2].status == "passed"
 
 
-# torchcomms
-
-
-def of_comms(*calls: str, first: int = 0, **more: Any) -> list[dict[str, Any]]:
-    """Entries as its recorder writes them (version 2.10): `calls` are a group and an operation each; the last waits."""
-    entries = []
-    for record, call in enumerate(calls, first):
-        group, operation = call.split()
-        numbers = {"record_id": record, "collective_seq_id": record, "op_id": record, "pg_id": 0}
-        state = {"state": "scheduled", "retired": record < first + len(calls) - 1}
-        one = entry(0, f"nccl:{operation}", where=record + 1, process_group=[group, "nccl"], **numbers, **state, **more)
-        entries.append(one)
-    return entries
-
-
-def config(*groups: str) -> dict[str, Any]:
-    return {name: {"name": name, "desc": "nccl", "ranks": "[0,1]"} for name in groups}
-
-
-def test_torchcomms_counts_all_groups_together(tmp_path: Path) -> None:
-    """A rank that is in more groups, or sends, gives other numbers to the same collectives."""
-    one = of_comms("main all_reduce", "tp all_reduce", "main send", "main all_reduce", "main barrier")
-    two = of_comms("main all_reduce", "main recv", "main all_reduce", "tp all_reduce", "main barrier")
-    for at, other in ((one, two), (one, [*two[:-1], *of_comms("main all_reduce", first=4)])):
-        report = report_on_hang(write(tmp_path, at, other, pg_config=config("main", "tp")))
-        if other is two:
-            assert report.findings == () and report.world["world_size"] == 2
-        else:
-            finding = only(report.findings)
-            assert finding.code == "DDP403" and finding.evidence[0] == "process group main (nccl)"
-            assert "barrier() at train.py:5" in "\n".join(finding.evidence)
-
-
+@pytest.mark.parametrize(("calls", "groups"), [("main all_reduce", ["main", "tp"]), ("main send", ["main"])])
 def test_lost_entries_of_torchcomms_are_lined_up_in_a_single_group_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: str, groups: list[str]
 ) -> None:
-    ring = of_comms(*["main all_reduce"] * 3, first=7)
-    longer = of_comms(*["main all_reduce"] * 3, "main barrier", first=7)
-    found = report_on_hang(write(tmp_path, ring, longer, pg_config=config("main"))).findings
-    assert only(found).ranks == (0,) and "process group main (nccl)" in only(found).evidence[0]
-    later = of_comms(*["main all_reduce"] * 2, first=8)
-    assert report_on_hang(write(tmp_path, ring, later, pg_config=config("main"))).findings == ()
-    for calls, groups in ((["main all_reduce"], ["main", "tp"]), (["main send"], ["main"])):
-        code = cli.main(["hang", write(tmp_path, of_comms(*calls, first=7), ring, pg_config=config(*groups))])
-        assert code == 2 and "the rest cannot be aligned" in capsys.readouterr().err
-
-
-def test_json_of_torchcomms_without_entries_is_a_rank_that_has_called_nothing(tmp_path: Path) -> None:
-    entries = [{key: value for key, value in one.items() if key != "frames"} for one in of_comms("main barrier")]
-    for rank, more in enumerate(({"entries": entries}, {})):
-        text = json.dumps({"version": "2.10", "pg_config": config("main"), "pg_status": {}, **more})
-        (tmp_path / f"rank_{rank}").write_text(text)
-    assert only(report_on_hang(str(tmp_path)).findings).ranks == (1,)
-
-
-def test_a_collective_of_unequal_parts_has_no_payload_that_matches(tmp_path: Path) -> None:
-    ranks = [of_comms("main all_gather_v", input_sizes=[[rank + 1]]) for rank in (0, 1)]
-    assert report_on_hang(write(tmp_path, *ranks, pg_config=config("main"))).findings == ()
-
-
-# Bad input
-
-
-class _Foreign:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return print, ("loaded",)
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "words"),
-    [
-        ("rank_0", b"", "neither JSON nor a whole pickle"),
-        ("rank_0", b"hello", "neither JSON nor a whole pickle"),
-        ("rank_0", b"{", "neither JSON nor a whole pickle"),
-        ("rank_0", pickle.dumps({"entries": []})[:9], "neither JSON nor a whole pickle"),
-        ("rank_0", pickle.dumps([1]), "it has no list of entries"),
-        ("rank_0.json", b'{"entries": 3}', "it has no list of entries"),
-        ("rank_0", pickle.dumps({"entries": [{"a": 1}]}), "can read (KeyError: 'profiling_name')"),
-        ("rank_0", pickle.dumps({"entries": [], "rank": _Foreign()}), "it holds builtins.print, and not plain data"),
-        ("rank_0", pickle.dumps({"entries": [], "rank": "x"}), "its rank is 'x'"),
-        ("notes.txt", b"", "no Flight Recorder dumps in"),
-        ("", b"", "it is empty"),
-    ],
-)
-def test_what_is_no_dump_is_refused_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes, words: str
-) -> None:
-    if name:
-        (tmp_path / name).write_bytes(data)
-    assert cli.main(["hang", str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and words in err and len(err.splitlines()) == 1
+    assert cli.main(["hang", write(tmp_path, of_comms(calls, first=7), RING, pg_config=config(*groups))]) == 2
+    assert "the rest cannot be aligned" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_and_two_dumps_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -487,11 +450,15 @@ def dump_to(folder: str) -> None:
 # Dumps of `ddpcheck run`
 
 
-def ring_of(folder: Path, *logs: Sequence[Call]) -> None:
+def ring_of(folder: Path, *logs: Sequence[Call]) -> tuple[Any, Path]:
+    """What is read of these logs, and an empty folder for dumps."""
+    for name in ("logs", "dumps"):
+        (folder / name).mkdir()
     for rank, calls in enumerate(logs):
-        log = RankLog(folder, RankStarted(rank, len(logs), "gloo"))
+        log = RankLog(folder / "logs", RankStarted(rank, len(logs), "gloo"))
         for call in calls:
             log.add_call(call)
+    return read_logs(folder / "logs"), folder / "dumps"
 
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", location="train.py:5")
@@ -526,11 +493,7 @@ def test_torchs_own_analysis_reads_the_dumps_of_a_run_and_the_verdict_is_the_sam
 ) -> None:
     from torch.distributed.flight_recorder import fr_trace
 
-    logs, dumps = tmp_path / "logs", tmp_path / "dumps"
-    for folder in (logs, dumps):
-        folder.mkdir()
-    ring_of(logs, *([*SHORT, *of_rank] for of_rank in more))
-    ranks = read_logs(logs)
+    ranks, dumps = ring_of(tmp_path, *([*SHORT, *of_rank] for of_rank in more))
     ending = Ending(4, hang=Hang(9.0, {0: STACK, 1: STACK}))
     (run,) = judge_ending(ranks, ending, [])
     write_flight_records(dumps, ranks, ending)
@@ -546,11 +509,8 @@ def test_torchs_own_analysis_reads_the_dumps_of_a_run_and_the_verdict_is_the_sam
 
 
 def test_a_run_that_ended_well_leaves_dumps_in_which_nothing_is_open(tmp_path: Path) -> None:
-    logs, dumps = tmp_path / "logs", tmp_path / "dumps"
-    for folder in (logs, dumps):
-        folder.mkdir()
-    ring_of(logs, SHORT, SHORT)
-    write_flight_records(dumps, read_logs(logs), Ending())
+    ranks, dumps = ring_of(tmp_path, SHORT, SHORT)
+    write_flight_records(dumps, ranks, Ending())
     report = report_on_hang(str(dumps))
     assert report.status == "clean" and "still in" not in report.checks[1].detail
 

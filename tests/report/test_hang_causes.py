@@ -42,13 +42,6 @@ def test_a_rank_that_calls_nothing_any_more_is_named_whatever_its_groups(
         assert "py-spy" in finding.fix
 
 
-def test_ranks_that_stopped_at_two_places_are_one_story(tmp_path: Path) -> None:
-    finding = cause(Job(tensor=2, data=2, pipeline=2, hosts={5: 4, 6: 4}), tmp_path)
-    assert finding.ranks == (5, 6)
-    assert "ranks 5 and 6 have no open collective: all have ended" in finding.evidence
-    assert "the other 6 ranks wait for that" in finding.message
-
-
 @pytest.mark.parametrize("active_only", [True, False], ids=["unfinished calls", "all calls"])
 @pytest.mark.parametrize("shape", [SHAPES["data parallel"], SHAPES["all three"]], ids=["data parallel", "all three"])
 def test_a_device_that_completes_nothing_is_not_a_mismatch(
@@ -60,11 +53,31 @@ def test_a_device_that_completes_nothing_is_not_a_mismatch(
     assert any(line.startswith("rank 1 has enqueued calls up to number") for line in finding.evidence)
 
 
-def test_a_peer_without_open_calls_has_completed_them_by_its_status(tmp_path: Path) -> None:
-    """The device of rank 0 stops in the last call, which rank 1 completes, and rank 1 then waits for the pipeline."""
-    job = Job(tensor=2, pipeline=2, steps=2, devices={0: 8})
-    finding = cause(job, tmp_path)
-    assert finding.ranks == (0,) and "The device stopped" in finding.message
+@pytest.mark.parametrize(
+    ("job", "without", "ranks", "words"),
+    [
+        (
+            Job(tensor=2, data=2, pipeline=2, hosts={5: 4, 6: 4}),
+            *(
+                [],
+                (5, 6),
+                ["the other 6 ranks wait for that", "\nranks 5 and 6 have no open collective: all have ended\n"],
+            ),
+        ),
+        # The device of rank 0 stops in the last call, which rank 1 completes, and rank 1 then waits for the pipeline.
+        (Job(tensor=2, pipeline=2, steps=2, devices={0: 8}), [], (0,), ["The device stopped"]),
+        (Job(tensor=2, data=2, hosts={3: 4}), [3], (3,), ["Rank 3 left no dump, and the other 3 ranks wait"]),
+        (Job(tensor=2, data=4, hosts={6: 4}), [1], (6,), ["\nrank 1: no dump\n(end)"]),
+        (Job(tensor=2, pipeline=2, devices={2: 1, 3: 1}), [], (2, 3), ["which does not end"]),
+    ],
+    ids=["two places", "a peer without open calls", "no dump of the cause", "a lost dump", "a group as a whole"],
+)
+def test_one_cause_is_one_story(
+    tmp_path: Path, job: Job, without: list[int], ranks: tuple[int, ...], words: list[str]
+) -> None:
+    finding = cause(job, tmp_path, without=without)
+    text = "\n".join([finding.message, *finding.evidence, "(end)"])
+    assert finding.ranks == ranks and not [part for part in words if part not in text], text
 
 
 def test_a_stopped_host_and_a_stopped_device_are_two_stories(tmp_path: Path) -> None:
@@ -99,17 +112,6 @@ def test_a_rank_that_came_late_to_a_call_in_which_all_are(tmp_path: Path) -> Non
     assert "init_process_group(timeout=...)" in finding.fix
 
 
-def test_a_rank_without_a_dump_is_the_cause_if_all_waits_lead_there(tmp_path: Path) -> None:
-    job = Job(tensor=2, data=2, hosts={3: 4})
-    finding = cause(job, tmp_path, without=[3])
-    assert finding.ranks == (3,) and "Rank 3 left no dump, and the other 3 ranks wait" in finding.message
-
-
-def test_a_lost_dump_does_not_hide_the_cause(tmp_path: Path) -> None:
-    finding = cause(Job(tensor=2, data=4, hosts={6: 4}), tmp_path, without=[1])
-    assert finding.ranks == (6,) and finding.evidence[-1] == "rank 1: no dump"
-
-
 def test_two_groups_in_another_order_on_two_ranks(tmp_path: Path) -> None:
     swapped = Job(tensor=2, data=2, steps=1)
     programs = {rank: list(swapped.program(rank)) for rank in range(swapped.size)}
@@ -120,12 +122,6 @@ def test_two_groups_in_another_order_on_two_ranks(tmp_path: Path) -> None:
     finding = cause(swapped, tmp_path)
     assert finding.code == "DDP403" and "wait for each other" in finding.message
     assert "in the same order" in finding.fix
-
-
-def test_a_group_that_hangs_as_a_whole_is_told_if_others_wait_for_it(tmp_path: Path) -> None:
-    job = Job(tensor=2, data=1, pipeline=2, steps=3, devices=dict.fromkeys((2, 3), 1))
-    finding = cause(job, tmp_path)
-    assert finding.ranks == (2, 3) and "which does not end" in finding.message
 
 
 def test_a_job_in_which_all_calls_have_ended_is_clean(tmp_path: Path) -> None:

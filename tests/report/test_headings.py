@@ -3,12 +3,13 @@
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from ddpcheck.findings.evidence.gradients import Difference, ShardAnalysis
-from ddpcheck.findings.report import Finding, ParityEntry, Report
+from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.recipe.recipe import Recipe
@@ -132,300 +133,236 @@ def unsynchronised(module: Any, device: Any) -> Any:
     return nn.parallel.DistributedDataParallel(module, init_sync=False)
 
 
-NORM = {"model": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))}
+@dataclass
+class Case:
+    """What the recipe has, what is asked, the summary, and lines as "check status: words"."""
+
+    summary: str
+    lines: tuple[str, ...]
+    asked: dict[str, Any]
+    recipe: dict[str, Any]
+
+
+def case(summary: str, *lines: str, asked: dict[str, Any] | None = None, **recipe: Any) -> Case:
+    return Case(summary, lines, asked or {}, recipe)
+
+
+def linear_and(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 4))
+
+
+def all_zero(model: Any, x: Any) -> Any:
+    return 0.0 * model(x).sum()
+
+
+def summed(model: Any, x: Any) -> Any:
+    return model(x).square().sum()
+
+
+def bare(module: Any, device: Any) -> Any:
+    return module
+
+
+def drawn_in_module(generator: Any, draw: Callable[[Any, int], Any]) -> dict[str, Any]:
+    return {"model": lambda: Held(generator, draw)}
+
+
+NORM = {"model": lambda: linear_and(nn.BatchNorm1d(8))}
 LAZY = {"model": lambda: Two("never")}
 LATE = {"model": lambda: Two("late")}
-NUMPY = "numpy, and no two runs can share"
-PYTHON = "Python's random, and no two runs can share"
+UNREPEATABLE = {"loss": times(lambda n: list(os.urandom(n)))}
 FIND_UNUSED = {"ddp_kwargs": {"find_unused_parameters": True}}
+ONE_RANK = "passed: one rank, so that nothing can differ"
+NO_REDUCER = "no findings, but 1 of 6 checks was not made: reducer"
+NO_PARITY = "no findings, but 1 of 6 checks was not made: parity"
+NEITHER = "no findings, but 2 of 6 checks were not made: reducer, parity"
 EQUAL = "6 gradients in 3 steps equal"
-NOT_RUN = "not run from step 0 on: the finding on parameters"
+PARITY, REDUCER = f"parity passed: {EQUAL}", f"reducer passed: {EQUAL}"
+NUMPY = "parity skipped: numpy, and no two runs can share"
+PYTHON = "parity skipped: Python's random, and no two runs can share"
+NOT_RUN = "reducer skipped: not run from step 0 on: the finding on parameters"
+ONE_STEP = "reducer skipped: 4 gradients in step 0 equal"
+FIRST_STEP = "parity skipped: 2 gradients in step 0 equal"
+NOT_SHARED = ("reducer skipped: DDP308", "parity skipped: DDP308")
+ALL_DIFFER = "6 of 6 gradients in 3 steps differ"
 
-# name: what the recipe has, what is asked, the summary, and lines as (check, status, words)
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[tuple[str, str, str]]]] = {
-    "healthy": ({}, {}, "clean", [("reducer", "passed", EQUAL), ("parity", "passed", EQUAL)]),
-    "one step": ({}, {"steps": 1}, "clean", [("parity", "passed", "2 gradients in 1 step equal")]),
-    "one parameter": (
-        {"model": lambda: nn.Linear(8, 1, bias=False)},
-        {"steps": 1},
+CASES = {
+    "healthy": case("clean", REDUCER, PARITY),
+    "one step": case("clean", "parity passed: 2 gradients in 1 step equal", asked={"steps": 1}),
+    "one parameter": case(
         "clean",
-        [("parity", "passed", "1 gradient in 1 step equals")],
+        "parity passed: 1 gradient in 1 step equals",
+        asked={"steps": 1},
+        model=lambda: nn.Linear(8, 1, bias=False),
     ),
-    "one rank": (
-        {},
-        {"world_size": 1},
+    "one rank": case(
         "clean",
-        [
-            ("model", "passed", "built on one rank"),
-            ("consistency", "passed", "one rank, so that nothing can differ"),
-            ("wrapping", "passed", "one rank, so that nothing can differ"),
-            ("reducer", "passed", "equal those without the wrapper"),
-        ],
+        "model passed: built on one rank",
+        *(f"consistency {ONE_RANK}", f"wrapping {ONE_RANK}", "reducer passed: equal those without the wrapper"),
+        asked={"world_size": 1},
     ),
-    "frozen": (
-        {"model": lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4))},
-        {},
+    "frozen": case(
         "clean",
-        [("parameters", "passed", "every trainable parameter contributed to the loss")],
+        "parameters passed: every trainable parameter contributed to the loss",
+        model=lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4)),
     ),
-    "dropout": (
-        {"model": lambda: nn.Sequential(nn.Linear(8, 4), nn.Dropout())},
-        {},
+    "dropout": case(
         "clean",
-        [("parity", "passed", "in a single process, with the same random numbers for each sample")],
+        "parity passed: in a single process, with the same random numbers for each sample",
+        model=lambda: nn.Sequential(nn.Linear(8, 4), nn.Dropout()),
     ),
-    "all gradients zero": (
-        {"loss": lambda model, x: 0.0 * model(x).sum()},
-        {},
+    "all gradients zero": case(
+        "1 finding", "reducer skipped: every gradient was zero", "parity failed: DDP307", loss=all_zero
+    ),
+    "all gradients zero, ignored": case(
+        f"{NEITHER}; 1 finding ignored (DDP307)",
+        "parity skipped: every gradient was zero",
+        asked={"ignore": ["DDP307"]},
+        loss=all_zero,
+    ),
+    "some gradients zero": case(
         "1 finding",
-        [("reducer", "skipped", "every gradient was zero"), ("parity", "failed", "DDP307")],
+        *("parameters warned: DDP107", f"{PARITY} those of", "reducer passed: 6 more"),
+        model=lambda: Two("zero"),
     ),
-    "all gradients zero, ignored": (
-        {"loss": lambda model, x: 0.0 * model(x).sum()},
-        {"ignore": ["DDP307"]},
-        "no findings, but 2 of 6 checks were not made: reducer, parity; 1 finding ignored (DDP307)",
-        [("parity", "skipped", "every gradient was zero")],
+    "numbers of numpy": case(NO_PARITY, NUMPY, REDUCER, loss=times(numpy.random.rand)),
+    "one number of numpy": case("clean", PARITY, loss=times(lambda _: numpy.random.rand())),
+    "numbers of random": case(NO_PARITY, PYTHON, loss=times(lambda n: [random.random() for _ in range(n)])),
+    "one number of random": case("clean", PARITY, loss=times(lambda _: random.random())),
+    "numbers of an own generator": case(NO_PARITY, NUMPY, loss=times(numpy.random.default_rng(0).random)),
+    "a generator of torch in the module": case(
+        "clean", PARITY, **drawn_in_module(torch.Generator(), lambda own, n: torch.rand(n, generator=own))
     ),
-    "some gradients zero": (
-        {"model": lambda: Two("zero")},
-        {},
+    "a generator of numpy in the module": case(
+        NO_PARITY, NUMPY, REDUCER, **drawn_in_module(numpy.random.default_rng(0), lambda own, n: own.random(n))
+    ),
+    "an old generator of numpy in the module": case(
+        NO_PARITY, NUMPY, REDUCER, **drawn_in_module(numpy.random.RandomState(0), lambda own, n: own.rand(n))
+    ),
+    "a generator of random in the module": case(
+        *(NO_PARITY, PYTHON, REDUCER),
+        **drawn_in_module(random.Random(0), lambda own, n: [own.random() for _ in range(n)]),
+    ),
+    "a codebook that begins with samples chosen at random": case(
+        NO_PARITY,
+        "parity skipped: 8 gradients in steps 1 and 2 equal those of the global batch",
+        "parity skipped: torch.randperm at",
+        model=Codebook,
+    ),
+    "the same beside a collective without gradient": case(
+        "1 finding", "parity failed: DDP309", model=lambda: Codebook(blind=True)
+    ),
+    "numbers that nothing can bring back": case(
+        "1 finding, but 2 of 6 checks were not made: reducer, parity", *NOT_SHARED, **UNREPEATABLE
+    ),
+    "numbers that nothing can bring back, ignored": case(
+        f"{NEITHER}; 1 finding ignored (DDP308)", *NOT_SHARED, asked={"ignore": ["DDP308"]}, **UNREPEATABLE
+    ),
+    "coupled": case(
         "1 finding",
-        [
-            ("parameters", "warned", "DDP107"),
-            ("parity", "passed", f"{EQUAL} those of"),
-            ("reducer", "passed", "6 more"),
-        ],
+        "wrapping passed: the same on every rank",
+        "reducer warned: DDP215, which comes with DDP304; 18 gradients in 3 steps equal",
+        "parity warned: DDP304: 9 of 18 gradients in 3 steps differ",
+        **NORM,
     ),
-    "numbers of numpy": (
-        {"loss": times(numpy.random.rand)},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [("parity", "skipped", NUMPY), ("reducer", "passed", EQUAL)],
-    ),
-    "one number of numpy": (
-        {"loss": times(lambda _: numpy.random.rand())},
-        {},
-        "clean",
-        [("parity", "passed", EQUAL)],
-    ),
-    "numbers of random": (
-        {"loss": times(lambda n: [random.random() for _ in range(n)])},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [("parity", "skipped", PYTHON)],
-    ),
-    "one number of random": ({"loss": times(lambda _: random.random())}, {}, "clean", [("parity", "passed", EQUAL)]),
-    "numbers of an own generator": (
-        {"loss": times(numpy.random.default_rng(0).random)},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [("parity", "skipped", NUMPY)],
-    ),
-    "a generator of torch in the module": (
-        {"model": lambda: Held(torch.Generator(), lambda own, n: torch.rand(n, generator=own))},
-        {},
-        "clean",
-        [("parity", "passed", EQUAL)],
-    ),
-    "a generator of numpy in the module": (
-        {"model": lambda: Held(numpy.random.default_rng(0), lambda own, n: own.random(n))},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [("parity", "skipped", NUMPY), ("reducer", "passed", EQUAL)],
-    ),
-    "an old generator of numpy in the module": (
-        {"model": lambda: Held(numpy.random.RandomState(0), lambda own, n: own.rand(n))},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [("parity", "skipped", NUMPY), ("reducer", "passed", EQUAL)],
-    ),
-    "a generator of random in the module": (
-        {"model": lambda: Held(random.Random(0), lambda own, n: [own.random() for _ in range(n)])},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [("parity", "skipped", PYTHON), ("reducer", "passed", EQUAL)],
-    ),
-    "a codebook that begins with samples chosen at random": (
-        {"model": Codebook},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [
-            ("parity", "skipped", "8 gradients in steps 1 and 2 equal those of the global batch"),
-            ("parity", "skipped", "torch.randperm at"),
-        ],
-    ),
-    "the same beside a collective without gradient": (
-        {"model": lambda: Codebook(blind=True)},
-        {},
-        "1 finding",
-        [("parity", "failed", "DDP309")],
-    ),
-    "numbers that nothing can bring back": (
-        {"loss": times(lambda n: list(os.urandom(n)))},
-        {},
-        "1 finding, but 2 of 6 checks were not made: reducer, parity",
-        [("reducer", "skipped", "DDP308"), ("parity", "skipped", "DDP308")],
-    ),
-    "numbers that nothing can bring back, ignored": (
-        {"loss": times(lambda n: list(os.urandom(n)))},
-        {"ignore": ["DDP308"]},
-        "no findings, but 2 of 6 checks were not made: reducer, parity; 1 finding ignored (DDP308)",
-        [("reducer", "skipped", "DDP308"), ("parity", "skipped", "DDP308")],
-    ),
-    "coupled": (
-        NORM,
-        {},
-        "1 finding",
-        [
-            ("wrapping", "passed", "the same on every rank"),
-            ("reducer", "warned", "DDP215, which comes with DDP304; 18 gradients in 3 steps equal"),
-            ("parity", "warned", "DDP304: 9 of 18 gradients in 3 steps differ"),
-        ],
-    ),
-    "coupled, ignored": (
-        NORM,
-        {"ignore": ["DDP304"]},
+    "coupled, ignored": case(
         "no findings; 1 finding ignored (DDP304)",
-        [("reducer", "ignored", "ignored: DDP215, which comes with"), ("parity", "ignored", "ignored: DDP304: 9 of")],
+        *("reducer ignored: ignored: DDP215, which comes with", "parity ignored: ignored: DDP304: 9 of"),
+        asked={"ignore": ["DDP304"]},
+        **NORM,
     ),
-    "coupled, another rule selected": (
-        NORM,
-        {"select": ["DDP101"]},
+    "coupled, another rule selected": case(
         "no findings; 1 finding ignored (DDP304)",
-        [("parity", "ignored", "ignored: DDP304: 9 of 18")],
+        "parity ignored: ignored: DDP304: 9 of 18",
+        asked={"select": ["DDP101"]},
+        **NORM,
     ),
-    "summed": (
-        {"loss": lambda model, x: model(x).square().sum()},
-        {},
-        "1 finding",
-        [("parity", "failed", "DDP305: 6 of 6 gradients in 3 steps differ")],
-    ),
-    "summed, ignored": (
-        {"loss": lambda model, x: model(x).square().sum()},
-        {"ignore": ["DDP305"]},
+    "summed": case("1 finding", f"parity failed: DDP305: {ALL_DIFFER}", loss=summed),
+    "summed, ignored": case(
         "no findings; 1 finding ignored (DDP305)",
-        [("parity", "ignored", "ignored: DDP305: 6 of 6 gradients in 3 steps differ")],
+        f"parity ignored: ignored: DDP305: {ALL_DIFFER}",
+        asked={"ignore": ["DDP305"]},
+        loss=summed,
     ),
-    "unused": (LAZY, {}, "1 finding", [("parameters", "failed", "DDP101"), ("reducer", "skipped", NOT_RUN)]),
-    "unused, ignored": (
-        LAZY,
-        {"ignore": ["unused-parameter"]},
-        "no findings, but 1 of 6 checks was not made: reducer; 1 finding ignored (DDP101)",
-        [("parameters", "ignored", "ignored: DDP101"), ("reducer", "skipped", NOT_RUN)],
+    "unused": case("1 finding", "parameters failed: DDP101", NOT_RUN, **LAZY),
+    "unused, ignored": case(
+        f"{NO_REDUCER}; 1 finding ignored (DDP101)",
+        *("parameters ignored: ignored: DDP101", NOT_RUN),
+        asked={"ignore": ["unused-parameter"]},
+        **LAZY,
     ),
-    "unused, gradients selected": (
-        LAZY,
-        {"select": ["DDP3"]},
+    "unused, gradients selected": case(
         "no findings, but 1 of 3 checks was not made: reducer; 1 finding ignored (DDP101)",
-        [("reducer", "skipped", NOT_RUN)],
+        NOT_RUN,
+        asked={"select": ["DDP3"]},
+        **LAZY,
     ),
-    "unused, only the single process selected": (
-        LAZY,
-        {"select": ["DDP305"]},
-        "no findings; 1 finding ignored (DDP101)",
-        [("reducer", "skipped", NOT_RUN), ("parity", "passed", EQUAL)],
+    "unused, only the single process selected": case(
+        "no findings; 1 finding ignored (DDP101)", NOT_RUN, PARITY, asked={"select": ["DDP305"]}, **LAZY
     ),
-    "unused, and searched for": (
-        {**LAZY, **FIND_UNUSED},
-        {},
+    "unused, and searched for": case(
         "1 finding",
-        [("parameters", "warned", "DDP101"), ("reducer", "passed", f"{EQUAL} the average of the ranks' own")],
+        *("parameters warned: DDP101", f"{REDUCER} the average of the ranks' own"),
+        **LAZY,
+        **FIND_UNUSED,
     ),
-    "experts that not every rank uses": (
-        {"model": Choosy, **FIND_UNUSED},
-        {},
+    "experts that not every rank uses": case(
         "clean",
-        [
-            (
-                "parameters",
-                "passed",
-                "0 of 4 parameters contributed to the loss in each of 3 steps on every rank; find_unused",
-            )
-        ],
+        "parameters passed: 0 of 4 parameters contributed to the loss in each of 3 steps on every rank; find_unused",
+        model=Choosy,
+        **FIND_UNUSED,
     ),
-    "unused in a step": (
-        LATE,
-        {},
+    "unused in a step": case("1 finding", "parameters failed: DDP105", ONE_STEP, **LATE),
+    "unused in a step, ignored": case(
+        f"{NO_REDUCER}; 1 finding ignored (DDP105)", ONE_STEP, asked={"ignore": ["DDP105"]}, **LATE
+    ),
+    "no single process": case(NO_PARITY, "parity skipped: the single process raised MemoryError", model=Small),
+    "no single process, and none asked for": case("clean", asked={"select": ["DDP1"]}, model=Small),
+    "no single process in later steps": case(NO_PARITY, "parity skipped: gradients in step", model=lambda: Small(1)),
+    "no wrapper": case("1 finding", f"reducer failed: DDP301: {ALL_DIFFER}", FIRST_STEP, wrap=bare),
+    "no wrapper, ignored": case(
+        f"{NO_PARITY}; 1 finding ignored (DDP301)",
+        f"reducer ignored: ignored: DDP301: {ALL_DIFFER}",
+        asked={"ignore": ["DDP301"]},
+        wrap=bare,
+    ),
+    "values that differ": case(
         "1 finding",
-        [("parameters", "failed", "DDP105"), ("reducer", "skipped", "4 gradients in step 0 equal")],
+        *("consistency passed: are the same on every rank", "wrapping failed: DDP208"),
+        *("reducer failed: DDP306, which comes with DDP208", "parity skipped: the ranks' parameters differ"),
+        model=seeded_by_rank,
+        wrap=unsynchronised,
     ),
-    "unused in a step, ignored": (
-        LATE,
-        {"ignore": ["DDP105"]},
-        "no findings, but 1 of 6 checks was not made: reducer; 1 finding ignored (DDP105)",
-        [("reducer", "skipped", "4 gradients in step 0 equal")],
+    "an optimizer by rank, ignored": case(
+        f"{NO_PARITY}; 1 finding ignored (DDP223)",
+        *("wrapping ignored: ignored: DDP223", "reducer ignored: ignored: DDP306, which comes with DDP223", FIRST_STEP),
+        asked={"ignore": ["DDP223"]},
+        optimizer=by_rank,
     ),
-    "no single process": (
-        {"model": Small},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [("parity", "skipped", "the single process raised MemoryError")],
-    ),
-    "no single process, and none asked for": ({"model": Small}, {"select": ["DDP1"]}, "clean", []),
-    "no single process in later steps": (
-        {"model": lambda: Small(1)},
-        {},
-        "no findings, but 1 of 6 checks was not made: parity",
-        [("parity", "skipped", "gradients in step")],
-    ),
-    "no wrapper": (
-        {"wrap": lambda module, device: module},
-        {},
-        "1 finding",
-        [
-            ("reducer", "failed", "DDP301: 6 of 6 gradients in 3 steps differ"),
-            ("parity", "skipped", "2 gradients in step 0 equal"),
-        ],
-    ),
-    "no wrapper, ignored": (
-        {"wrap": lambda module, device: module},
-        {"ignore": ["DDP301"]},
-        "no findings, but 1 of 6 checks was not made: parity; 1 finding ignored (DDP301)",
-        [("reducer", "ignored", "ignored: DDP301: 6 of 6 gradients in 3 steps differ")],
-    ),
-    "values that differ": (
-        {"model": seeded_by_rank, "wrap": unsynchronised},
-        {},
-        "1 finding",
-        [
-            ("consistency", "passed", "are the same on every rank"),
-            ("wrapping", "failed", "DDP208"),
-            ("reducer", "failed", "DDP306, which comes with DDP208"),
-            ("parity", "skipped", "the ranks' parameters differ"),
-        ],
-    ),
-    "an optimizer by rank, ignored": (
-        {"optimizer": by_rank},
-        {"ignore": ["DDP223"]},
-        "no findings, but 1 of 6 checks was not made: parity; 1 finding ignored (DDP223)",
-        [
-            ("wrapping", "ignored", "ignored: DDP223"),
-            ("reducer", "ignored", "ignored: DDP306, which comes with DDP223"),
-            ("parity", "skipped", "2 gradients in step 0 equal"),
-        ],
-    ),
-    "shapes that differ, ignored": (
-        {"model": lambda: nn.Linear(8, 4 + the_rank())},
-        {"ignore": ["DDP2"]},
+    "shapes that differ, ignored": case(
         "no findings, but 4 of 6 checks were not made: wrapping, parameters, reducer, parity; 1 finding ignored "
         "(DDP203)",
-        [("consistency", "ignored", "ignored: DDP203"), ("wrapping", "skipped", "DDP203: DDP would stop")],
+        *("consistency ignored: ignored: DDP203", "wrapping skipped: DDP203: DDP would stop"),
+        asked={"ignore": ["DDP2"]},
+        model=lambda: nn.Linear(8, 4 + the_rank()),
     ),
 }
 
 
 # `make test` has each line in each state.
-QUICK = first_of_each(CASES, lambda name: [(line, status) for line, status, _ in CASES[name][3]])
+QUICK = first_of_each(CASES, lambda name: [line.partition(":")[0] for line in CASES[name].lines])
 
 
 @pytest.mark.parametrize("name", share(CASES, QUICK[::2]))
 def test_every_line_says_what_was_compared_and_held(name: str) -> None:
-    given, asked, summary, lines = CASES[name]
-    recipe = Recipe(**{"model": lambda: nn.Linear(8, 4), "batch": lambda _: torch.randn(8, 8), "loss": mean, **given})
-    report = check(recipe, timeout=60, **asked)
-    assert contradictions(report) == [] and report.summary == summary, shown(report)
+    case = CASES[name]
+    recipe = {"model": lambda: nn.Linear(8, 4), "batch": lambda _: torch.randn(8, 8), "loss": mean, **case.recipe}
+    report = check(Recipe(**recipe), timeout=60, **case.asked)
+    assert contradictions(report) == [] and report.summary == case.summary, shown(report)
     by_name = {line.name: line for line in report.checks}
-    for check_name, status, words in lines:
+    for line in case.lines:
+        status, _, words = line.partition(": ")
+        check_name, status = status.split()
         assert by_name[check_name].status == status, shown(report)
         assert words in by_name[check_name].detail, shown(report)
 
@@ -478,13 +415,21 @@ def test_a_check_is_asked_for_where_one_of_its_rules_is() -> None:
     )
 
 
-def test_a_difference_without_an_analysis_is_no_tick() -> None:
+def judged(error: float, tolerance: float, **single: Any) -> tuple[Report, CheckResult, list[str]]:
+    """The report on a gradient that differs from that of the single process, its line of that, and the notes."""
     state = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
     with state.log.in_part("parity"):
-        state.single.differences[0] = (Difference("a", 0.5, 1e-6, absolute_error=0.5, reference_norm=1.0),)
+        state.single.differences[0] = (Difference("a", error, tolerance, absolute_error=error, reference_norm=1.0),)
+        for name, value in single.items():
+            setattr(state.single, name, value)
     judge(state, {})
-    report: Report = report_of(state)
-    assert next(check for check in report.checks if check.name == "parity").status == "failed", shown(report)
+    report = report_of(state)
+    return report, next(check for check in report.checks if check.name == "parity"), state.log.notes
+
+
+def test_a_difference_without_an_analysis_is_no_tick() -> None:
+    report, parity, _ = judged(0.5, 1e-6)
+    assert parity.status == "failed", shown(report)
     assert report.exit_code() == 1 or not report.at_or_above(Severity.ERROR)
 
 
@@ -495,13 +440,7 @@ def test_a_difference_without_an_analysis_is_no_tick() -> None:
 def test_a_difference_near_to_rounding_is_not_judged_where_the_shards_could_not_be_looked_at(
     error: float, why: str, status: str
 ) -> None:
-    state = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
-    with state.log.in_part("parity"):
-        state.single.differences[0] = (Difference("a", error, 2.2e-6, absolute_error=error, reference_norm=1.0),)
-        state.single.analysis = ShardAnalysis(error=why)
-    judge(state, {})
-    report = report_of(state)
-    parity = next(check for check in report.checks if check.name == "parity")
+    report, parity, _ = judged(error, 2.2e-6, analysis=ShardAnalysis(error=why))
     assert parity.status == status, shown(report)
     if status == "skipped":
         assert "which may be rounding" in parity.detail and "(that failed)" in parity.detail
@@ -509,12 +448,7 @@ def test_a_difference_near_to_rounding_is_not_judged_where_the_shards_could_not_
 
 
 def test_a_difference_is_no_finding_where_there_was_no_time_to_find_out_why() -> None:
-    state = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
-    with state.log.in_part("parity"):
-        state.single.differences[0] = (Difference("a", 0.5, 1e-6, absolute_error=0.5, reference_norm=1.0),)
-        state.single.analysis = ShardAnalysis(error="that failed")
-    state.single.hang = "the single process did not finish within 5 s"
-    judge(state, {})
-    report = report_of(state)
-    assert not report.findings and next(check for check in report.checks if check.name == "parity").status == "skipped"
-    assert "5.0e-01 (relative) away" in state.log.notes[-1] and "did not finish within 5 s" in state.log.notes[-1]
+    analysis, hang = ShardAnalysis(error="that failed"), "the single process did not finish within 5 s"
+    report, parity, notes = judged(0.5, 1e-6, analysis=analysis, hang=hang)
+    assert not report.findings and parity.status == "skipped"
+    assert "5.0e-01 (relative) away" in notes[-1] and "did not finish within 5 s" in notes[-1]

@@ -52,6 +52,11 @@ def nested() -> list[Any]:
     return value
 
 
+class Foreign:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("loaded",)
+
+
 MEMO = b"\x80\x02]r\xff\xff\xff\x6f."  # puts a list into place 1,879,048,191 of a memo
 
 
@@ -73,6 +78,14 @@ MEMO = b"\x80\x02]r\xff\xff\xff\x6f."  # puts a list into place 1,879,048,191 of
         (b'{"entries": [], "version": ' + b"7" * 6000 + b"}", "neither JSON nor a whole pickle"),
         (b'{"entries": ' + b"[" * 100_000, "neither JSON nor a whole pickle"),
         (MEMO, "neither JSON nor a whole pickle"),
+        (b"", "neither JSON nor a whole pickle"),
+        (b"hello", "neither JSON nor a whole pickle"),
+        (pickle.dumps({"entries": []})[:9], "neither JSON nor a whole pickle"),
+        (pickle.dumps([1]), "it has no list of entries"),
+        ({"entries": 3}, "it has no list of entries"),
+        (pickle.dumps({"entries": [{"a": 1}]}), "can read (KeyError: 'profiling_name')"),
+        (pickle.dumps({"entries": [], "rank": Foreign()}), "it holds builtins.print, and not plain data"),
+        (pickle.dumps({"entries": [], "rank": "x"}), "its rank is 'x'"),
     ],
 )
 def test_dumps(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dump: Any, words: str) -> None:
@@ -80,6 +93,13 @@ def test_dumps(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (folder := tmp_path / "dumps").mkdir()
     (folder / "rank_4").write_bytes(dump if isinstance(dump, bytes) else json.dumps(dump).encode())
     assert words in refused("hang", folder)
+
+
+def test_a_folder_without_a_dump(refused: Refused, tmp_path: Path) -> None:
+    (folder := tmp_path / "dumps").mkdir()
+    assert "it is empty" in refused("hang", folder)
+    (folder / "notes.txt").touch()
+    assert "no Flight Recorder dumps in" in refused("hang", folder)
 
 
 def test_a_rank_in_the_name_of_a_dump(refused: Refused, tmp_path: Path) -> None:
