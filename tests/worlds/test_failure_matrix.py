@@ -1,21 +1,21 @@
 """Every way in which ranks can fail a test, on each rank, in both forms, alone and under pytest-xdist.
 
-One inner session runs all cells; what pytest says of each is read from its JUnit report. It waits for a minute, so
+One inner session runs all cells; the outcome of each is read from its JUnit report. It waits for a minute, so
 `make test-exhaustive` has it; `make test` has the failures of a world and of a session (test_harness.py,
-test_sessions.py).
+test_sessions.py), and test_attached.py some of the cells on the ranks of a launcher.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable, Sequence
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests import innerpytest
-from tests.innerpytest import Said, Session
-from tests.tiers import share
+from tests.innerpytest import Session
 
 # What a rank does; `bad` is whether this one is meant.
 KINDS = {
@@ -34,7 +34,6 @@ KINDS = {
     "slow": "if bad: time.sleep(0.8)",
 }
 WHO = {"0": "rank == 0", "1": "rank == 1", "all": "True"}
-MODES = {"alone": (), "xdist": ("-n", "2")}
 COLLECTIVE_AFTER = {"raises", "asserts", "exits", "killed", "crashes", "unpicklable_error"}
 
 HEAD = """
@@ -67,45 +66,46 @@ def test_marker_{name}(rank):
 """
 
 
-def source() -> str:
+def source(
+    kinds: Iterable[str] = KINDS, who: Iterable[str] = WHO, forms: Sequence[str] = (FIXTURE, MARKER), timeout: int = 30
+) -> str:
     parts = [HEAD]
-    for kind, who in itertools.product(KINDS, WHO):
+    for kind, bad in itertools.product(kinds, who):
         code = KINDS[kind]
         if kind in COLLECTIVE_AFTER:  # the others wait for a rank that does not come
             code += "\ndist.barrier()"
-        if who == "all":  # else a rank can end while another one still connects to it, which fails of that
+        if bad == "all":  # else a rank can end while another one still connects to it, which fails of that
             code = f"dist.barrier()\ntime.sleep(0.2)\n{code}"
-        lines = "\n".join(f"    {line}" for line in code.splitlines())
-        name = f"{kind}_{who}"
-        timeout = 3 if kind == "hangs" else 30
-        parts += [part.format(name=name, who=WHO[who], code=lines, timeout=timeout) for part in (BODY, FIXTURE, MARKER)]
+        words = {
+            "name": f"{kind}_{bad}",
+            "who": WHO[bad],
+            "code": "\n".join(f"    {line}" for line in code.splitlines()),
+            "timeout": min(timeout, 3) if kind == "hangs" else timeout,
+        }
+        parts += [part.format(**words) for part in (BODY, *forms)]
     return "\n".join(parts)
 
 
-@pytest.fixture(scope="module", params=share(MODES, [], pytest.mark.exhaustive))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(arguments, marks=pytest.mark.exhaustive) for arguments in ((), ("-n", "2"))],
+    ids=["alone", "xdist"],
+)
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("matrix")
     innerpytest.write(folder, test_matrix=source())
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    ended = innerpytest.run(folder, *MODES[request.param])
-    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
-    assert not left, "the session has left processes"
-    assert ended.returncode == 1, ended.stdout
-    return ended
-
-
-def said(session: Session, form: str, kind: str, who: str) -> Said:
-    return session[f"test_{form}_{kind}_{who}"]
+    session = innerpytest.run(folder, *request.param)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before, "processes are left"
+    assert session.returncode == 1, session.stdout
+    assert len(session.tests) == len(KINDS) * len(WHO) * 2
+    assert all(cell.outcome != "error" for cell in session.tests.values())
+    return session
 
 
 FORMS = pytest.mark.parametrize("form", ["fixture", "marker"])
 EACH = pytest.mark.parametrize("who", list(WHO))
 ONE = pytest.mark.parametrize("who", ["0", "1"])
-
-
-def test_every_cell_was_run(session: Session) -> None:
-    assert len(session.tests) == len(KINDS) * len(WHO) * 2
-    assert all(cell.outcome != "error" for cell in session.tests.values())
 
 
 @FORMS
@@ -124,7 +124,7 @@ def test_every_cell_was_run(session: Session) -> None:
     ],
 )
 def test_a_rank_that_fails_is_the_headline(session: Session, form: str, kind: str, words: str, who: str) -> None:
-    cell = said(session, form, kind, who)
+    cell = session[f"test_{form}_{kind}_{who}"]
     ranks = {"0": "rank 0", "1": "rank 1", "all": "ranks 0 and 1"}[who]
     assert cell.outcome == "failed"
     assert re.search(words.format(ranks=ranks, first="[01]" if who == "all" else who), cell.text), cell.text
@@ -136,9 +136,8 @@ def test_a_rank_that_fails_is_the_headline(session: Session, form: str, kind: st
 @ONE
 @pytest.mark.parametrize("kind", sorted(COLLECTIVE_AFTER))
 def test_the_rank_that_waited_for_it_is_one_line(session: Session, form: str, kind: str, who: str) -> None:
-    text = said(session, form, kind, who).text
-    other = 1 - int(who)
-    fell = re.search(rf"rank {other} .*(waits? in|waiting in|fell with it)", text)
+    text = session[f"test_{form}_{kind}_{who}"].text
+    fell = re.search(rf"rank {1 - int(who)} .*(waits? in|waiting in|fell with it)", text)
     assert fell, text
     if "waits in" in fell[0]:
         assert re.search(r"barrier(\(\))? at test_matrix.py", text)
@@ -147,40 +146,34 @@ def test_the_rank_that_waited_for_it_is_one_line(session: Session, form: str, ki
 @FORMS
 @EACH
 def test_a_rank_that_hangs_shows_where(session: Session, form: str, who: str) -> None:
-    cell = said(session, form, "hangs", who)
+    cell = session[f"test_{form}_hangs_{who}"]
     assert cell.outcome == "failed" and "did not finish within 3 s" in cell.text
     assert "time.sleep" in cell.text or f"in body_hangs_{who}" in cell.text, cell.text
 
 
 @FORMS
-def test_a_skip_counts_when_all_ranks_skip(session: Session, form: str) -> None:
-    cell = said(session, form, "skips", "all")
-    assert cell.outcome == "skipped" and "no camera" in cell.text
+@EACH
+def test_a_skip_counts_when_all_ranks_skip_and_ranks_that_disagree_fail(session: Session, form: str, who: str) -> None:
+    cell = session[f"test_{form}_skips_{who}"]
+    if who == "all":
+        assert cell.outcome == "skipped" and "no camera" in cell.text
+    else:
+        assert cell.outcome == "failed"
+        assert f"ranks disagree: rank {who} skipped (no camera), rank {1 - int(who)} passed" in cell.text, cell.text
 
 
 @FORMS
 @ONE
-def test_ranks_that_disagree_on_a_skip_fail(session: Session, form: str, who: str) -> None:
-    cell = said(session, form, "skips", who)
-    assert cell.outcome == "failed"
-    assert f"ranks disagree: rank {who} skipped (no camera), rank {1 - int(who)} passed" in cell.text, cell.text
-
-
-@FORMS
-@pytest.mark.parametrize(
-    ("kind", "who"), [("mismatch", "0"), ("mismatch", "1"), ("leaves_early", "0"), ("leaves_early", "1")]
-)
+@pytest.mark.parametrize("kind", ["mismatch", "leaves_early"])
 def test_collectives_that_do_not_match_fail_before_the_timeout(
     session: Session, form: str, kind: str, who: str
 ) -> None:
-    cell = said(session, form, kind, who)
+    cell = session[f"test_{form}_{kind}_{who}"]
     assert cell.outcome == "failed" and "within 30 s" not in cell.text, cell.text
     assert re.search(r"all_reduce|all_gather|killed by SIGABRT|gloo", cell.text), cell.text
 
 
 @FORMS
-@pytest.mark.parametrize(
-    ("kind", "who"), [("slow", "0"), ("slow", "1"), ("slow", "all"), ("mismatch", "all"), ("leaves_early", "all")]
-)
-def test_what_is_only_slow_or_the_same_on_all_ranks_passes(session: Session, form: str, kind: str, who: str) -> None:
-    assert said(session, form, kind, who).outcome == "passed"
+@pytest.mark.parametrize("cell", ["slow_0", "slow_1", "slow_all", "mismatch_all", "leaves_early_all"])
+def test_what_is_only_slow_or_the_same_on_all_ranks_passes(session: Session, form: str, cell: str) -> None:
+    assert session[f"test_{form}_{cell}"].outcome == "passed"
