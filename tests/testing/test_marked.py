@@ -182,6 +182,14 @@ class TestMarkedClass:
 def test_skips(rank):
     pytest.skip("not today")
 
+def test_skips_by_the_fixture(ddp_world):
+    ddp_world.run(lambda: pytest.skip("not on this day"))
+
+@pytest.mark.ddp
+def test_disagrees(rank):
+    if rank == 1:
+        pytest.skip("no camera")
+
 @pytest.mark.ddp
 def test_importorskips():
     pytest.importorskip("no_such_module_anywhere")
@@ -320,32 +328,26 @@ def test_threads_and_environment():
     assert torch.get_num_threads() == 1 and os.environ["FOR_RANKS"] == "yes"
 """
 
-PASSED = [
-    *(f"test_all_reduce[{size}]" for size in ("1_rank", "2_ranks", "3_ranks")),
-    *("test_no_fixture_is_needed", "test_parametrized[1-2]", "test_parametrized[3-4]"),
-    *("test_world_size_as_a_parameter[1]", "test_world_size_as_a_parameter[2]"),
-    *("test_fixtures_by_value_and_on_ranks", "test_values_keep_gradients_and_what_they_share"),
-    *(f"test_parametrized_fixtures[{each}-{number}]" for each in ("one", "two") for number in (5, 7)),
-    *("test_environment_of_fixtures", "test_seeds_of_fixtures[False]", "test_seeds_of_fixtures[True]"),
-    *("test_without_a_seed_ranks_draw_for_themselves", "test_built_in_fixtures", "test_printed_and_logged"),
-    *(
-        "test_records_a_property",
-        "test_method",
-        "test_inherits",
-        "test_the_fixture_inherits",
-        "test_the_closest_mark_wins",
-    ),
-    *("test_raises_and_warns", "test_returns", "test_threads_and_environment", "test_a_thread_that_raises"),
-    *("test_the_mark_configures_the_fixture[1_rank]", "test_the_mark_configures_the_fixture[3_ranks]"),
-]
+PASSED = """
+test_all_reduce[1_rank] test_all_reduce[2_ranks] test_all_reduce[3_ranks] test_no_fixture_is_needed
+test_parametrized[1-2] test_parametrized[3-4] test_world_size_as_a_parameter[1] test_world_size_as_a_parameter[2]
+test_fixtures_by_value_and_on_ranks test_values_keep_gradients_and_what_they_share test_environment_of_fixtures
+test_parametrized_fixtures[one-5] test_parametrized_fixtures[one-7] test_parametrized_fixtures[two-5]
+test_parametrized_fixtures[two-7] test_seeds_of_fixtures[False] test_seeds_of_fixtures[True] test_built_in_fixtures
+test_without_a_seed_ranks_draw_for_themselves test_printed_and_logged test_records_a_property test_method test_inherits
+test_the_fixture_inherits test_the_closest_mark_wins test_raises_and_warns test_returns test_threads_and_environment
+test_a_thread_that_raises test_the_mark_configures_the_fixture[1_rank] test_the_mark_configures_the_fixture[3_ranks]
+""".split()
 SKIPPED = {
     "test_skips": "not today",
+    "test_skips_by_the_fixture": "not on this day",
     "test_importorskips": "no_such_module_anywhere",
     "test_xfails": "known",
     "test_marked_xfail": "",
     "test_skipif": "never",
 }
 FAILED = {
+    "test_disagrees": "ranks disagree: rank 1 skipped (no camera), rank 0 passed",
     "test_marked_xfail_of_another_kind": "ZeroDivisionError",
     "test_compares": "{'steps': [1, 2, 3]} != {'steps': [1, 2, 4]}",
     "test_fails_without_traceback": "told so",

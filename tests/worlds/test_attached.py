@@ -23,7 +23,6 @@ from tests.innerpytest import Said
 from tests.launchers.commands import EACH_LAUNCHER, ROOT, clean_environment, command_of
 from tests.testing import test_marked
 from tests.tiers import share
-from tests.worlds import test_failure_matrix
 
 pytest.importorskip("torch")
 # By `make test-launchers`, which has the real launchers: each of them starts processes that import torch.
@@ -162,6 +161,11 @@ def test_rank_1_dies(rank):
     if rank == 1: os._exit(3)
     dist.all_reduce(torch.ones(1))
 
+@pytest.mark.ddp
+def test_rank_1_raises(rank):
+    if rank == 1: raise ValueError("broken on 1")
+    dist.barrier()
+
 def test_options_that_say_how_ranks_start(ddp_world):
     zero, one = ddp_world(hash_seeds=True).run(hash, "a")
     assert zero != one
@@ -218,14 +222,6 @@ def pytest_runtest_logreport(report):
         reports.append(report)
 """
 )
-FAILURES = {  # of rank 1
-    "raises": r"ValueError: broken on 1(.|\n)*rank 0 (was still )?wait(s|ing) in barrier(\(\))? at test_matrix",
-    "skips": r"ranks disagree: rank 1 skipped \(no camera\), rank 0 passed",
-    "calls_exit": r"rank 1.*had enough",
-    "hangs": r"rank 1 did not finish within 2 s: rank 1 is in body_hangs_1 at test_matrix",
-    "unpicklable": r"rank 1 raised .*returned a lock that cannot be pickled",
-    "leaves_early": r"rank 0 did not finish within 2 s: rank 0 waits in all_reduce\(.*\) at test_matrix",
-}
 
 
 @pytest.fixture(scope="module", params=EACH_LAUNCHER)
@@ -233,8 +229,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("attached")
     files = {"conftest": CONFTEST, "test_ours": OURS}
     if request.param == "torchrun":
-        cells = test_failure_matrix.source(FAILURES, "1", [test_failure_matrix.MARKER], timeout=2)
-        files |= {"test_inner": test_marked.SOURCE, "test_matrix": cells}
+        files["test_inner"] = test_marked.SOURCE
     # A test that is interrupted ends a launched session.
     done = launch(request.param, folder, "-rA", "--log-level=INFO", "-k", "not test_interrupted", **files)
     assert done.returncode != 0
@@ -248,6 +243,7 @@ FAIL = {
     "test_body_fails_before_others_run": r"^rank 0: AssertionError: rank 0 does not run\n(.|\n)*rank 1 fell with it: ",
     "test_runs_something_else_on_each": r"The ranks are not in step in .*rank 0 is at ddp_world.check; rank 1 is at a ",
     "test_rank_1_dies": r"^rank 1 ended with exit code 3 before its work was done",
+    "test_rank_1_raises": r"ValueError: broken on 1(.|\n)*rank 0 (was still )?wait(s|ing) in barrier(\(\))? at test_o",
     "test_plain_fails_on_rank_1": r"^rank 1: AssertionError: plain\n(.|\n)*assert here\(\) == 0(.|\n)*rank 0 p",
     "test_plain_fails_alike": r"^assert \[1\] == \[2\]",
     "test_check_finds": r"DDP101",
@@ -279,13 +275,10 @@ PASS += ["test_sizes[1_rank]", "test_sizes[2_ranks]"]
 def test_what_comes_of_a_test_on_the_ranks_of_a_launcher(
     session: Launched, name: str, outcome: str, words: str
 ) -> None:
-    said = session[name]
-    assert said.outcome == outcome, said.text
-    assert re.search(words, said.text), said.text
-
-
-def test_what_another_rank_printed_before_it_failed_is_shown(session: Launched) -> None:
-    assert "heard on rank 1 only" in session["test_setup_fails_on_rank_1"].output
+    test = session[name]
+    assert test.outcome == outcome, test.text
+    assert re.search(words, test.text), test.text
+    assert name != "test_setup_fails_on_rank_1" or "heard on rank 1 only" in test.output
 
 
 # What these see differs from a world of our own: a process that is pytest's or not.
@@ -320,15 +313,6 @@ def test_output_and_logs_of_each_rank_are_sections_of_one_report(session: Launch
         assert f"Captured log of rank {rank} of 2 call" in session.output
     assert session.output.count("printed by 1") == session.output.count("logged by 0") == 1
     assert session.output.count("short test summary") == session.output.count("session starts") == 1
-
-
-@pytest.mark.parametrize("kind", FAILURES)
-def test_one_rank_that_fails_fails_the_test_and_no_other(session: Launched, kind: str) -> None:
-    if f"test_marker_{kind}_1" not in session.tests:
-        pytest.skip("the failure matrix runs under torchrun")
-    test = session[f"test_marker_{kind}_1"]
-    assert test.outcome == "failed"
-    assert re.search(FAILURES[kind], test.text), test.text
 
 
 # --- How a session ends --------------------------------------------------------------------------------------------

@@ -343,6 +343,7 @@ def test_a_skip_is_carried() -> None:
         (lambda: os._exit(3), "died", 3, "rank 1 ended with exit code 3"),
         (lambda: os._exit(0), "died", 0, "rank 1 ended with exit code 0"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "died", -signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "died", -signal.SIGSEGV, "rank 1 was killed by SIGSEGV"),
     ],
 )
 def test_a_rank_that_ends_in_a_run_is_the_headline(
@@ -591,8 +592,27 @@ def test_what_cannot_be_sent_is_named_and_harms_nothing(world: World) -> None:
     assert world.run(rank_number) == [0, 1]
 
 
-def test_a_result_that_cannot_be_sent_is_a_failure() -> None:
+class Stubborn(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def test_a_result_or_an_exception_that_cannot_be_sent_is_a_failure() -> None:
+    def fail() -> None:
+        raise Stubborn("broken")
+
     assert "returned a lock that cannot be pickled" in str(fresh_failure(lambda: threading.Lock()))
+    assert "Stubborn: broken" in str(fresh_failure(fail, world_size=1))
+
+
+def test_ranks_that_end_alike_are_named_together() -> None:
+    def vanish() -> None:
+        all_reduced(0.0)
+        time.sleep(0.2)  # else a rank can end while the other one still connects to it
+        os._exit(7)
+
+    assert "ranks 0 and 1 ended with exit code 7 before their work was done" in str(fresh_failure(vanish))
 
 
 def test_a_world_that_has_failed_or_is_closed_refuses() -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -250,16 +249,6 @@ def test_a_rank_that_the_launcher_ends_can_still_speak(tmp_path: Path) -> None:
     assert answers[0]["after that"][1] == answers[0]["stopped"][0]
     error, said, *_ = answers[1]["after that"]
     assert error == "RankError" and "rank 0 has left" in said
-
-
-@pytest.mark.exhaustive
-def test_two_jobs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    with ThreadPoolExecutor() as pool:
-        jobs = list(pool.map(lambda folder: launch("mpirun", folder, "works"), folders))
-    assert [answers[0]["all_reduced"] for answers, _ in jobs] == [["returned", "[3.0, 3.0]"]] * 2
 
 
 # --- Who started us ------------------------------------------------------------------------------------------------
