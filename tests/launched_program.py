@@ -222,8 +222,9 @@ class Program:
         self.attempt("in step again", all_reduced, 1.0)
 
     def dies(self, how: str, who: str) -> None:
-        self.attempt("dies", fail, how, int(who))
-        self.attempt("the next one", all_reduced, 1.0)
+        name = f"dies,{how},{who}"
+        self.attempt(name, fail, how, int(who))
+        self.attempt(f"after {name}", all_reduced, 1.0)
 
     def leaves(self) -> None:
         if self.session.rank == 1:

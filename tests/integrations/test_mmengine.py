@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.errors import DDPCheckError
-from tests.worlds.test_attached import clean_environment
+from tests.launchers.commands import clean_environment
 
 pytest.importorskip("torch")
 from tests.tiers import needs

@@ -1,7 +1,8 @@
 """What launchers start: one rank, which sets the process group up and uses it, and writes down what it has seen.
 
 `python -m tests.launchers.program FOLDER [OPTIONS]`: OPTIONS for `init_dist`, as JSON, with `_exit` for the ranks that
-end before it; FOLDER/rankR.json is the answer, or the error, which is printed too.
+end before it and `_again` for other options of the second time; FOLDER/rankR.json is the answer, or the error, which is
+printed too.
 """
 
 from __future__ import annotations
@@ -52,19 +53,18 @@ def use() -> dict[str, Any]:
 
 
 def main(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    ending = options.pop("_exit", [])
+    ending, again = options.pop("_exit", []), options.pop("_again", {})
     spoken = next(os.environ[n] for n in ("OMPI_COMM_WORLD_RANK", "RANK", "SLURM_PROCID") if n in os.environ)
-    said: dict[str, Any] = {"host": socket.gethostname(), "given": os.environ.get("MASTER_PORT")}
+    said: dict[str, Any] = {"host": socket.gethostname()}
     if int(spoken) in ending:
         sys.exit(0)
-    started = time.monotonic()
     try:
         said["device"] = str(ddpcheck.init_dist(**options))
         said |= use()
         assert str(ddpcheck.init_dist(**options)) == said["device"], "a second time, nothing happens"
         dist.destroy_process_group()
-        ddpcheck.init_dist(**options)
-        said["again"] = use()["sum"]
+        ddpcheck.init_dist(**{**options, **again})
+        said["again"] = use()
         dist.destroy_process_group()
         time.sleep(0.5)  # until rank 0's store has ended
         dist.init_process_group("gloo")  # from the environment that init_dist has left
@@ -73,7 +73,6 @@ def main(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         said["error"] = [type(error).__name__, str(error)]
         print(f"rank {spoken}: {type(error).__name__}: {error}", file=sys.stderr)
-    said["seconds"] = time.monotonic() - started
     draft = folder / f"rank{spoken}.draft"
     draft.write_text(json.dumps(said))
     draft.replace(folder / f"rank{spoken}.json")

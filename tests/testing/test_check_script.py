@@ -8,7 +8,9 @@ import pytest
 
 from ddpcheck import DDPCheckError, HangError, TargetError
 from ddpcheck.run.checked_script import check_script
-from tests import innerpytest
+from tests import innerhere
+
+pytest_plugins = ["pytester"]
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -18,7 +20,7 @@ torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.manual_seed(dist.get_rank())
-for _ in range(6):
+for _ in range(3):
     x = torch.randn(4, 4)
     weights = torch.rand(4, 1)
     weights = weights.softmax(0) if "--bug" in sys.argv else weights / 2
@@ -37,13 +39,11 @@ def test_broken(ddp_world):
 
 
 @pytest.mark.slow
-def test_a_test_fails_with_the_report_on_a_script(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "test_train.py").write_text(TEST)
-    session = innerpytest.run(tmp_path)
-    assert session["test_healthy"].outcome == "passed", session.stdout
-    assert session["test_broken"].outcome == "failed"
-    assert "DDP314 differs-from-single-process  error" in session["test_broken"].text
+def test_a_test_fails_with_the_report_on_a_script(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(train=SCRIPT, test_train=TEST)
+    printed = innerhere.run(pytester)
+    assert "1 failed, 1 passed" in printed and "_ test_broken _" in printed, printed
+    assert "DDP314 differs-from-single-process  error" in printed
 
 
 def test_a_script_that_is_not_there_is_named() -> None:
@@ -55,6 +55,6 @@ def test_a_script_that_is_not_there_is_named() -> None:
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time, pathlib\npathlib.Path('began').touch()\ntime.sleep(600)\n")
-    with pytest.raises(HangError, match=r"train\.py has not come to its end in 8 s") as raised:
-        check_script(script, world_size=2, parity=True, timeout=8)
+    with pytest.raises(HangError, match=r"train\.py has not come to its end in 5 s") as raised:
+        check_script(script, world_size=2, parity=True, timeout=5)
     assert isinstance(raised.value, DDPCheckError)

@@ -1,6 +1,6 @@
-"""Tests whose body runs on every rank: what they are given, what comes back, and what is said of mistakes.
+"""Tests whose body runs on every rank: what they are given, what comes back, and the messages on mistakes.
 
-One inner session runs all of them; each test here looks at one of its own.
+One inner session runs all of them. `test_attached` runs them on the ranks of a launcher.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import innerpytest
-from tests.innerpytest import Session
+from tests import innerhere, innerpytest
+
+pytest_plugins = ["pytester"]
 
 CONFTEST = """
 import os, random
@@ -56,12 +57,13 @@ def seeded():
 @pytest.fixture
 def model_and_optimizer():
     import torch
-    model = torch.nn.Linear(2, 2)
+    model = torch.nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
     return model, {"param_groups": list(model.parameters())}  # a real optimizer imports the compiler, for seconds
 """
 
 SOURCE = """
-import logging, os, random, sys, warnings
+import logging, os, random, sys, threading, unittest, warnings
 import pytest
 
 @pytest.mark.ddp(world_size=[1, 2, 3])
@@ -95,29 +97,22 @@ def test_fixtures_by_value_and_on_ranks(base, layer, on_top, rank):
     assert on_top[0] is layer and on_top[1] is base
 
 @pytest.mark.ddp
-def test_values_that_share_something_go_on_sharing_it(model_and_optimizer):
+def test_values_keep_gradients_and_what_they_share(model_and_optimizer):
     model, optimizer = model_and_optimizer
-    assert optimizer["param_groups"][0] is model.weight
+    assert optimizer["param_groups"][0] is model.weight and model.weight.grad.tolist() == [[1.0, 1.0]]
 
 @pytest.mark.ddp
 def test_parametrized_fixtures(each, each_on_rank, rank):
     assert each in ("one", "two") and each_on_rank - rank in (5, 7)
 
 @pytest.mark.ddp
-def test_environment_of_fixtures(process_group):
-    assert os.environ["TOLD_BY_A_FIXTURE"] == "test_environment_of_fixtures"
+def test_environment_of_fixtures(process_group, request):
+    assert os.environ["TOLD_BY_A_FIXTURE"] == request.node.name == "test_environment_of_fixtures"
     assert os.environ["PYTEST_CURRENT_TEST"].endswith("test_environment_of_fixtures (call)")
 
 @pytest.mark.ddp
-def test_seeds_of_fixtures(seeded, rank):
-    import torch
-    found = random.random(), torch.rand(1).item()
-    random.seed(11); torch.manual_seed(11)
-    assert found == (random.random(), torch.rand(1).item())
-
-@pytest.mark.ddp
-def test_seeds_of_fixtures_again(seeded, rank):
-    test_seeds_of_fixtures.__wrapped__ if False else None
+@pytest.mark.parametrize("again", [False, True])
+def test_seeds_of_fixtures(seeded, rank, again):
     import torch
     found = random.random(), torch.rand(1).item()
     random.seed(11); torch.manual_seed(11)
@@ -130,14 +125,19 @@ def test_without_a_seed_ranks_draw_for_themselves(rank):
     dist.all_gather_object(drawn, (random.random(), torch.rand(1).item()))
     assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
 
+@pytest.fixture
+def under_another_name(capsys):
+    return capsys
+
 @pytest.mark.ddp
-def test_built_in_fixtures(tmp_path, monkeypatch, capsys, caplog, recwarn, rank):
+def test_built_in_fixtures(tmp_path, monkeypatch, under_another_name, capsys, caplog, recwarn, rank):
     (tmp_path / f"{rank}.txt").write_text("written")
     monkeypatch.setenv("SET_ON_RANK", str(rank))
     monkeypatch.chdir(tmp_path)
     assert os.environ["SET_ON_RANK"] == str(rank) and os.path.exists(f"{rank}.txt")
-    print("heard")
-    assert capsys.readouterr().out == "heard\\n"
+    for capture in (capsys, under_another_name):
+        print("heard")
+        assert capture.readouterr().out == "heard\\n"
     logging.getLogger("here").warning("logged on %d", rank)
     assert [record.getMessage() for record in caplog.records] == [f"logged on {rank}"]
     warnings.warn("warned")
@@ -171,6 +171,9 @@ class TestMarkedClass:
     def test_inherits(self, world_size):
         assert world_size == 3
 
+    def test_the_fixture_inherits(self, ddp_world):
+        assert ddp_world.run(int) == [0] * ddp_world.world_size == [0] * 3
+
     @pytest.mark.ddp(world_size=1)
     def test_the_closest_mark_wins(self, world_size):
         assert world_size == 1
@@ -178,6 +181,14 @@ class TestMarkedClass:
 @pytest.mark.ddp
 def test_skips(rank):
     pytest.skip("not today")
+
+def test_skips_by_the_fixture(ddp_world):
+    ddp_world.run(lambda: pytest.skip("not on this day"))
+
+@pytest.mark.ddp
+def test_disagrees(rank):
+    if rank == 1:
+        pytest.skip("no camera")
 
 @pytest.mark.ddp
 def test_importorskips():
@@ -211,8 +222,8 @@ def test_raises_and_warns(rank):
 
 @pytest.mark.ddp
 def test_compares(rank):
-    left = {"loss": 1.0, "steps": [1, 2, 3]}
-    assert left == {"loss": 1.0, "steps": [1, 2, 4]}
+    expected = {"loss": 1.0, "steps": [1, 2, 4]}
+    assert {"loss": 1.0, "steps": [1, 2, 3]} == expected
 
 @pytest.mark.ddp
 def test_fails_without_traceback():
@@ -229,7 +240,6 @@ def test_returns():
 
 @pytest.fixture
 def lock():
-    import threading
     return threading.Lock()
 
 @pytest.mark.ddp
@@ -243,17 +253,10 @@ def test_not_marked(rank): pass
 @pytest.mark.ddp
 def test_both(ddp_world, rank): pass
 
-@pytest.mark.ddp(world_size=3)
+@pytest.mark.ddp(world_size=[1, 3])
 def test_the_mark_configures_the_fixture(ddp_world):
-    assert ddp_world.world_size == 3 and ddp_world.run(os.getppid).count(os.getpid()) == 0
-
-@pytest.mark.ddp(world_size=[1, 2])
-def test_the_mark_parametrizes_the_fixture(ddp_world, world_size=None):
-    assert len(ddp_world.run(os.getpid)) == ddp_world.world_size
-
-@pytest.mark.ddp
-def test_uses_the_rank_as_a_number_elsewhere(request):
-    pass
+    pids = ddp_world.run(os.getppid)
+    assert len(pids) == ddp_world.world_size in (1, 3) and os.getpid() not in pids
 
 @pytest.fixture
 def too_early(request):
@@ -266,7 +269,6 @@ def test_rank_by_the_back_door(too_early): pass
 class TestNoRank:
     def test_none(self): pass
 
-import unittest
 class TestUnit(unittest.TestCase):
     @pytest.mark.ddp
     def test_unit(self): pass
@@ -279,33 +281,8 @@ def fails_on_rank(rank):
 @pytest.mark.ddp
 def test_teardown_fails(fails_on_rank): pass
 
-@pytest.fixture
-def with_gradient():
-    import torch
-    layer = torch.nn.Linear(2, 1)
-    layer(torch.ones(1, 2)).sum().backward()
-    return layer
-
-@pytest.mark.ddp
-def test_gradients_travel(with_gradient):
-    assert with_gradient.weight.grad.tolist() == [[1.0, 1.0]]
-
-@pytest.fixture
-def under_another_name(capsys):
-    return capsys
-
-@pytest.mark.ddp
-def test_a_fixture_of_pytests_under_another_name(under_another_name):
-    print("heard")
-    assert under_another_name.readouterr().out == "heard\\n"
-
-@pytest.mark.ddp
-def test_asks_for_its_name(request):
-    assert request.node.name == "test_asks_for_its_name"
-
 @pytest.mark.ddp
 def test_a_thread_that_raises(rank):
-    import threading
     thread = threading.Thread(target=lambda: [][0])
     thread.start(); thread.join()
 
@@ -351,124 +328,75 @@ def test_threads_and_environment():
     assert torch.get_num_threads() == 1 and os.environ["FOR_RANKS"] == "yes"
 """
 
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    folder = tmp_path_factory.mktemp("marked")
-    innerpytest.write(folder, conftest=CONFTEST, test_inner=SOURCE)
-    return innerpytest.run(folder, "-rA", "--log-level=INFO")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"test_all_reduce[{size}]" for size in ("1_rank", "2_ranks", "3_ranks")),
-        "test_no_fixture_is_needed",
-        "test_parametrized[1-2]",
-        "test_parametrized[3-4]",
-        "test_world_size_as_a_parameter[1]",
-        "test_world_size_as_a_parameter[2]",
-        "test_fixtures_by_value_and_on_ranks",
-        "test_values_that_share_something_go_on_sharing_it",
-        *(f"test_parametrized_fixtures[{one}-{other}]" for one in ("one", "two") for other in (5, 7)),
-        "test_environment_of_fixtures",
-        "test_seeds_of_fixtures",
-        "test_seeds_of_fixtures_again",
-        "test_without_a_seed_ranks_draw_for_themselves",
-        "test_built_in_fixtures",
-        "test_printed_and_logged",
-        "test_records_a_property",
-        "test_method",
-        "test_inherits",
-        "test_the_closest_mark_wins",
-        "test_raises_and_warns",
-        "test_returns",
-        "test_the_mark_configures_the_fixture",
-        "test_the_mark_parametrizes_the_fixture[1_rank]",
-        "test_the_mark_parametrizes_the_fixture[2_ranks]",
-        "test_threads_and_environment",
-        "test_gradients_travel",
-        "test_a_fixture_of_pytests_under_another_name",
-        "test_asks_for_its_name",
-        "test_a_thread_that_raises",
-    ],
-)
-def test_passes_on_the_ranks(session: Session, name: str) -> None:
-    assert session[name].outcome == "passed", session[name].text
+PASSED = """
+test_all_reduce[1_rank] test_all_reduce[2_ranks] test_all_reduce[3_ranks] test_no_fixture_is_needed
+test_parametrized[1-2] test_parametrized[3-4] test_world_size_as_a_parameter[1] test_world_size_as_a_parameter[2]
+test_fixtures_by_value_and_on_ranks test_values_keep_gradients_and_what_they_share test_environment_of_fixtures
+test_parametrized_fixtures[one-5] test_parametrized_fixtures[one-7] test_parametrized_fixtures[two-5]
+test_parametrized_fixtures[two-7] test_seeds_of_fixtures[False] test_seeds_of_fixtures[True] test_built_in_fixtures
+test_without_a_seed_ranks_draw_for_themselves test_printed_and_logged test_records_a_property test_method test_inherits
+test_the_fixture_inherits test_the_closest_mark_wins test_raises_and_warns test_returns test_threads_and_environment
+test_a_thread_that_raises test_the_mark_configures_the_fixture[1_rank] test_the_mark_configures_the_fixture[3_ranks]
+""".split()
+SKIPPED = {
+    "test_skips": "not today",
+    "test_skips_by_the_fixture": "not on this day",
+    "test_importorskips": "no_such_module_anywhere",
+    "test_xfails": "known",
+    "test_marked_xfail": "",
+    "test_skipif": "never",
+}
+FAILED = {
+    "test_disagrees": "ranks disagree: rank 1 skipped (no camera), rank 0 passed",
+    "test_marked_xfail_of_another_kind": "ZeroDivisionError",
+    "test_compares": "{'steps': [1, 2, 3]} != {'steps': [1, 2, 4]}",
+    "test_fails_without_traceback": "told so",
+    "test_a_warning_that_is_an_error": "something grave",
+    "test_unsendable": "The fixture 'lock' of test_unsendable has a value of type lock that cannot be sent",
+    "test_async": "test_async is async, and @pytest.mark.ddp runs plain functions",
+    "test_teardown_fails": "teardown",
+    "test_a_thread_that_raises_is_an_error": "IndexError: list index out of range",
+    "test_a_forked_child_does_not_speak_for_its_rank": "the rank itself",
+    "test_another_rank_raises_something_else": "IndexError",
+    "test_of_pytests_process": "it belongs to pytest's process",
+    "test_no_value": "The fixture 'without_a_value' did not yield a value.",
+    "test_interrupted": "KeyboardInterrupt",
+    "test_wrong_option": "ddp_world has no option 'worldsize'; did you mean 'world_size'?",
+    "test_none": "world_size of @pytest.mark.ddp must be a whole number from 1 to 1024, got 0",
+}
+REFUSED = {  # before it runs
+    "test_not_marked": "The fixture 'rank' has a value on ranks only; mark test_not_marked with @pytest.mark.ddp",
+    "test_both": "The body of a test that uses ddp_world runs in the parent, which has no 'rank'",
+    "test_rank_by_the_back_door": "a fixture that uses it must name it as an argument",
+    "test_unit": "not on test_inner.py::TestUnit::test_unit",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("test_skips", "not today"),
-        ("test_importorskips", "no_such_module_anywhere"),
-        ("test_xfails", "known"),
-        ("test_marked_xfail", ""),
-        ("test_skipif", "never"),
-    ],
-)
-def test_is_skipped_or_fails_as_expected(session: Session, name: str, reason: str) -> None:
-    assert session[name].outcome == "skipped" and reason in session[name].text
+def test_marked_tests_run_on_ranks_and_their_outcomes_say_what_is_wrong(pytester: pytest.Pytester) -> None:
+    innerpytest.write(pytester.path, conftest=CONFTEST, test_inner=SOURCE)
+    printed = innerhere.run(pytester, "-rA", "--log-level=INFO", "--junitxml=report.xml", "-o", "junit_logging=all")
+    tests = innerpytest.read(pytester.path / "report.xml")
 
+    assert {name: tests[name].text for name in PASSED if tests[name].outcome != "passed"} == {}
+    for outcomes, sentences in (({"skipped"}, SKIPPED), ({"failed"}, FAILED), ({"error", "failed"}, REFUSED)):
+        for name, words in sentences.items():
+            assert tests[name].outcome in outcomes and words in tests[name].text, (name, tests[name])
+            assert "failed" not in outcomes or name in REFUSED or "ddpcheck/testing" not in tests[name].text, name
+    assert tests.keys() == {*PASSED, *SKIPPED, *FAILED, *REFUSED}
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("test_marked_xfail_of_another_kind", "ZeroDivisionError"),
-        ("test_compares", "{'steps': [1, 2, 3]} != {'steps': [1, 2, 4]}"),
-        ("test_fails_without_traceback", "told so"),
-        ("test_a_warning_that_is_an_error", "something grave"),
-        ("test_unsendable", "The fixture 'lock' of test_unsendable has a value of type lock that cannot be sent"),
-        ("test_async", "test_async is async, and @pytest.mark.ddp runs plain functions"),
-        ("test_teardown_fails", "teardown"),
-        ("test_a_thread_that_raises_is_an_error", "IndexError: list index out of range"),
-        ("test_a_forked_child_does_not_speak_for_its_rank", "the rank itself"),
-        ("test_another_rank_raises_something_else", "IndexError"),
-        ("test_of_pytests_process", "it belongs to pytest's process"),
-        ("test_no_value", "The fixture 'without_a_value' did not yield a value."),
-        ("test_interrupted", "KeyboardInterrupt"),
-        ("test_wrong_option", "ddp_world has no option 'worldsize'; did you mean 'world_size'?"),
-        ("test_none", "world_size of @pytest.mark.ddp must be a whole number from 1 to 1024, got 0"),
-    ],
-)
-def test_fails_with_a_sentence(session: Session, name: str, words: str) -> None:
-    said = session[name]
-    assert said.outcome == "failed" and words in said.text, said.text
-    assert "ddpcheck/testing" not in said.text, "a traceback of ours"
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("test_not_marked", "The fixture 'rank' has a value on ranks only; mark test_not_marked with @pytest.mark.ddp"),
-        ("test_both", "The body of a test that uses ddp_world runs in the parent, which has no 'rank'"),
-        ("test_rank_by_the_back_door", "a fixture that uses it must name it as an argument"),
-        ("test_unit", "not on test_inner.py::TestUnit::test_unit"),
-    ],
-)
-def test_is_refused_before_it_runs(session: Session, name: str, words: str) -> None:
-    assert session[name].outcome in ("error", "failed") and words in session[name].text, session[name].text
-
-
-def test_output_and_logs_of_each_rank_are_sections_of_the_report(session: Session) -> None:
-    output = session["test_printed_and_logged"].output
+    output = tests["test_printed_and_logged"].output
     for rank in (0, 1):
         assert f"printed by {rank}\n" in output
-        assert f"Captured log of rank {rank} of 2 call" in session.stdout and f"logged by {rank}" in session.stdout
-    assert "torn down on rank 1, set up in False" in session["test_fixtures_by_value_and_on_ranks"].output
-    assert "finalizer on 1" in session["test_parametrized_fixtures[one-5]"].output
-
-
-def test_a_returned_value_is_warned_of_once(session: Session) -> None:
-    assert session.stdout.count("test_returns returned <class 'int'> on its ranks") == 1
-
-
-def test_an_exception_in_a_thread_is_warned_of(session: Session) -> None:
-    assert "PytestUnhandledThreadExceptionWarning" in session.stdout and "test_a_thread_that_raises" in session.stdout
-
-
-def test_a_skip_is_reported_at_the_line_of_the_test(session: Session) -> None:
-    assert re.search(r"SKIPPED \[1\] test_inner.py:\d+: not today", session.stdout)
+        assert f"Captured log of rank {rank} of 2 call" in printed and f"logged by {rank}" in printed
+    assert "torn down on rank 1, set up in False" in tests["test_fixtures_by_value_and_on_ranks"].output
+    assert "finalizer on 1" in tests["test_parametrized_fixtures[one-5]"].output
+    assert printed.count("test_returns returned <class 'int'> on its ranks") == 1
+    assert "PytestUnhandledThreadExceptionWarning" in printed and "test_a_thread_that_raises" in printed
+    assert re.search(r"SKIPPED \[1\] test_inner.py:\d+: not today", printed), "the line of the test"
+    assert (pytester.path / "report.xml").read_text().count('<property name="world" value="two"') == 1
+    lines = tests["test_compares"].text.splitlines()
+    assert lines[0].startswith(("rank 0: AssertionError: assert {", "rank 1: AssertionError: assert {"))
+    assert "ranks 0 and 1 raised AssertionError" in tests["test_compares"].text
 
 
 @pytest.mark.slow
@@ -477,14 +405,3 @@ def test_numpy_is_not_needed(tmp_path: Path) -> None:
     test = "import pytest, torch\n@pytest.mark.ddp\ndef test_it(rank):\n    assert torch.ones(1) + rank > 0\n"
     innerpytest.write(tmp_path, numpy=blocked, test_it=test)
     assert innerpytest.run(tmp_path, "-p", "no:hypothesispytest")["test_it"].outcome == "passed"
-
-
-def test_properties_reach_the_report(session: Session, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.getbasetemp() / "marked0"
-    assert (folder / "report.xml").read_text().count('<property name="world" value="two"') == 1
-
-
-def test_the_first_line_names_the_rank_and_the_others_follow(session: Session) -> None:
-    lines = session["test_compares"].text.splitlines()
-    assert lines[0].startswith(("rank 0: AssertionError: assert {", "rank 1: AssertionError: assert {"))
-    assert "ranks 0 and 1 raised AssertionError" in session["test_compares"].text

@@ -17,43 +17,34 @@ from ddpcheck.findings.report import Report  # noqa: E402
 from ddpcheck.render.page.page import data_in  # noqa: E402
 from ddpcheck.testing.outcome import file_name, keep_report  # noqa: E402
 from ddpcheck.worlds.rank_setup import NO_PRELOAD  # noqa: E402
+from tests.innerpytest import PLUGINS, ROOT  # noqa: E402
 from tests.tiers import share  # noqa: E402
 
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
-ROOT = Path(__file__).parents[2]
 XDIST = ("-n", "2")
 
 
 @pytest.fixture
 def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
-    """Run an inner pytest, which forks its ranks from our servers; in a process of its own it has to start others."""
+    """Run an inner pytest, which forks its ranks from our servers."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def run(source: str, *arguments: str, apart: bool = False) -> pytest.RunResult:
+    def run(source: str, *arguments: str) -> pytest.RunResult:
         pytester.makepyfile(source)
         if "-n" in arguments:  # for the servers of its workers
             monkeypatch.setenv(NO_PRELOAD, "1")
-        # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
-        command = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", *arguments)
-        if apart:
-            return pytester.runpytest_subprocess(*command, timeout=300)
-        return pytester.runpytest_inprocess(*command)
+        return pytester.runpytest_inprocess(*PLUGINS, *arguments)
 
     return run
 
 
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.parametrize("workers", share([(), XDIST], [()]), ids=["alone", "xdist"])
-def test_a_test_runs_on_real_ranks_and_leaves_no_process(inner, pytester, workers) -> None:
+def test_tests_run_on_real_ranks_and_leave_no_process(inner, pytester, workers) -> None:
     done = inner(
         """
-        import os, pathlib
+        import os, pathlib, time
+        import pytest
+        from ddpcheck import HangError, RankError
 
         def rank_and_sum(start):
             import torch, torch.distributed as dist
@@ -71,18 +62,19 @@ def test_a_test_runs_on_real_ranks_and_leaves_no_process(inner, pytester, worker
             assert ddp_world(world_size=3).run(lambda: 1) == [1, 1, 1]
             assert ddp_world.run(lambda: 1) == [1, 1]
             assert ddp_world.world_size == 2
-        """,
-        *workers,
-    )
-    done.assert_outcomes(passed=2)
-    pids = [int(pid) for pid in (pytester.path / "pids").read_text().split()]
-    assert len(pids) == 2 and not any(alive(pid) for pid in pids)
 
+        def test_a_world_is_fresh_after_one_that_failed(ddp_world):
+            with pytest.raises(RankError):
+                ddp_world.run(lambda: 1 / 0)
+            assert ddp_world.run(lambda: 1) == [1, 1]
 
-@pytest.mark.parametrize("workers", share([(), XDIST], [()]), ids=["alone", "xdist"])
-def test_a_rank_that_fails_fails_the_test_with_its_own_traceback_and_output(inner, workers) -> None:
-    done = inner(
-        """
+        def test_what_watches_ranks_may_end_them(ddp_world):
+            seen = []
+            world = ddp_world(watch=lambda world, finished, running: seen.append(running) or "seen enough")
+            with pytest.raises(HangError, match="seen enough"):
+                world(world_size=1).run(time.sleep, 20)
+            assert seen == [{0}]
+
         def broken():
             import torch.distributed as dist
             print("printed by rank", dist.get_rank())
@@ -93,41 +85,10 @@ def test_a_rank_that_fails_fails_the_test_with_its_own_traceback_and_output(inne
         """,
         *workers,
     )
-    done.assert_outcomes(failed=1)
+    done.assert_outcomes(passed=4, failed=1)
     done.stdout.fnmatch_lines(["*only here*", "*Captured stdout of rank 1 of 2*", "*printed by rank 1*"])
-
-
-def test_a_world_is_fresh_after_one_that_failed(inner) -> None:
-    done = inner(
-        """
-        import pytest
-        from ddpcheck import RankError
-
-        def test_again(ddp_world):
-            with pytest.raises(RankError):
-                ddp_world.run(lambda: 1 / 0)
-            assert ddp_world.run(lambda: 1) == [1, 1]
-        """
-    )
-    done.assert_outcomes(passed=1)
-
-
-def test_what_the_test_watches_its_ranks_with_may_end_them(inner) -> None:
-    done = inner(
-        """
-        import time
-        import pytest
-        from ddpcheck import HangError
-
-        def test_watched(ddp_world):
-            seen = []
-            world = ddp_world(watch=lambda world, finished, running: seen.append(running) or "seen enough")
-            with pytest.raises(HangError, match="seen enough"):
-                world(world_size=1).run(time.sleep, 20)
-            assert seen == [{0}]
-        """
-    )
-    done.assert_outcomes(passed=1)
+    pids = [int(pid) for pid in (pytester.path / "pids").read_text().split()]
+    assert len(pids) == 2 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
 STUB = """
@@ -167,6 +128,9 @@ def test_a_check_fails_the_test_with_the_report(
     )
     (page,) = pytester.path.joinpath("pages").iterdir()
     assert page.name.endswith(".py.test_error.html") and "[red]x" in page.read_text(encoding="utf-8")
+    report = Report.from_json(str(data_in(page.read_text(encoding="utf-8"))))
+    assert [finding.code for finding in report.findings] == ["DDP101"]
+    done.stdout.no_fnmatch_line("*leases.py*")
     done.assert_outcomes(passed=2, failed=1)
     done.stdout.fnmatch_lines(
         [
@@ -184,31 +148,14 @@ def test_a_check_fails_the_test_with_the_report(
 
 @pytest.mark.slow
 def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner, pytester: pytest.Pytester) -> None:
+    target = ROOT / "examples/faults/parameters/unused.py"
     done = inner(
-        """
-        import ddpcheck
-
-        def recipe(unused):
-            import torch
-            from torch import nn
-
-            def model():
-                net = nn.Linear(4, 2)
-                if unused:
-                    net.extra = nn.Linear(2, 2)
-                return net
-
-            return ddpcheck.Recipe(
-                model=model,
-                batch=lambda step: torch.randn(8, 4, generator=torch.Generator().manual_seed(step)),
-                loss=lambda model, batch: model(batch).square().mean(),
-            )
-
+        f"""
         def test_healthy(ddp_world):
-            assert ddp_world.check(recipe(unused=False), steps=1).ok
+            assert ddp_world.check("{target}:fixed", steps=1).ok
 
         def test_broken(ddp_world):
-            ddp_world.check(recipe(unused=True), steps=1)
+            ddp_world.check("{target}:broken", steps=1)
 
         def test_no_recipe(ddp_world):
             ddp_world.check(3)
@@ -217,12 +164,8 @@ def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner, py
     )
     done.assert_outcomes(passed=1, failed=2)
     done.stdout.fnmatch_lines(["*must be a ddpcheck.Recipe or a string that names one*"])
-    done.stdout.no_fnmatch_line("*leases.py*")
     (page,) = pytester.path.joinpath("reports").iterdir()
-    done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", "*extra.weight*", f"as a page: reports/{page.name}"])
-    assert page.name.endswith(".py.test_broken.html")
-    report = Report.from_json(str(data_in(page.read_text(encoding="utf-8"))))
-    assert [finding.code for finding in report.findings] == ["DDP101"]
+    done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", f"as a page: reports/{page.name}"])
 
 
 def test_files_of_reports_have_the_names_of_tests(tmp_path) -> None:
@@ -272,36 +215,6 @@ def test_trace_is_refused_in_a_sentence(inner) -> None:
     done = inner("import pytest\n@pytest.mark.ddp\ndef test_it(): pass", "--trace")
     done.assert_outcomes(failed=1)
     done.stdout.fnmatch_lines(["--trace stops in pytest's own process, and test_it runs on ranks; put breakpoint() *"])
-
-
-def test_a_session_without_the_fixture_never_imports_torch(inner) -> None:
-    done = inner(
-        """
-        import sys
-
-        def test_light():
-            assert "ddpcheck.pytest_plugin" in sys.modules
-            assert "torch" not in sys.modules and "rich" not in sys.modules
-        """,
-        apart=True,
-    )
-    done.assert_outcomes(passed=1)
-
-
-def test_the_plugin_lists_its_options_and_fixture(inner) -> None:
-    assert "--ddp-world-size" in str(inner("", "--help").stdout)
-    inner("", "--fixtures").stdout.fnmatch_lines(["ddp_world*", "*Real ranks for a test*"])
-
-
-def test_the_plugin_can_be_named_where_it_is_also_installed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "--version"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

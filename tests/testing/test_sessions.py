@@ -19,9 +19,20 @@ Inner = Callable[..., str]
 
 @pytest.fixture
 def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Inner:
-    """Run an inner pytest in this process; returns what it prints, to a person."""
+    """Run an inner pytest in this process on a test file; returns what it prints, to a person."""
     monkeypatch.delenv("CI", raising=False)  # there pytest shows everything whole
-    return lambda *arguments: innerhere.run(pytester, *arguments)
+
+    def run(source: str, *arguments: str) -> str:
+        pytester.makepyfile(test_options=source)
+        return innerhere.run(pytester, *arguments)
+
+    return run
+
+
+def of_tests(printed: str) -> list[str]:
+    """The reports of `test_marker` and of the other test that fails."""
+    failures = printed.partition("= short test summary")[0]
+    return re.split(r"^_+ test_(?:marker|fixture|plain) _+$", failures, flags=re.M)[1:]
 
 
 # --- Options of pytest ---------------------------------------------------------------------------------------------
@@ -75,59 +86,51 @@ def outcomes(printed: str) -> dict[str, int]:
     ],
     ids=["x", "maxfail", "k"],
 )
-def test_the_tests_that_were_asked_for_run(inner: Inner, pytester: pytest.Pytester, arguments, found) -> None:
-    pytester.makepyfile(test_options=OPTIONS)
-    assert outcomes(inner("--tb=no", *arguments)) == found
+def test_the_tests_that_were_asked_for_run(inner: Inner, arguments, found) -> None:
+    assert outcomes(inner(OPTIONS, "--tb=no", *arguments)) == found
 
 
 @pytest.mark.slow
-def test_what_failed_last_runs_again(inner: Inner, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_options=OPTIONS)
-    assert outcomes(inner("--tb=no")) == {"passed": 2, "failed": 2}
-    again = inner("--tb=no", "--lf", "-v")
+def test_what_failed_last_runs_again(inner: Inner) -> None:
+    assert outcomes(inner(OPTIONS, "--tb=no")) == {"passed": 2, "failed": 2}
+    again = inner(OPTIONS, "--tb=no", "--lf", "-v")
     assert outcomes(again)["failed"] == 2 and "test_first" not in again and "test_last" not in again
 
 
-def test_a_session_tells_what_it_is_asked_for(inner: Inner, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_options=OPTIONS)
-    printed = inner("-rA", "--durations=0", "--durations-min=0", "--setup-show", "-k", "last or first")
+def test_a_session_tells_what_it_is_asked_for(inner: Inner) -> None:
+    printed = inner(OPTIONS, "-rA", "--durations=0", "--durations-min=0", "--setup-show", "-k", "last or first")
     assert "SETUP    F ddp_world" in printed and "SETUP    F rank" in printed
     assert re.search(r"s call     test_options.py::test_first", printed)
     assert "PASSED test_options.py::test_last[1_rank]" in printed
     assert "Captured stdout of rank 0 of 1 call -" in printed and "printed by the last\n" in printed
-    quiet = inner("-q", "-k", "last or first")
+    quiet = inner(OPTIONS, "-q", "-k", "last or first")
     assert quiet.startswith("..") and "printed" not in quiet
 
 
 def test_fixtures_and_markers_are_listed_with_what_they_do(inner: Inner) -> None:
-    printed = inner("--fixtures")
+    printed = inner("", "--fixtures")
     for name in ("ddp_world", "rank", "world_size", "device", "process_group"):
         assert re.search(rf"^{name} -- .*\n    \S", printed, re.M), name
-    assert "@pytest.mark.ddp(world_size=2, *, backend, " in inner("--markers")
+    assert "@pytest.mark.ddp(world_size=2, *, backend, " in inner("", "--markers")
+    assert "--ddp-world-size" in inner("", "--help")
 
 
 OF_RANK = re.compile(r"^-+ rank 1 -+\n(.*?)^-+ ranks -+$", re.M | re.S)  # in the report of a test that uses ddp_world
+LONG_STYLE = (["def helper(values, expected):\n>       assert values ==", "E       assert [0, 1, "], ["local of 1"])
+SHORT_STYLE = f"test_options.py:{HELPER}: in helper\n    assert values == expected\nE   assert [0, 1,"
+NATIVE_STYLE = ["Traceback (most recent call last):\n", f'test_options.py", line {HELPER}, in helper\n']
 SHOWN = {  # beside what every style shows: what it shows of rank 1, and what it does not
-    "auto": (["def helper(values, expected):\n>       assert values ==", "E       assert [0, 1, "], ["local of 1"]),
-    "long": (["def helper(values, expected):\n>       assert values ==", "E       assert [0, 1, "], ["local of 1"]),
-    "short": (
-        [f"test_options.py:{HELPER}: in helper\n    assert values == expected\nE   assert [0, 1,"],
-        ["def helper"],
-    ),
-    "native": (
-        ["Traceback (most recent call last):\n", f'test_options.py", line {HELPER}, in helper\n'],
-        ["def helper"],
-    ),
+    "auto": LONG_STYLE,
+    "long": LONG_STYLE,
+    "short": ([SHORT_STYLE], ["def helper"]),
+    "native": (NATIVE_STYLE, ["def helper"]),
 }
 
 
 @pytest.mark.parametrize("style", share(SHOWN, ["short"]))
-def test_a_failure_on_a_rank_is_shown_in_the_style_of_the_session(
-    inner: Inner, pytester: pytest.Pytester, style: str
-) -> None:
-    pytester.makepyfile(test_options=OPTIONS)
-    printed = inner(f"--tb={style}", "-k", "marker or fixture")
-    _, marker, fixture = re.split(r"^_+ test_(?:marker|fixture) _+$", printed, flags=re.M)
+def test_a_failure_on_a_rank_is_shown_in_the_style_of_the_session(inner: Inner, style: str) -> None:
+    printed = inner(OPTIONS, f"--tb={style}", "-k", "marker or fixture")
+    marker, fixture = of_tests(printed)
     of_rank = OF_RANK.search(fixture)
     assert of_rank is not None, fixture
     there, missing = SHOWN[style]
@@ -142,20 +145,16 @@ def test_a_failure_on_a_rank_is_shown_in_the_style_of_the_session(
 
 
 @pytest.mark.slow
-def test_a_failure_on_a_rank_can_be_one_line_or_none(inner: Inner, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_options=OPTIONS)
-    line = inner("--tb=line", "-k", "marker")
+def test_a_failure_on_a_rank_can_be_one_line_or_none(inner: Inner) -> None:
+    line = inner(OPTIONS, "--tb=line", "-k", "marker")
     assert re.search(rf"^\S*test_options.py:{HELPER}: rank 1: (AssertionError: )?assert \[0, 1, ", line, re.M), line
-    none = inner("--tb=no", "-k", "marker")
+    none = inner(OPTIONS, "--tb=no", "-k", "marker")
     assert "At index 29" not in none and "FAILED test_options.py::test_marker - rank 1: assert [0, 1, " in none
 
 
 @pytest.mark.slow
-def test_locals_and_the_whole_difference_are_shown_of_the_rank(inner: Inner, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_options=OPTIONS)
-    printed = inner("--showlocals", "-vv", "-k", "marker or fixture")
-    _, marker, fixture = re.split(r"^_+ test_(?:marker|fixture) _+$", printed, flags=re.M)
-    for text in (marker, fixture):
+def test_locals_and_the_whole_difference_are_shown_of_the_rank(inner: Inner) -> None:
+    for text in of_tests(inner(OPTIONS, "--showlocals", "-vv", "-k", "marker or fixture")):
         assert "mine       = 'local of 1'" in text and "local of 0" not in text
         assert re.search(r"^E +-     99,\nE +\? +\^\nE +\+     29,$", text, re.M), text
 
@@ -177,12 +176,9 @@ def test_plain():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("-v",), ("-vv",)], ids=["0", "1", "2"])
-def test_a_rank_explains_as_much_as_pytest_does(inner: Inner, pytester: pytest.Pytester, arguments) -> None:
-    pytester.makepyfile(LONG)
-    printed = inner(*arguments)
-    _, marker, plain = re.split(r"^_+ test_(?:marker|plain) _+$", printed.partition("= short test")[0], flags=re.M)
-    explained = [re.findall(r"^E .*", text, re.M) for text in (marker, plain)]
-    assert explained[0] == explained[1] and len(explained[0]) > 4
+def test_a_rank_explains_as_much_as_pytest_does(inner: Inner, arguments) -> None:
+    marker, plain = [re.findall(r"^E .*", text, re.M) for text in of_tests(inner(LONG, *arguments))]
+    assert marker == plain and len(marker) > 4
 
 
 # --- Output --------------------------------------------------------------------------------------------------------
@@ -291,26 +287,24 @@ def test_expected():
 
 @pytest.mark.slow
 def test_warnings_of_ranks_arrive_once_with_their_line(inner: Inner, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_warn=WARNING)
     pytester.makeini("[pytest]\nfilterwarnings = error:graver")
-    printed = inner("--tb=short")
+    printed = inner(WARNING, "--tb=short")
     summary = printed.partition("= warnings summary =")[2].partition("= short test summary")[0]
     for words in ("from a marker", "from ddp_world", "of its own kind", "deprecated"):
-        assert len(re.findall(rf"^  .*test_warn.py:7: \w+: {words}$", summary, re.M)) == 1, printed
+        assert len(re.findall(rf"^  .*test_options.py:7: \w+: {words}$", summary, re.M)) == 1, printed
         assert words not in printed.replace(summary, "")
-    assert "test_warn.py::test_marker\n" in summary and "test_warn.py::test_fixture\n" in summary
+    assert "test_options.py::test_marker\n" in summary and "test_options.py::test_fixture\n" in summary
     assert "not to be seen" not in printed and "did you mean" not in summary
     assert outcomes(printed) == {"passed": 5, "failed": 2, "warnings": 4}
     for words in ("grave", "graver"):
-        assert re.search(rf"^test_warn.py:7: in warn\n(    .*\n)+E   UserWarning: {words}$", printed, re.M), printed
+        assert re.search(rf"^test_options.py:7: in warn\n(    .*\n)+E   UserWarning: {words}$", printed, re.M), printed
 
 
 @pytest.mark.slow
-def test_warnings_of_ranks_are_errors_where_pytest_is_told_so(inner: Inner, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_warn=WARNING)
-    printed = inner("-W", "error", "--tb=short", "-k", "marker or fixture or expected")
+def test_warnings_of_ranks_are_errors_where_pytest_is_told_so(inner: Inner) -> None:
+    printed = inner(WARNING, "-W", "error", "--tb=short", "-k", "marker or fixture or expected")
     assert outcomes(printed) == {"passed": 1, "failed": 2, "deselected": 4}
-    assert len(re.findall(r"^test_warn.py:7: in warn\n", printed, re.M)) == 2
+    assert len(re.findall(r"^test_options.py:7: in warn\n", printed, re.M)) == 2
 
 
 # --- Who does not use it -------------------------------------------------------------------------------------------
@@ -354,15 +348,16 @@ def test_skipped(): pass
 """
 
 
-@pytest.mark.slow
+IMPORTED = {"ddpcheck", "ddpcheck.findings", "ddpcheck.findings.errors", "ddpcheck.pytest_plugin"}
+
+
 @pytest.mark.parametrize(
     ("source", "arguments", "imported"),
     [
-        (NOT_USED, (), {"ddpcheck", "ddpcheck.findings", "ddpcheck.findings.errors", "ddpcheck.pytest_plugin"}),
-        (COLLECTED, ("--collect-only",), None),
-        (COLLECTED, ("-k", "not fixture and not marker"), None),
+        pytest.param(NOT_USED, (), IMPORTED, id="not-used"),
+        pytest.param(COLLECTED, ("--collect-only",), None, id="collected", marks=pytest.mark.slow),
+        pytest.param(COLLECTED, ("-k", "not fixture and not marker"), None, id="skipped", marks=pytest.mark.slow),
     ],
-    ids=["not-used", "collected", "skipped"],
 )
 def test_who_runs_no_rank_pays_for_none(tmp_path: Path, source, arguments, imported) -> None:
     innerpytest.write(tmp_path, conftest=LOOK, test_look=source)

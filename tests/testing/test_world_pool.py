@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,17 @@ import pytest
 from ddpcheck.findings.errors import DDPCheckError, RankError, UsageError
 from ddpcheck.harness import World
 from ddpcheck.testing.world_pool import WorldPool
-from ddpcheck.worlds.starting import server_pids
-from tests.tiers import share
+from ddpcheck.worlds import rank as ranks
+from ddpcheck.worlds import starting
 
 
 @pytest.fixture
 def pool() -> Iterator[WorldPool]:
-    one = WorldPool()
+    pool = WorldPool()
     try:
-        yield one
+        yield pool
     finally:
-        one.close()
+        pool.close()
 
 
 def pids(world: World) -> list[int]:
@@ -45,11 +44,15 @@ def summed() -> float:
     return float(tensor.item())
 
 
-def variable(name: str) -> str | None:
-    return os.environ.get(name)
+def prepare(pool: WorldPool, ready: bool = False, **options: Any) -> World:
+    """The spare that follows on a lease of one rank."""
+    pool.release(pool.acquire(world_size=1, following=options))
+    spare = spare_of(pool)
+    assert spare is not None and (not ready or spare.wait_ready(60))
+    return spare
 
 
-def spare(pool: WorldPool) -> World | None:
+def spare_of(pool: WorldPool) -> World | None:
     return next((worlds[0] for (owner, _), worlds in pool._idle.items() if owner is None and worlds), None)
 
 
@@ -61,12 +64,19 @@ def use(pool: WorldPool, **options: Any) -> list[int]:
         pool.release(world)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # --- Fresh ranks ---------------------------------------------------------------------------------------------------
 
 
 def test_the_next_world_is_there_before_it_is_asked_for(pool: WorldPool) -> None:
     first = pool.acquire(world_size=2, following={"world_size": 2})
-    prepared = spare(pool)
+    prepared = spare_of(pool)
     assert prepared is not None and prepared.wait_ready(60)
     used = pids(first)
     pool.release(first)
@@ -74,20 +84,6 @@ def test_the_next_world_is_there_before_it_is_asked_for(pool: WorldPool) -> None
     assert second is prepared
     assert not set(pids(second)) & set(used)
     assert second.run(summed) == [3.0, 3.0]
-
-
-def test_no_state_travels_from_lease_to_lease(pool: WorldPool) -> None:
-    def remember() -> bool:
-        import builtins
-
-        seen = hasattr(builtins, "ddpcheck_was_here")
-        builtins.ddpcheck_was_here = True  # type: ignore[attr-defined]
-        return seen
-
-    for _ in range(4):
-        world = pool.acquire(world_size=1, following={"world_size": 1})
-        assert world.run(remember) == [False]
-        pool.release(world)
 
 
 def surroundings() -> dict[str, Any]:
@@ -103,9 +99,7 @@ def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
     pool: WorldPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OLD", "at first")
-    pool.release(pool.acquire(world_size=2, following={"world_size": 2, "env": {"OWN": "at first"}}))
-    prepared = spare(pool)
-    assert prepared is not None and prepared.wait_ready(60)
+    prepared = prepare(pool, ready=True, world_size=2, env={"OWN": "at first"})
     monkeypatch.delenv("OLD")
     monkeypatch.setenv("NEW", "later")
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "the next one")
@@ -124,20 +118,25 @@ def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
         }
 
 
-@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "PYTHONUTF8"])
-@pytest.mark.parametrize("how", ["environment", "env"])
+@pytest.mark.parametrize(
+    ("name", "value", "in_environment"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", True),
+        ("OMP_NUM_THREADS", "1", False),
+        ("TORCH_SHOW_CPP_STACKTRACES", "1", True),
+        ("PYTHONUTF8", "1", False),
+    ],
+)
 def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
-    pool: WorldPool, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+    pool: WorldPool, monkeypatch: pytest.MonkeyPatch, name: str, value: str, in_environment: bool
 ) -> None:
-    value = "lo" if name == "GLOO_SOCKET_IFNAME" else "1"
     monkeypatch.delenv(name, raising=False)
-    pool.release(pool.acquire(world_size=1, following={"world_size": 1}))
-    prepared = spare(pool)
-    if how == "environment":
+    prepared = prepare(pool, world_size=1)
+    if in_environment:
         monkeypatch.setenv(name, value)
-    world = pool.acquire(world_size=1, env={name: value} if how == "env" else None)
+    world = pool.acquire(world_size=1, env=None if in_environment else {name: value})
     assert world is not prepared
-    assert world.run(variable, name) == [value]
+    assert world.run(os.getenv, name) == [value]
 
 
 @pytest.mark.parametrize(
@@ -151,37 +150,27 @@ def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
     ],
 )
 def test_a_world_of_another_kind_is_not_what_was_prepared(pool: WorldPool, options: dict[str, Any]) -> None:
-    pool.release(pool.acquire(world_size=2, following={"world_size": 2}))
-    prepared = spare(pool)
-    other = pool.acquire(**{"world_size": 2, **options})
-    assert other is not prepared
-    assert len(pids(other)) == other.world_size
+    prepared = prepare(pool, world_size=2)
+    world = pool.acquire(**{"world_size": 2, **options})
+    assert world is not prepared
+    assert len(pids(world)) == world.world_size
 
 
 def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(pool: WorldPool) -> None:
-    pool.release(pool.acquire(world_size=2, following={"world_size": 2}))
-    prepared = spare(pool)
-    assert prepared is not None and prepared.wait_ready(60)
+    prepared = prepare(pool, ready=True, world_size=2)
     victim = prepared._processes.ranks[1].pid
     assert victim is not None
     os.kill(victim, 9)
-    psutil.wait_procs([psutil.Process(victim)] if psutil.pid_exists(victim) else [], timeout=30)
-    deadline = time.monotonic() + 30
-    while prepared.usable and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not prepared.usable)
     assert pool.acquire(world_size=2).run(summed) == [3.0, 3.0]
 
 
 def test_a_spare_is_of_the_next_lease_alone(pool: WorldPool) -> None:
-    pool.release(pool.acquire(world_size=1, following={"world_size": 2}))
-    prepared = spare(pool)
-    assert prepared is not None
-    pool.release(pool.acquire(world_size=1, following={"world_size": 2}))
-    assert spare(pool) is prepared, "it is still what is needed"
-    pool.release(pool.acquire(world_size=1, following={"world_size": 3}))
-    assert (other := spare(pool)) is not None and other.world_size == 3
+    prepared = prepare(pool, world_size=2)
+    assert prepare(pool, world_size=2) is prepared, "it is still what is needed"
+    assert prepare(pool, world_size=3).world_size == 3
     pool.release(pool.acquire(world_size=1, following={"world_size": -1}))
-    assert spare(pool) is None, "the test that asks for it is told"
+    assert spare_of(pool) is None, "the test that asks for it is told"
     assert prepared.closed or prepared._processes.exit_requested
 
 
@@ -206,47 +195,39 @@ def test_options_that_make_no_sense_are_refused_as_by_a_world(pool: WorldPool) -
 
 
 def test_shared_ranks_are_the_same_with_another_process_group(pool: WorldPool) -> None:
-    def seen(key: str) -> tuple[int, str | None]:
+    def seen() -> tuple[int, bool]:
         import torch.distributed as dist
 
-        from ddpcheck.worlds import rank
+        groups = ranks.state.setdefault("groups", [])
+        is_new = all(group is not dist.group.WORLD for group in groups)
+        groups.append(dist.group.WORLD)
+        return os.getpid(), is_new
 
-        group, known = dist.group.WORLD, rank.state.get("group")
-        rank.state["group"] = group
-        globals().setdefault("ddpcheck_groups", []).append(group)
-        return os.getpid(), None if known is None else "known"
-
-    found = []
+    results = []
     for _ in range(3):
         world = pool.acquire(owner="module", world_size=2)
-        found.append(world.run(seen, "x"))
+        results.append(world.run(seen))
         assert world.run(summed) == [3.0, 3.0]
         pool.release(world)
-    assert found[0] == found[1] == found[2]
-    assert all(known is None for each in found for _, known in each)
+    assert results[0] == results[1] == results[2]
+    assert all(is_new for result in results for _, is_new in result)
 
 
 def test_shared_ranks_are_another_owners_own(pool: WorldPool) -> None:
-    def of(owner: str, **options: Any) -> list[int]:
-        world = pool.acquire(owner=owner, world_size=1, **options)
-        try:
-            return pids(world)
-        finally:
-            pool.release(world)
-
-    a = of("a")
-    assert of("b") != a and of("a", threads=3) != a and of("a", timeout=5.0) == a
+    first = use(pool, owner="a", world_size=1)
+    assert use(pool, owner="a", world_size=1, timeout=5.0) == first
+    assert use(pool, owner="b", world_size=1) != first and use(pool, owner="a", world_size=1, threads=3) != first
     pool.end("a")
-    assert of("a") != a
+    assert use(pool, owner="a", world_size=1) != first
 
 
 def test_two_leases_at_a_time_are_two_worlds(pool: WorldPool) -> None:
-    one, two = (pool.acquire(owner="module", world_size=1) for _ in range(2))
-    both = [pids(one), pids(two)]
-    assert both[0] != both[1]
-    pool.release(one)
-    pool.release(two)
-    assert pids(pool.acquire(owner="module", world_size=1)) in both
+    worlds = [pool.acquire(owner="module", world_size=1) for _ in range(2)]
+    first, second = map(pids, worlds)
+    assert first != second
+    for world in worlds:
+        pool.release(world)
+    assert use(pool, owner="module", world_size=1) in (first, second)
 
 
 @pytest.mark.parametrize("how", ["failed", "broken", "closed", "ended", "busy"])
@@ -272,25 +253,20 @@ def break_group(how: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from ddpcheck.worlds import rank
-
     if how == "pending" and dist.get_rank() == 0:
-        rank.state["work"] = dist.all_reduce(torch.ones(3), async_op=True)
+        ranks.state["work"] = dist.all_reduce(torch.ones(3), async_op=True)
     elif how == "dropped" and dist.get_rank() == 0:
         dist.all_reduce(torch.ones(3), async_op=True)
     elif how == "subgroups":
         for _ in range(3):
-            rank.state[len(rank.state)] = dist.new_group([0, 1])
+            ranks.state[len(ranks.state)] = dist.new_group([0, 1])
         dist.new_group([1])
     elif how == "module":
         module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
         module(torch.ones(1, 2)).sum().backward()
         sys.modules["__main__"].kept = module  # type: ignore[attr-defined]
-    elif how == "destroyed":
+    elif how == "destroyed" or (how == "uneven" and dist.get_rank() == 1):
         dist.destroy_process_group()
-    elif how == "uneven":
-        if dist.get_rank() == 1:
-            dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -307,10 +283,8 @@ def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(pool: WorldPool, h
 
 def test_what_ranks_printed_and_left_is_that_of_the_lease(pool: WorldPool) -> None:
     def speak(text: str) -> None:
-        from ddpcheck.worlds import rank
-
         print(text)
-        rank.save_attachment(text.encode())
+        ranks.save_attachment(text.encode())
 
     world = pool.acquire(owner="module", world_size=1)
     world.run(speak, "first")
@@ -320,12 +294,6 @@ def test_what_ranks_printed_and_left_is_that_of_the_lease(pool: WorldPool) -> No
     assert (world.output(0), world.attachment(0)) == ("", b"")
     world.run(speak, "second")
     assert (world.output(0), world.attachment(0)) == ("second\n", b"second")
-
-
-def held(pid: int) -> tuple[int, int, int]:
-    """Descriptors, threads and resident bytes of a process."""
-    process = psutil.Process(pid)
-    return process.num_fds(), process.num_threads(), process.memory_info().rss
 
 
 @pytest.mark.slow
@@ -341,11 +309,14 @@ def test_nothing_accumulates_over_renewals(pool: WorldPool) -> None:
         return world
 
     world = cycle(8)
-    ranks = [rank.pid for rank in world._processes.ranks if rank.pid is not None]
-    before = [held(pid) for pid in ranks]
+    processes = [psutil.Process(rank.pid) for rank in world._processes.ranks]
+
+    def measure() -> list[tuple[int, int, int]]:
+        return [(process.num_fds(), process.num_threads(), process.memory_info().rss) for process in processes]
+
+    before = measure()
     assert cycle(32) is world
-    after = [held(pid) for pid in ranks]
-    for (files, threads, memory), (more_files, more_threads, more_memory) in zip(before, after, strict=True):
+    for (files, threads, memory), (more_files, more_threads, more_memory) in zip(before, measure(), strict=True):
         assert more_files <= files + 8 and more_threads <= threads + 4
         assert more_memory - memory < 4e6
     assert len([name for name in os.listdir(world.directory) if name.startswith("store")]) <= 3
@@ -361,7 +332,7 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    servers = [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()]
+    servers = [len(os.listdir(f"/proc/{server}/fd")) for server in starting.server_pids()]
     pool = WorldPool()
     seen = [use(pool, world_size=size, following={"world_size": 3 - size}) for size in (1, 2, 1, 2, 2, 2)]
     shared = pool.acquire(owner="module", world_size=2)
@@ -372,10 +343,8 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
     pool.close()
     assert not [pid for each in seen for pid in each if psutil.pid_exists(pid)]
     assert os.listdir(tmp_path) == []
-    deadline = time.monotonic() + 30  # the server closes its ends once it has seen that ours are closed
-    while [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()] != servers:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    # The server closes its ends once it has seen that ours are closed.
+    wait_until(lambda: [len(os.listdir(f"/proc/{server}/fd")) for server in starting.server_pids()] == servers)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert use(pool, world_size=1)  # and it can go on
     pool.close()
@@ -388,50 +357,28 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPoo
     assert not world.closed
     with pytest.raises(DDPCheckError, match="closed"):
         pids(world)
-    deadline = time.monotonic() + 30
-    while not world.gone and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: world.gone)
     assert not psutil.pid_exists(pid)
     pool.release(pool.acquire(world_size=1))
     assert world.closed and not world.directory.exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", share([0.0, 0.5], [0.5]))
-def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: float) -> None:
-    script = (
-        "import os, sys, time\nfrom ddpcheck.testing.world_pool import WorldPool\n"
-        "from ddpcheck.worlds.starting import server_pids\n"
-        "pool = WorldPool()\nworld = pool.acquire(world_size=2, following={'world_size': 2})\n"
-        "pids = world.run(os.getpid)\npool.release(world)\n"
-        f"print(*pids, *server_pids(), flush=True)\ntime.sleep({seconds})\nos.kill(os.getpid(), 9)\n"
-    )
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, timeout=300
-    )
-    left = [int(word) for word in done.stdout.split()]
-    assert len(left) == 3
-    deadline = time.monotonic() + 30
-    while (any(map(psutil.pid_exists, left)) or os.listdir(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, left)) and os.listdir(tmp_path) == []
-
-
-@pytest.mark.slow
 def test_a_fork_of_the_process_has_worlds_of_its_own(pool: WorldPool) -> None:
     world = pool.acquire(owner="module", world_size=1)
     mine = pids(world)
-    pool.release(world)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
+            with pytest.raises(DDPCheckError):
+                pids(world)
+            world.close()
             code = 0 if pids(pool.acquire(owner="module", world_size=1)) != mine else 2
         finally:
-            from ddpcheck.worlds import starting as processes
-
-            processes.shut_down()
+            starting.shut_down()
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
-    assert pids(pool.acquire(owner="module", world_size=1)) == mine
+    assert pids(world) == mine and world.directory.exists()
+    pool.release(world)
+    assert use(pool, owner="module", world_size=1) == mine

@@ -5,15 +5,11 @@ Starting a launcher costs seconds, so each session runs many inner tests, and ea
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,22 +20,13 @@ from ddpcheck import pytest_plugin
 from ddpcheck.worlds.launchers import detection
 from tests import innerpytest
 from tests.innerpytest import Said
+from tests.launchers.commands import EACH_LAUNCHER, ROOT, clean_environment, command_of
 from tests.testing import test_marked
 from tests.tiers import share
-from tests.worlds import test_failure_matrix
 
 pytest.importorskip("torch")
 # By `make test-launchers`, which has the real launchers: each of them starts processes that import torch.
 pytestmark = pytest.mark.launchers
-
-ROOT = Path(__file__).parents[2]
-LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable],
-}
-EACH_LAUNCHER = share(LAUNCHERS, ["torchrun"], pytest.mark.exhaustive)
-FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "SLURM_", "DDPCHECK_", "GLOO_")
-FOREIGN += ("_DDPCHECK", "PYTEST_", "COV")
 
 
 @dataclass(frozen=True)
@@ -54,22 +41,11 @@ class Launched:
         return self.tests[name]
 
 
-def clean_environment(folder: Path) -> dict[str, str]:
-    """Ours, without what a launcher or pytest may have left in it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return {**environment, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-
-
 def start(launcher: str, folder: Path, *program: str) -> tuple[str, int]:
     """Have a launcher start a program twice in a folder; what it printed, and how it ended."""
-    command = list(LAUNCHERS[launcher])
-    if launcher == "mpirun":
-        if shutil.which("mpirun") is None:
-            pytest.skip("mpirun is not installed")
-        command[1:1] = ["--allow-run-as-root"] * (os.getuid() == 0)
     (folder / "tmp").mkdir(exist_ok=True)
     done = subprocess.run(
-        [*command, *program],
+        [*command_of(launcher), *program],
         cwd=folder,
         env=clean_environment(folder / "tmp"),
         stdin=subprocess.DEVNULL,
@@ -82,14 +58,15 @@ def start(launcher: str, folder: Path, *program: str) -> tuple[str, int]:
 
 
 def options(folder: Path) -> list[str]:
-    found = ["-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", "-o", "junit_logging=all"]
-    return [*found, "-o", "junit_family=xunit1", f"--junitxml={folder / 'report.xml'}"]
+    """Options of pytest."""
+    report = ["-o", "junit_logging=all", "-o", "junit_family=xunit1", f"--junitxml={folder / 'report.xml'}"]
+    return [*innerpytest.PLUGINS, *report]
 
 
 def ended(folder: Path, output: str, code: int) -> Launched:
     """What came of a session in a folder; nothing else is left of it."""
-    left = [each for each in psutil.process_iter(["cwd", "pid"]) if each.info["cwd"] == str(folder)]
-    assert not psutil.wait_procs(left, timeout=60)[1], "processes are left"
+    processes = [process for process in psutil.process_iter(["cwd", "pid"]) if process.info["cwd"] == str(folder)]
+    assert not psutil.wait_procs(processes, timeout=60)[1], "processes are left"
     assert [path.name for path in (folder / "tmp").iterdir() if path.name.startswith("ddpcheck")] == []
     report = folder / "report.xml"
     return Launched(innerpytest.read(report) if report.exists() else {}, output, code)
@@ -99,27 +76,6 @@ def launch(launcher: str, folder: Path, *arguments: str, **files: str) -> Launch
     """Have a launcher start pytest twice in a folder with these files; nothing is left of it afterwards."""
     innerpytest.write(folder, **files)
     return ended(folder, *start(launcher, folder, "-m", "pytest", *options(folder), *arguments))
-
-
-SHORT = """
-import pytest
-
-@pytest.mark.ddp
-def test_marked(rank):
-    assert rank == 0, "only there"
-
-def test_world(ddp_world):
-    import torch.distributed as dist
-    assert ddp_world.run(dist.get_rank) == [0, 1]
-"""
-
-
-def test_torchrun_on_pytest_runs_tests_on_its_ranks(tmp_path: Path) -> None:
-    """The shortest way through what the tests below look at closely."""
-    done = launch("torchrun", tmp_path, test_short=SHORT)
-    assert done.returncode != 0
-    assert (done["test_marked"].outcome, done["test_world"].outcome) == ("failed", "passed"), done.output
-    assert "rank 1: AssertionError: only there" in done["test_marked"].text
 
 
 # --- Many tests in one session -------------------------------------------------------------------------------------
@@ -205,6 +161,11 @@ def test_rank_1_dies(rank):
     if rank == 1: os._exit(3)
     dist.all_reduce(torch.ones(1))
 
+@pytest.mark.ddp
+def test_rank_1_raises(rank):
+    if rank == 1: raise ValueError("broken on 1")
+    dist.barrier()
+
 def test_options_that_say_how_ranks_start(ddp_world):
     zero, one = ddp_world(hash_seeds=True).run(hash, "a")
     assert zero != one
@@ -261,16 +222,6 @@ def pytest_runtest_logreport(report):
         reports.append(report)
 """
 )
-KINDS = ("raises", "skips", "calls_exit", "hangs", "unpicklable", "leaves_early")
-CELLS = [("marker", "0"), ("marker", "1"), ("fixture", "1")]
-
-
-def matrix() -> str:
-    """The tests of the failure matrix that leave the ranks alive, without waiting long."""
-    source = re.sub(r"timeout=[\d.]+", "timeout=2", test_failure_matrix.source())
-    head, *parts = re.split(r"(?=^def body_)", source, flags=re.MULTILINE)
-    names = tuple(f"def body_{kind}_{who}(" for kind in KINDS for who in "01")
-    return head + "".join(part for part in parts if part.startswith(names))
 
 
 @pytest.fixture(scope="module", params=EACH_LAUNCHER)
@@ -278,9 +229,9 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("attached")
     files = {"conftest": CONFTEST, "test_ours": OURS}
     if request.param == "torchrun":
-        files |= {"test_inner": test_marked.SOURCE, "test_matrix": matrix()}
-    without = "(not fixture or not _0 or test_ours.py) and not test_interrupted"  # which ends a launched session
-    done = launch(request.param, folder, "-rA", "--log-level=INFO", "-k", without, **files)
+        files["test_inner"] = test_marked.SOURCE
+    # A test that is interrupted ends a launched session.
+    done = launch(request.param, folder, "-rA", "--log-level=INFO", "-k", "not test_interrupted", **files)
     assert done.returncode != 0
     assert not (folder / "entered").exists()
     assert (folder / "finished0").read_text() == (folder / "finished1").read_text() != "", "they agree on what failed"
@@ -292,6 +243,7 @@ FAIL = {
     "test_body_fails_before_others_run": r"^rank 0: AssertionError: rank 0 does not run\n(.|\n)*rank 1 fell with it: ",
     "test_runs_something_else_on_each": r"The ranks are not in step in .*rank 0 is at ddp_world.check; rank 1 is at a ",
     "test_rank_1_dies": r"^rank 1 ended with exit code 3 before its work was done",
+    "test_rank_1_raises": r"ValueError: broken on 1(.|\n)*rank 0 (was still )?wait(s|ing) in barrier(\(\))? at test_o",
     "test_plain_fails_on_rank_1": r"^rank 1: AssertionError: plain\n(.|\n)*assert here\(\) == 0(.|\n)*rank 0 p",
     "test_plain_fails_alike": r"^assert \[1\] == \[2\]",
     "test_check_finds": r"DDP101",
@@ -323,46 +275,33 @@ PASS += ["test_sizes[1_rank]", "test_sizes[2_ranks]"]
 def test_what_comes_of_a_test_on_the_ranks_of_a_launcher(
     session: Launched, name: str, outcome: str, words: str
 ) -> None:
-    said = session[name]
-    assert said.outcome == outcome, said.text
-    assert re.search(words, said.text), said.text
+    test = session[name]
+    assert test.outcome == outcome, test.text
+    assert re.search(words, test.text), test.text
+    assert name != "test_setup_fails_on_rank_1" or "heard on rank 1 only" in test.output
 
 
-def test_what_another_rank_printed_before_it_failed_is_shown(session: Launched) -> None:
-    assert "heard on rank 1 only" in session["test_setup_fails_on_rank_1"].output
+# What these see differs from a world of our own: a process that is pytest's or not.
+DIFFERS = {"test_fixtures_by_value_and_on_ranks", "test_interrupted"}
+MARKED = {
+    **dict.fromkeys(test_marked.PASSED, ("passed", "")),
+    **{name: ("skipped", words) for name, words in test_marked.SKIPPED.items()},
+    **{name: ("failed", words) for name, words in test_marked.FAILED.items()},
+    **{name: ("error", words) for name, words in test_marked.REFUSED.items()},
+}
 
 
-# What these see differs from a world of our own: more than two ranks, or a process that is pytest's or not.
-OTHERWISE = {"test_fixtures_by_value_and_on_ranks", "test_the_mark_configures_the_fixture", "test_interrupted"}
-MARKED = [
-    ("passed", test_marked.test_passes_on_the_ranks),
-    ("skipped", test_marked.test_is_skipped_or_fails_as_expected),
-    ("failed", test_marked.test_fails_with_a_sentence),
-    ("error", test_marked.test_is_refused_before_it_runs),
-]
-
-
-def cells() -> list[tuple[str, str, str]]:
-    found = []
-    for outcome, test in MARKED:
-        for case in test.pytestmark[0].args[1]:  # type: ignore[attr-defined]
-            name, words = (case, "") if isinstance(case, str) else case
-            three = "3_ranks" in name or name.startswith(("test_parametrized[", "test_inherits"))
-            if name not in OTHERWISE:
-                found.append((name, "skipped" if three else outcome, words))
-    return found
-
-
-@pytest.mark.parametrize(("name", "outcome", "words"), cells())
-def test_a_marked_test_means_the_same_as_with_ranks_of_its_own(
-    session: Launched, name: str, outcome: str, words: str
-) -> None:
+@pytest.mark.parametrize("name", [name for name in MARKED if name not in DIFFERS])
+def test_a_marked_test_means_the_same_as_with_ranks_of_its_own(session: Launched, name: str) -> None:
     if name not in session.tests:
         pytest.skip("this file runs under torchrun")
-    said = session[name]
-    allowed = ("error", "failed") if outcome in ("error", "failed") else (outcome,)
-    assert said.outcome in allowed and words in said.text, said.text
-    assert "ddpcheck/testing" not in said.text or outcome in ("skipped", "error"), "a traceback of ours"
+    outcome, words = MARKED[name]
+    if "3_ranks" in name or name.startswith(("test_parametrized[", "test_inherits", "test_the_fixture_inherits")):
+        outcome = "skipped"
+    test = session[name]
+    assert test.outcome in (("error", "failed") if outcome in ("error", "failed") else (outcome,)), test.text
+    assert words in test.text, test.text
+    assert "ddpcheck/testing" not in test.text or outcome in ("skipped", "error"), "a traceback of ours"
 
 
 def test_output_and_logs_of_each_rank_are_sections_of_one_report(session: Launched) -> None:
@@ -374,36 +313,6 @@ def test_output_and_logs_of_each_rank_are_sections_of_one_report(session: Launch
         assert f"Captured log of rank {rank} of 2 call" in session.output
     assert session.output.count("printed by 1") == session.output.count("logged by 0") == 1
     assert session.output.count("short test summary") == session.output.count("session starts") == 1
-
-
-@pytest.mark.parametrize(("form", "who"), CELLS)
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (
-            "raises",
-            r"ValueError: broken on {who}(.|\n)*rank {other} (was still )?wait(s|ing) in barrier(\(\))? at test_matrix",
-        ),
-        ("skips", r"ranks disagree: rank {who} skipped \(no camera\), rank {other} passed"),
-        ("calls_exit", r"rank {who}.*had enough"),
-        ("hangs", r"rank {who} did not finish within 2 s: rank {who} is in body_hangs_{who} at test_matrix"),
-        ("unpicklable", r"rank {who} raised .*returned a lock that cannot be pickled"),
-        (
-            "leaves_early",
-            r"rank {other} did not finish within 2 s: rank {other} waits in all_reduce\(.*\) at test_matrix",
-        ),
-    ],
-)
-def test_one_rank_that_fails_fails_the_test_and_no_other(
-    session: Launched, form: str, kind: str, words: str, who: str
-) -> None:
-    name = f"test_{form}_{kind}_{who}"
-    if name not in session.tests:
-        pytest.skip("the failure matrix runs under torchrun")
-    said = session[name]
-    assert said.outcome == "failed"
-    other = str(1 - int(who))
-    assert re.search(words.format(who=who, other=other), said.text), said.text
 
 
 # --- How a session ends --------------------------------------------------------------------------------------------
@@ -437,58 +346,46 @@ def test_next(): open('went_on', 'w')
 DIFFER = "@pytest.mark.parametrize('number', range(2 - here()))\ndef test_some(number): open('went', 'w')\n"
 PLAIN = "import os\ndef test_plain(): assert '_DDPCHECK_RANK_OF' not in os.environ\n"
 
-# By launcher and name: arguments, and the files. Ranks outlive all of these, so that one launch is enough.
-ONE_AFTER_ANOTHER: dict[str, dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
-    "torchrun": {
-        "measures": (
-            ("--cov=measured", "--cov-report=term-missing"),
-            {"measured": MEASURED, "test_it": HEAD + OF_MEASURED},
-        ),
-        "stops": (("-x",), {"test_it": HEAD + STOPS}),
-        "differ": ((), {"test_it": HEAD + DIFFER}),
-        "exits": ((), {"test_it": HEAD + EXITS}),
-    },
-    "mpirun": {
-        "stops": (("-x",), {"test_it": HEAD + STOPS}),
-        "cannot import": ((), {"test_it": HEAD + "if here() == 1: import no_such_module\n"}),
-        "no tests of ours": (("-p", "no:cacheprovider"), {"test_it": PLAIN}),
-        "off": (("-p", "no:cacheprovider", "--ddp-launcher=off"), {"test_it": HEAD}),
-    },
+# Arguments and files. Ranks outlive all of these, so that one launch is enough.
+ONE_AFTER_ANOTHER: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "measures": (
+        ("--cov=measured", "--cov-report=term-missing"),
+        {"measured": MEASURED, "test_it": HEAD + OF_MEASURED},
+    ),
+    "stops": (("-x",), {"test_it": HEAD + STOPS}),
+    "differ": ((), {"test_it": HEAD + DIFFER}),
+    "exits": ((), {"test_it": HEAD + EXITS}),
+    "cannot import": ((), {"test_it": HEAD + "if here() == 1: import no_such_module\n"}),
+    "no tests of ours": (("-p", "no:cacheprovider"), {"test_it": PLAIN}),
+    "off": (("-p", "no:cacheprovider", "--ddp-launcher=off"), {"test_it": HEAD}),
 }
-PROGRAM = Path(__file__).parents[1] / "launched_sessions.py"
-Sessions = Callable[[str, str], tuple[Launched, Path]]
+PROGRAM = ROOT / "tests" / "launched_sessions.py"
+Sessions = dict[str, tuple[Launched, Path]]
+# The tests above run under torchrun.
+SECOND = "torchrun" if shutil.which("mpirun") is None else "mpirun"
 
 
-@pytest.fixture(scope="module")
-def one_of(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
-    """What came of one of them, by launcher and name, and its folder."""
-
-    @functools.cache
-    def all_of(launcher: str) -> dict[str, tuple[Launched, Path]]:
-        folders = {}
-        for name, (_, files) in ONE_AFTER_ANOTHER[launcher].items():
-            folders[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
-            innerpytest.write(folders[name], **files)
-            (folders[name] / "tmp").mkdir()
-        tasks = [
-            (str(folders[name]), *options(folders[name]), *arguments)
-            for name, (arguments, _) in ONE_AFTER_ANOTHER[launcher].items()
-        ]
-        printed, code = start(launcher, tmp_path_factory.mktemp(launcher), str(PROGRAM), json.dumps(tasks))
-        assert code == 0, printed
-        found = {}
-        for name, folder in folders.items():
-            codes = [int((folder / f"code{rank}").read_text()) for rank in range(2)]
-            found[name] = ended(folder, (folder / "output").read_text(), codes[0] or codes[1]), folder
-        return found
-
-    return lambda launcher, name: all_of(launcher)[name]
+@pytest.fixture(scope="module", params=share(["torchrun", "mpirun"], [SECOND], pytest.mark.exhaustive))
+def sessions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sessions:
+    """What came of each of them, and its folder."""
+    folders, tasks = {}, []
+    for name, (arguments, files) in ONE_AFTER_ANOTHER.items():
+        folders[name] = folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        innerpytest.write(folder, **files)
+        (folder / "tmp").mkdir()
+        tasks.append((str(folder), *options(folder), *arguments))
+    printed, code = start(request.param, tmp_path_factory.mktemp("one_launch"), str(PROGRAM), json.dumps(tasks))
+    assert code == 0, printed
+    sessions = {}
+    for name, folder in folders.items():
+        codes = [int((folder / f"code{rank}").read_text()) for rank in range(2)]
+        sessions[name] = ended(folder, (folder / "output").read_text(), codes[0] or codes[1]), folder
+    return sessions
 
 
-@pytest.mark.exhaustive
-def test_a_session_that_passes_ends_well_and_measures_every_rank(one_of: Sessions) -> None:
+def test_a_session_that_passes_ends_well_and_measures_every_rank(sessions: Sessions) -> None:
     pytest.importorskip("pytest_cov")
-    done, folder = one_of("torchrun", "measures")
+    done, folder = sessions["measures"]
     assert done.returncode == 0, done.output
     assert "2 passed" in done.output and len(done.tests) == 2
     assert re.search(r"measured.py +6 +1 +83% +7\n", done.output), done.output
@@ -496,44 +393,41 @@ def test_a_session_that_passes_ends_well_and_measures_every_rank(one_of: Session
     assert sorted(path.name for path in folder.glob(".coverage*")) == [".coverage"]
 
 
-@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
-def test_all_ranks_stop_after_the_same_failure(launcher: str, one_of: Sessions) -> None:
-    done, folder = one_of(launcher, "stops")
+def test_all_ranks_stop_after_the_same_failure(sessions: Sessions) -> None:
+    done, folder = sessions["stops"]
     assert done.returncode != 0
     assert "1 failed, 1 passed" in done.output and "stopping after 1 failures" in done.output
     assert "rank 1: AssertionError: only there" in done["test_one"].text
     assert not list(folder.glob("went_on*"))
 
 
-def test_ranks_with_different_tests_run_none(one_of: Sessions) -> None:
-    done, folder = one_of("torchrun", "differ")
+def test_ranks_with_different_tests_run_none(sessions: Sessions) -> None:
+    done, folder = sessions["differ"]
     assert done.returncode != 0
     assert done.output.count("The ranks have not collected the same tests") == 1, done.output
-    assert (
-        "test 3 is test_it.py::test_some[1] on rank 0, and nothing on rank 1 (rank 0 has 3, rank 1 has 2)"
-        in done.output
-    )
+    nothing = "test 3 is test_it.py::test_some[1] on rank 0, and nothing on rank 1 (rank 0 has 3, rank 1 has 2)"
+    assert nothing in done.output
     assert not (folder / "went").exists()
 
 
-def test_a_file_that_one_rank_cannot_import_stops_all(one_of: Sessions) -> None:
-    done, _ = one_of("mpirun", "cannot import")
+def test_a_file_that_one_rank_cannot_import_stops_all(sessions: Sessions) -> None:
+    done, _ = sessions["cannot import"]
     assert done.returncode != 0
-    said = "rank 1 could not collect test_it.py: ModuleNotFoundError: No module named 'no_such_module'"
-    lines = [line for line in done.output.splitlines() if said in line]
+    words = "rank 1 could not collect test_it.py: ModuleNotFoundError: No module named 'no_such_module'"
+    lines = [line for line in done.output.splitlines() if words in line]
     assert lines and len(lines) == len(set(lines)), done.output  # once each: rank 0, and rank 1 if mpirun lets it
 
 
-def test_pytest_exit_on_one_rank_ends_all(one_of: Sessions) -> None:
-    done, folder = one_of("torchrun", "exits")
+def test_pytest_exit_on_one_rank_ends_all(sessions: Sessions) -> None:
+    done, folder = sessions["exits"]
     assert done.returncode != 0
     assert "rank 1 has left (that is all)" in done.output, done.output
     assert not (folder / "went_on").exists()
 
 
 @pytest.mark.parametrize("name", ["no tests of ours", "off"])
-def test_sessions_that_do_not_want_the_ranks_are_left_alone(name: str, one_of: Sessions) -> None:
-    done, _ = one_of("mpirun", name)
+def test_sessions_that_do_not_want_the_ranks_are_left_alone(name: str, sessions: Sessions) -> None:
+    done, _ = sessions[name]
     assert done.returncode == 0, done.output
     assert done.output.count("1 passed") == 2, done.output
 
@@ -542,25 +436,18 @@ def test_sessions_that_do_not_want_the_ranks_are_left_alone(name: str, one_of: S
 KILL_HOST = "psutil.Process().parents()[1].kill(); time.sleep(60)"
 
 
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+exhaustive = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("launcher", "who", "kind", "how", "words"),
     [
-        pytest.param(
-            *("mpirun", 1, "plain", "os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (was killed by SIGKILL|has ended)"),
-            marks=pytest.mark.exhaustive,
-        ),
         ("torchrun", 0, "plain", "os._exit(3)", "rank 0 (ended with exit code 3|has ended)"),
-        (
-            "torchrun",
-            1,
-            "marked",
-            KILL_HOST,
-            "rank 1 (was lost|was killed by SIGKILL|has ended)",  # by who notices it first
-        ),
-        pytest.param(
-            *("mpirun", 0, "marked", KILL_HOST, "rank 0 (was killed by SIGKILL|has ended)"),
-            marks=pytest.mark.exhaustive,
-        ),
+        # By who notices it first.
+        ("torchrun", 1, "marked", KILL_HOST, "rank 1 (was lost|was killed by SIGKILL|has ended)"),
+        pytest.param("mpirun", 1, "plain", KILL, "rank 1 (was killed by SIGKILL|has ended)", marks=exhaustive),
+        pytest.param("mpirun", 0, "marked", KILL_HOST, "rank 0 (was killed by SIGKILL|has ended)", marks=exhaustive),
     ],
 )
 def test_a_process_of_the_launcher_that_dies_fails_the_test_and_the_others_say_so_and_stop(
@@ -583,11 +470,6 @@ def test_a_process_of_the_launcher_that_dies_fails_the_test_and_the_others_say_s
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", EACH_LAUNCHER)
 def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, tmp_path: Path) -> None:
-    command = list(LAUNCHERS[launcher])
-    if launcher == "mpirun":
-        if shutil.which("mpirun") is None:
-            pytest.skip("mpirun is not installed")
-        command[1:1] = ["--allow-run-as-root"] * (os.getuid() == 0)
     source = HEAD + (
         "@pytest.mark.ddp(timeout=300)\ndef test_hangs(rank):\n    import torch, torch.distributed as dist\n"
         "    open(f'there{rank}', 'w')\n    time.sleep(300) if rank else dist.all_reduce(torch.ones(1))\n"
@@ -595,7 +477,7 @@ def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, tmp_path: Pa
     innerpytest.write(tmp_path, test_it=source)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    program = [*command, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "-k", "hangs"]
+    program = [*command_of(launcher), "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "-k", "hangs"]
     with (tmp_path / "said").open("w") as said:
         started = subprocess.Popen(program, cwd=tmp_path, env=clean_environment(temporary), stdout=said, stderr=said)
     deadline = time.monotonic() + 150
@@ -629,11 +511,7 @@ TORCHRUN = {
 @pytest.mark.parametrize(
     ("arguments", "words", "code"),
     [
-        (
-            ("-n", "1"),
-            "torchrun has started 2 ranks, and pytest-xdist workers in each of them; run pytest without -n",
-            1,
-        ),
+        (("-n", "1"), "torchrun has started 2 ranks, and pytest-xdist workers in each of them; run pytest without", 1),
         (("--pdb",), "--pdb and --trace need one process at a terminal", 4),
         (("--ddp-launcher=sometimes",), "--ddp-launcher: expected auto, on or off, got 'sometimes'", 1),
     ],

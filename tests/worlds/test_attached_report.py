@@ -31,36 +31,28 @@ from ddpcheck.worlds.launchers.leader import local_fields
 from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join
 from ddpcheck.worlds.wire import ProcessContext
 from tests.attached_program import run
-from tests.tiers import one_of, share
-from tests.worlds.test_attached import FOREIGN
+from tests.launchers.commands import EACH_LAUNCHER, ROOT, clean_environment, command_of
+from tests.tiers import one_of
 
 pytest.importorskip("torch")
 # By `make test-launchers`, which has the real launchers: each of them starts processes that import torch.
 pytestmark = pytest.mark.launchers
 
-ROOT = Path(__file__).parents[2]
 HERE = "tests/attached_targets.py"
-PROGRAM = Path(__file__).parents[1] / "attached_program.py"
-LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2"],
+PROGRAM = ROOT / "tests" / "attached_program.py"
+TARGETS = {  # and the exit codes of their reports
+    "healthy": 0,
+    "unused": 1,
+    "another_order": 1,
+    "raises_on_1": 3,
+    "out_of_step": 4,
+    "killed_on_1": 3,
+    "exits_on_0": 3,
+    "leaves_on_1": 3,
+    "hangs_on_1": 4,
+    "prints": 0,
+    "no_recipe": 3,
 }
-EACH_LAUNCHER = share(LAUNCHERS, ["torchrun"], pytest.mark.exhaustive)
-HANGS = ("hangs_on_1", "--timeout", "3")
-TARGETS: dict[str, Sequence[str]] = {
-    "healthy": (),
-    "unused": (),
-    "another_order": (),
-    "raises_on_1": (),
-    "out_of_step": (),
-    "killed_on_1": (),
-    "exits_on_0": (),
-    "leaves_on_1": (),
-    "hangs_on_1": HANGS[1:],
-    "prints": (),
-    "no_recipe": (),
-}
-CODES = {"healthy": 0, "prints": 0, "unused": 1, "another_order": 1, "out_of_step": 4, "hangs_on_1": 4}
 FOUND = {
     "unused": ("DDP101", []),
     "another_order": ("DDP202", [1]),
@@ -72,7 +64,8 @@ FOUND = {
     "hangs_on_1": ("DDP402", [1]),
 }
 COMMANDS: dict[str, list[str]] = {
-    **{name: ["report", f"{HERE}:{name}", "--format", "json", *more] for name, more in TARGETS.items()},
+    **{name: ["report", f"{HERE}:{name}", "--format", "json"] for name in TARGETS},
+    "hangs_on_1": ["report", f"{HERE}:hangs_on_1", "--format", "json", "--timeout", "2"],
     "another world size": ["report", f"{HERE}:healthy", "--world-size", "3"],
     "the same world size": ["report", f"{HERE}:healthy", "--world-size", "2", "--steps", "1"],
     "no such option": ["report", f"{HERE}:healthy", "--frobnicate"],
@@ -84,22 +77,12 @@ MORE: dict[str, list[str]] = {
     "off": ["report", f"{HERE}:unused", "--steps", "1", "--launcher", "off", "--format", "json"],
 }
 
+SOME = {
+    name: COMMANDS[name]
+    for name in ("unused", "raises_on_1", "killed_on_1", "exits_on_0", "hangs_on_1", "prints", "no such option")
+}
+
 Told = dict[str, list[tuple[int, str, str]]]
-
-
-def clean_environment(folder: Path, **more: str) -> dict[str, str]:
-    """Ours, without what a launcher or pytest may have left in it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return {**environment, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", **more}
-
-
-def command_of(launcher: str) -> list[str]:
-    command = list(LAUNCHERS[launcher])
-    if launcher == "mpirun":
-        if shutil.which("mpirun") is None:
-            pytest.skip("mpirun is not installed")
-        command += ["--allow-run-as-root"] * (os.getuid() == 0) + [sys.executable]
-    return command
 
 
 def start(command: Sequence[str], folder: Path, **more: str) -> subprocess.Popen[str]:
@@ -157,7 +140,7 @@ def read(folder: Path, commands: dict[str, list[str]]) -> Told:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return run_commands("torchrun", tmp_path_factory.mktemp("told"), COMMANDS)
+    return run_commands("torchrun", tmp_path_factory.mktemp("told"), {**COMMANDS, **MORE})
 
 
 def report_of(text: str) -> dict[str, Any]:
@@ -207,9 +190,9 @@ def test_the_report_is_that_of_ranks_of_our_own(told: Told, name: str, monkeypat
     code, out, _ = told[name][0]
     assert_same(name, told[name][0], plain(name, monkeypatch))
     assert json.loads(out)["world"]["launcher"] == "torchrun"
-    assert code == CODES.get(name, 3)
-    found = [(finding["code"], finding["ranks"]) for finding in report_of(out)["findings"]]
-    assert found == ([FOUND[name]] if name in FOUND else [])
+    assert code == TARGETS[name]
+    findings = [(finding["code"], finding["ranks"]) for finding in report_of(out)["findings"]]
+    assert findings == ([FOUND[name]] if name in FOUND else [])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -232,8 +215,8 @@ def test_what_cannot_be_is_refused_once_in_a_sentence(told: Told, name: str, wor
 
 
 def test_a_world_size_that_agrees_with_the_launcher_is_fine(told: Told) -> None:
-    assert told["the same world size"][0][0] == 0
-    assert "2 ranks" in told["the same world size"][0][1] and "launcher torchrun" in told["the same world size"][0][1]
+    code, out, _ = told["the same world size"][0]
+    assert code == 0 and "2 ranks" in out and "launcher torchrun" in out
 
 
 def test_mpirun_passes_our_exit_code_on_and_the_report_is_all_that_is_printed(
@@ -245,10 +228,7 @@ def test_mpirun_passes_our_exit_code_on_and_the_report_is_all_that_is_printed(
     assert "ddpcheck" not in error and "Traceback" not in error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", one_of(2, LAUNCHERS))
-def test_everything_else_works_on_the_ranks_of_a_launcher(launcher: str, tmp_path: Path) -> None:
-    told = run_commands(launcher, tmp_path, MORE)
+def test_everything_else_works_on_the_ranks_of_a_launcher(told: Told) -> None:
     code, out, _ = told["matrix"][0]
     rows = json.loads(out)["rows"]
     right = [row["arguments"] for row in rows if row["verdict"] == "right"]
@@ -258,13 +238,19 @@ def test_everything_else_works_on_the_ranks_of_a_launcher(launcher: str, tmp_pat
         assert code == 1 and "launcher" not in json.loads(out)["world"], "each rank for itself"
 
 
+def check_some(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SOME:
+        if name in TARGETS:
+            assert_same(name, told[name][0], plain(name, monkeypatch))
+            assert told[name][1] == (0, "", "")
+
+
 @pytest.mark.slow
 def test_under_mpirun_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed 4 (mmcv dist_utils): the harness attaches to a world that mpirun has started."""
-    told = run_commands("mpirun", tmp_path, COMMANDS)
-    for name in TARGETS:
-        assert_same(name, told[name][0], plain(name, monkeypatch))
-        assert told[name][1] == (0, "", "")
+    told = run_commands("mpirun", tmp_path, SOME)
+    check_some(told, monkeypatch)
+    assert told["no such option"][0][0] == 2 and told["no such option"][1] == (0, "", "")
 
 
 @pytest.mark.slow
@@ -288,7 +274,7 @@ ELSEWHERE = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-p
 def test_ranks_on_several_machines_give_the_same_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("unshare") is None or subprocess.run([*ELSEWHERE, "true"], capture_output=True).returncode:
         pytest.skip("needs to be allowed to unshare")
-    (tmp_path / "commands").write_text(json.dumps(list(COMMANDS.values())))
+    (tmp_path / "commands").write_text(json.dumps(list(SOME.values())))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -296,9 +282,8 @@ def test_ranks_on_several_machines_give_the_same_report(tmp_path: Path, monkeypa
     own = [sys.executable, str(PROGRAM), str(tmp_path)]
     both = [start([*ELSEWHERE, *own], tmp_path, RANK="1", **where), start(own, tmp_path, RANK="0", **where)]
     ended(both, tmp_path)
-    told = read(tmp_path, COMMANDS)
-    for name in TARGETS:
-        assert_same(name, told[name][0], plain(name, monkeypatch))
+    told = read(tmp_path, SOME)
+    check_some(told, monkeypatch)
     assert told["no such option"][1] == told["no such option"][0], "by hand, each says what is wrong"
 
 
@@ -344,28 +329,25 @@ def hanging(tmp_path: Path) -> Iterator[Callable[[str], Hanging]]:
 
 @pytest.mark.parametrize("launcher", EACH_LAUNCHER)
 def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, hanging: Callable[[str], Hanging]) -> None:
-    one = hanging(launcher)
-    one.launcher.kill()
-    assert one.ended()[0] == ""
+    report = hanging(launcher)
+    report.launcher.kill()
+    assert report.ended()[0] == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", EACH_LAUNCHER)
-def test_a_process_that_is_killed_is_a_finding(launcher: str, hanging: Callable[[str], Hanging]) -> None:
-    one = hanging(launcher)
-    one.of_rank(1).kill()
-    out, error = one.ended()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_is_a_finding_or_said_by_another(
+    launcher: str, rank: int, hanging: Callable[[str], Hanging]
+) -> None:
+    report = hanging(launcher)
+    report.of_rank(rank).kill()
+    out, error = report.ended()
+    if rank == 0:
+        assert out == "" and error.count("ddpcheck: error: rank 0 was lost before it could write the report") == 1
+        return
     assert "DDP404" in out and "Rank 1 was lost: the process that the launcher had started for it has ended" in out
-    assert out.count("report") == 1 and "ddpcheck: error" not in error and one.launcher.returncode != 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", EACH_LAUNCHER)
-def test_the_loss_of_rank_0_is_said_by_another(launcher: str, hanging: Callable[[str], Hanging]) -> None:
-    one = hanging(launcher)
-    one.of_rank(0).kill()
-    out, error = one.ended()
-    assert out == "" and error.count("ddpcheck: error: rank 0 was lost before it could write the report") == 1
+    assert out.count("report") == 1 and "ddpcheck: error" not in error and report.launcher.returncode != 0
 
 
 @pytest.mark.slow
@@ -374,10 +356,10 @@ def test_the_loss_of_rank_0_is_said_by_another(launcher: str, hanging: Callable[
 def test_a_launcher_that_is_told_to_end_ends_everything(
     launcher: str, number: int, hanging: Callable[[str], Hanging]
 ) -> None:
-    one = hanging(launcher)
-    one.launcher.send_signal(number)
-    out, _ = one.ended()
-    assert "DDP" not in out and one.launcher.returncode != 0
+    report = hanging(launcher)
+    report.launcher.send_signal(number)
+    out, _ = report.ended()
+    assert "DDP" not in out and report.launcher.returncode != 0
 
 
 # --- Meeting ---------------------------------------------------------------------------------------------------------
@@ -396,9 +378,6 @@ def test_ranks_that_do_not_come_are_named(own_folder: Path) -> None:
     with pytest.raises(HangError, match=r"Rank 1 of 2 did not show up within 0.2 s, although torchrun has started"):
         gather(ALONE, 0.2)
     assert list(own_folder.iterdir()) == []
-
-
-def test_a_rank_0_that_does_not_come_is_missed(own_folder: Path) -> None:
     with pytest.raises(DDPCheckError, match=r"Rank 1 waited 0.2 s for rank 0 to show up at .*--launcher off"):
         join(OTHER, 0.2)
 

@@ -1,32 +1,37 @@
-"""Worlds of real processes: what a caller gets back, what they are told when a rank fails, and what is left over."""
+"""Worlds of real processes: results, messages on ranks that fail, and what remains afterwards."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck.findings.errors import DDPCheckError, HangError, RankError, UsageError
 from ddpcheck.harness import World, start_world
-from ddpcheck.worlds import rank_setup
+from ddpcheck.worlds import rank as ranks
+from ddpcheck.worlds import rank_setup, starting, validation
 from tests.tiers import share
 
 ROOT = Path(__file__).resolve().parents[2]
+FORK_OR_SPAWN = pytest.mark.parametrize("method", share(["fork", "spawn"], ["fork"]))
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 def rank_number() -> int:
-    from ddpcheck.worlds import rank
-
-    return rank.current().rank
+    return ranks.current().rank
 
 
 def all_reduced(value: float) -> float:
@@ -42,10 +47,8 @@ def wait_forever_on_rank_0() -> None:
     import torch
     import torch.distributed as dist
 
-    from ddpcheck.worlds import rank
-
-    rank.set_status(f"step {rank.current().rank}: backward")
-    if rank.current().rank == 0:
+    ranks.set_status(f"step {rank_number()}: backward")
+    if rank_number() == 0:
         dist.all_reduce(torch.zeros(3))
     else:
         time.sleep(60)
@@ -66,119 +69,86 @@ def fresh_failure(fn: Any, *args: Any, world_size: int = 2, **kwargs: Any) -> Ra
         return fails(world, fn, *args, **kwargs)
 
 
+def kinds(error: RankError) -> list[tuple[int, str]]:
+    return [(failure.rank, failure.kind) for failure in error.failures]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Two ranks for tests that leave nothing behind."""
+    with World(2, timeout=30) as world:
+        yield world
+
+
 # --- What comes back -----------------------------------------------------------------------------------------------
 
 
-def test_results_come_back_in_order_of_rank() -> None:
-    with World(2) as world:
-        assert world.run(rank_number) == [0, 1]
-        assert world.run(all_reduced, 1.0) == [3.0, 3.0]
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_results_come_back_in_order_of_rank(world_size: int) -> None:
+    with World(world_size) as world:
+        assert world.run(rank_number) == list(range(world_size))
+        assert world.run(all_reduced, 1.0) == [world_size * (world_size + 1) / 2] * world_size
 
 
-def test_a_world_runs_many_times_and_keeps_its_state() -> None:
+def test_a_world_keeps_its_state_which_does_not_reach_the_next_one() -> None:
     def count(step: int) -> int:
-        from ddpcheck.worlds import rank
-
-        rank.state["count"] = rank.state.get("count", 0) + step
-        total: int = rank.state["count"]
+        ranks.state["count"] = ranks.state.get("count", 0) + step
+        total: int = ranks.state["count"]
         return total
-
-    with World(2) as world:
-        results = [world.run(count, 2) for _ in range(30)]
-    assert results == [[2 * (i + 1)] * 2 for i in range(30)]
-
-
-def test_state_does_not_reach_the_next_world() -> None:
-    def remember() -> bool:
-        import builtins
-
-        seen = hasattr(builtins, "ddpcheck_was_here")
-        builtins.ddpcheck_was_here = True  # type: ignore[attr-defined]
-        return seen
 
     for _ in range(2):
         with World(2) as world:
-            assert world.run(remember) == [False, False]
+            assert [world.run(count, 2) for _ in range(30)] == [[2 * (i + 1)] * 2 for i in range(30)]
 
 
-def test_lambdas_closures_and_local_classes_travel() -> None:
+def test_lambdas_closures_local_classes_and_tensors_travel(world: World) -> None:
+    import torch
+
     class Local:
         def __init__(self, value: int) -> None:
             self.value = value
 
     offset = 40
-    with World(2) as world:
-        assert world.run(lambda x: x + offset, 2) == [42, 42]
-        back = world.run(lambda one: Local(one.value + offset), Local(1))
-    assert [type(one) for one in back] == [Local, Local]
-    assert [one.value for one in back] == [41, 41]
+    assert world.run(lambda x: x + offset, 2) == [42, 42]
+    results = world.run(lambda local: Local(local.value + offset), Local(1))
+    assert [(type(local), local.value) for local in results] == [(Local, 41)] * 2
+    tensors = world.run(lambda tensor: tensor * 2, torch.arange(100_000.0))
+    assert all(torch.equal(tensor, torch.arange(100_000.0) * 2) for tensor in tensors)
 
 
-def test_a_module_that_no_rank_can_import_travels_by_value(tmp_path: Path) -> None:
-    import importlib.util
-
+def test_a_module_that_no_rank_can_import_travels_by_value(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "not_on_the_path.py"
     path.write_text("FACTOR = 3\ndef helper(x):\n    return x * FACTOR\ndef entry(x):\n    return helper(x) + 1\n")
     spec = importlib.util.spec_from_file_location("not_on_the_path", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["not_on_the_path"] = module
-    try:
-        spec.loader.exec_module(module)
-        with World(1) as world:
-            assert world.run(module.entry, 2) == [7]
-    finally:
-        del sys.modules["not_on_the_path"]
+    monkeypatch.setitem(sys.modules, "not_on_the_path", module)
+    spec.loader.exec_module(module)
+    assert world.run(module.entry, 2) == [7, 7]
 
 
-def test_each_rank_can_get_its_own_arguments() -> None:
-    with World(2) as world:
-        assert world.run_each(lambda a, b: a - b, [(5, 1), (7, 2)]) == [4, 5]
-        with pytest.raises(UsageError, match="2 ranks, 1 tuples"):
-            world.run_each(lambda a: a, [(1,)])
+def test_each_rank_can_get_its_own_arguments(world: World) -> None:
+    assert world.run_each(lambda a, b: a - b, [(5, 1), (7, 2)]) == [4, 5]
+    with pytest.raises(UsageError, match="2 ranks, 1 tuples"):
+        world.run_each(lambda a: a, [(1,)])
 
 
-def test_tensors_travel_both_ways() -> None:
-    torch = pytest.importorskip("torch")
-    with World(2) as world:
-        back = world.run(lambda t: t * 2, torch.arange(100_000.0))
-    assert all(torch.equal(one, torch.arange(100_000.0) * 2) for one in back)
-
-
-def test_a_world_of_eight_ranks() -> None:
-    with World(8) as world:
-        assert world.run(all_reduced, 0.0) == [28.0] * 8
-
-
-def test_two_worlds_work_at_the_same_time(tmp_path: Path) -> None:
-    def meet(name: str, other: str, value: float) -> float:
-        (tmp_path / name).touch()
-        while not (tmp_path / other).exists():
+def test_two_worlds_work_at_the_same_time(world: World, tmp_path: Path) -> None:
+    def meet(mine: str, awaited: str, value: float) -> float:
+        (tmp_path / mine).touch()
+        while not (tmp_path / awaited).exists():
             time.sleep(0.01)
         return all_reduced(value)
 
-    with World(2) as one, World(2) as two:
-        pending = [one.start(meet, "one", "two", 0.0)]
+    with World(2) as second:
+        pending = [world.start(meet, "one", "two", 0.0)]
         assert not pending[0].done()
-        pending.append(two.start(meet, "two", "one", 10.0))
+        pending.append(second.start(meet, "two", "one", 10.0))
         late, early = [each.result() for each in reversed(pending)]
         assert all(each.done() for each in pending)
     assert early + late == [1.0, 1.0, 21.0, 21.0]
-
-
-@pytest.mark.slow
-def test_ranks_that_a_timer_will_free_are_left_in_peace() -> None:
-    def exchange() -> int:
-        import torch
-        import torch.distributed as dist
-
-        other = 1 - dist.get_rank()
-        threading.Timer(5, dist.send, (torch.ones(1), other)).start()
-        dist.recv(torch.zeros(1), other)
-        return other
-
-    with World(2) as world:
-        assert world.run(exchange) == [1, 0]
 
 
 def test_worlds_work_in_threads() -> None:
@@ -207,49 +177,35 @@ def test_a_rank_finds_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     monkeypatch.chdir(tmp_path)
     with World(2, env={"THERE": "for the ranks"}, threads=1) as world:
-        found = world.run(look)
-    for rank, values in enumerate(found):
-        assert values == (str(rank), "2", str(rank), "from the parent", "for the ranks", None, str(tmp_path), 1)
-
-
-def test_the_context_of_a_rank() -> None:
-    from ddpcheck.worlds import rank
-
-    with World(2) as world:
-        contexts = world.run(rank.current)
-        assert [(c.rank, c.world_size, c.backend, c.device, c.shared_gpu) for c in contexts] == [
-            (0, 2, "gloo", "cpu", False),
-            (1, 2, "gloo", "cpu", False),
+        assert world.run(look) == [
+            (rank, "2", rank, "from the parent", "for the ranks", None, str(tmp_path), 1) for rank in ("0", "1")
         ]
-        assert contexts[0].directory == world.directory
+
+
+def test_the_context_of_a_rank(world: World) -> None:
+    contexts = world.run(ranks.current)
+    found = [(c.rank, c.world_size, c.backend, c.device, c.shared_gpu, c.directory) for c in contexts]
+    assert found == [(rank, 2, "gloo", "cpu", False, world.directory) for rank in (0, 1)]
     with pytest.raises(DDPCheckError, match="outside a rank"):
-        rank.current()
+        ranks.current()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks at descriptors in /proc")
-def test_a_rank_inherits_no_socket_but_its_own() -> None:
-    def sockets() -> int:
+def test_a_rank_without_a_process_group_has_one_socket(world: World) -> None:
+    def look() -> tuple[bool, int]:
+        import torch.distributed as dist
+
         links = []
         for name in os.listdir("/proc/self/fd"):
             try:
                 links.append(os.readlink(f"/proc/self/fd/{name}"))
             except FileNotFoundError:  # the one that listdir had open
                 continue
-        return sum(link.startswith("socket:") for link in links)
+        return dist.is_initialized(), sum(link.startswith("socket:") for link in links)
 
-    with World(2) as other, World(1, process_group=False) as world:
-        other.run(rank_number)
-        assert world.run(sockets) == [1]
-
-
-def test_a_rank_without_a_process_group() -> None:
-    def initialised() -> bool:
-        import torch.distributed as dist
-
-        return dist.is_initialized()
-
-    with World(1, process_group=False) as world:
-        assert world.run(initialised) == [False]
+    world.run(rank_number)  # sockets of another world are open
+    with World(1, process_group=False) as single:
+        assert single.run(look) == [(False, 1)]
 
 
 def test_output_of_a_megabyte_does_not_block() -> None:
@@ -265,43 +221,36 @@ def test_output_of_a_megabyte_does_not_block() -> None:
     assert world.output(1) == text
 
 
-def test_what_a_rank_leaves_is_kept() -> None:
-    def leave(*parts: bytes) -> None:
-        from ddpcheck.worlds import rank
-
+def test_attachments_of_ranks_are_kept() -> None:
+    def attach(*parts: bytes) -> None:
         for part in parts:
-            rank.save_attachment(part)
-        if rank.current().rank == 1 and not parts[0]:
+            ranks.save_attachment(part)
+        if rank_number() == 1 and not parts[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     large = bytes(range(256)) * 4096
     with World(3) as world:
         assert [world.attachment(rank) for rank in range(3)] == [b"", b"", b""]
-        world.run_each(leave, [(large,), (b"first", b"last"), (b"\0",)])
+        world.run_each(attach, [(large,), (b"first", b"last"), (b"\0",)])
         assert [world.attachment(rank) for rank in range(3)] == [large, b"last", b"\0"]
-        fails(world, leave, b"", b"of one that dies")
+        fails(world, attach, b"", b"of one that dies")
     assert world.attachment(1) == b"of one that dies"
     with pytest.raises(UsageError, match="no rank 3"):
         world.attachment(3)
     with pytest.raises(DDPCheckError, match="outside a rank"):
-        leave(b"here")
+        attach(b"here")
 
 
 def test_workers_of_xdist_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpcheck.worlds import validation as allowed
-
-    monkeypatch.setattr(allowed, "cores", lambda: 16)
+    monkeypatch.setattr(validation, "cores", lambda: 16)
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
-    assert [allowed.threads(size) for size in (1, 2, 3, 32)] == [16, 8, 5, 1]
+    assert [validation.threads(size) for size in (1, 2, 3, 32)] == [16, 8, 5, 1]
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "4")
-    assert [allowed.threads(size) for size in (1, 2, 3, 32)] == [4, 2, 1, 1]
+    assert [validation.threads(size) for size in (1, 2, 3, 32)] == [4, 2, 1, 1]
 
 
 def test_random_numbers_differ_from_rank_to_rank_and_world_to_world() -> None:
     def draw() -> tuple[float, float, float]:
-        import random
-
-        import numpy
         import torch
 
         return random.random(), float(numpy.random.random()), float(torch.rand(()))
@@ -310,7 +259,7 @@ def test_random_numbers_differ_from_rank_to_rank_and_world_to_world() -> None:
     for _ in range(2):
         with World(2) as world:
             drawn += world.run(draw)
-    assert all(len(set(each)) == 4 for each in zip(*drawn, strict=True))
+    assert all(len(set(numbers)) == 4 for numbers in zip(*drawn, strict=True))
 
 
 @pytest.mark.exhaustive
@@ -330,20 +279,15 @@ def test_spawned_ranks_do_the_same() -> None:
 
 def test_an_exception_is_the_headline() -> None:
     def boom() -> None:
-        import torch
-        import torch.distributed as dist
-
-        from ddpcheck.worlds import rank
-
-        rank.set_status("step 0: backward")
-        if rank.current().rank == 1:
+        ranks.set_status("step 0: backward")
+        if rank_number() == 1:
             print("about to fail")
             raise ValueError("boom")
-        dist.all_reduce(torch.zeros(1))
+        all_reduced(0.0)
 
     error = fresh_failure(boom)
     assert str(error).startswith("rank 1 raised ValueError: boom (rank 0 was still waiting in all_reduce at ")
-    assert [(one.rank, one.kind) for one in error.failures] == [(1, "raised"), (0, "stuck")]
+    assert kinds(error) == [(1, "raised"), (0, "stuck")]
     first, second = error.failures
     assert isinstance(first.exception, ValueError) and first.exception.args == ("boom",)
     assert first.place == second.place == "step 0: backward"
@@ -366,70 +310,55 @@ class Turn:
 
 def test_the_first_failure_by_time_comes_first(tmp_path: Path) -> None:
     def fail_in_turn() -> None:
-        from ddpcheck.worlds import rank
-
-        turn = (rank.current().rank + 1) % 3
+        turn = (rank_number() + 1) % 3
         while turn and not (tmp_path / str(turn - 1)).exists():
             time.sleep(0.001)
         raise RuntimeError(Turn(tmp_path / str(turn)))
 
     error = fresh_failure(fail_in_turn, world_size=3)
-    assert [one.rank for one in error.failures] == [2, 0, 1]
+    assert [failure.rank for failure in error.failures] == [2, 0, 1]
     assert str(error).startswith("rank 2 raised RuntimeError: turn 0 (")
 
 
-def test_the_text_of_an_assertion_is_kept() -> None:
-    def check() -> None:
-        left = [1, 2]
-        assert left == [1, 3], "not what was expected"
-
-    error = fresh_failure(check)
-    assert error.first is not None and error.first.type == "AssertionError"
-    assert "not what was expected" in error.first.message
-    assert "assert [1, 2] == [1, 3]" in error.first.traceback
-
-
-@pytest.mark.parametrize("method", share(["fork", "spawn"], ["fork"]))
+@FORK_OR_SPAWN
 def test_an_assertion_in_a_test_module_says_what_differs(method: Literal["fork", "spawn"]) -> None:
     with World(1, start_method=method, process_group=False) as world:
         error = fails(world, compare_lists)
     assert str(error) == "rank 0 raised AssertionError: assert [1, 2] == [1, 3]"
-    assert error.first is not None and "At index 1 diff: 2 != 3" in error.first.traceback
+    assert error.first is not None and error.first.type == "AssertionError"
+    assert "At index 1 diff: 2 != 3" in error.first.traceback
 
 
 def test_a_skip_is_carried() -> None:
-    def skip() -> None:
-        pytest.skip("not on this machine")
-
-    error = fresh_failure(skip)
-    assert error.first is not None
-    assert isinstance(error.first.exception, pytest.skip.Exception)
+    error = fresh_failure(lambda: pytest.skip("not on this machine"))
+    assert error.first is not None and isinstance(error.first.exception, pytest.skip.Exception)
 
 
-@pytest.mark.parametrize("code", [3, 0, None])
-def test_calling_exit_is_a_failure(code: int | None) -> None:
-    def leave() -> None:
-        if rank_number() == 1:
-            sys.exit(code)
-
-    error = fresh_failure(leave)
-    assert error.first is not None
-    assert (error.first.rank, error.first.kind) == (1, "exited")
-    assert f"rank 1 called exit({code})" in str(error)
-
-
-@pytest.mark.parametrize("code", [3, 0])
-def test_an_exit_behind_our_back_is_a_failure(code: int) -> None:
+@pytest.mark.parametrize(
+    ("end", "kind", "exit_code", "words"),
+    [
+        (lambda: sys.exit(3), "exited", None, "rank 1 called exit(3)"),
+        (lambda: sys.exit(0), "exited", None, "rank 1 called exit(0)"),
+        (lambda: sys.exit(None), "exited", None, "rank 1 called exit(None)"),
+        (lambda: os._exit(3), "died", 3, "rank 1 ended with exit code 3"),
+        (lambda: os._exit(0), "died", 0, "rank 1 ended with exit code 0"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "died", -signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "died", -signal.SIGSEGV, "rank 1 was killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_ends_in_a_run_is_the_headline(
+    end: Callable[[], None], kind: str, exit_code: int | None, words: str
+) -> None:
     def vanish() -> float:
         if rank_number() == 1:
-            os._exit(code)
+            end()
         return all_reduced(0.0)
 
     error = fresh_failure(vanish)
     assert error.first is not None and not isinstance(error, HangError)
-    assert (error.first.rank, error.first.kind, error.first.exit_code) == (1, "died", code)
-    assert f"rank 1 ended with exit code {code}" in str(error)
-    assert {one.kind for one in error.failures[1:]} <= {"fell", "stuck"}
+    assert (error.first.rank, error.first.kind) == (1, kind) and exit_code in (None, error.first.exit_code)
+    assert words in str(error) and ("memory" in str(error)) == ("SIGKILL" in words)
+    assert {failure.kind for failure in error.failures[1:]} <= {"fell", "stuck"}
 
 
 def test_an_exit_is_noticed_where_no_other_rank_waits_for_it() -> None:
@@ -440,20 +369,7 @@ def test_an_exit_is_noticed_where_no_other_rank_waits_for_it() -> None:
             os._exit(0)
 
     error = fresh_failure(vanish)
-    assert not isinstance(error, HangError)
-    assert [(one.rank, one.kind) for one in error.failures] == [(1, "died")]
-
-
-def test_a_kill_is_named() -> None:
-    def kill() -> float:
-        if rank_number() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return all_reduced(0.0)
-
-    error = fresh_failure(kill)
-    assert error.first is not None
-    assert (error.first.kind, error.first.exit_code) == ("died", -signal.SIGKILL)
-    assert "rank 1 was killed by SIGKILL" in str(error) and "memory" in str(error)
+    assert not isinstance(error, HangError) and kinds(error) == [(1, "died")]
 
 
 @pytest.mark.slow
@@ -468,13 +384,12 @@ def test_a_kill_that_is_noticed_late_is_the_headline_all_the_same() -> None:
         all_reduced(0.0)
 
     with World(2) as world:
-        server = world.run(os.getppid)[0]
-        going_on = threading.Timer(2.0, os.kill, (server, signal.SIGCONT))
-        going_on.start()
+        timer = threading.Timer(2.0, os.kill, (world.run(os.getppid)[0], signal.SIGCONT))
+        timer.start()
         error = fails(world, kill)
-        going_on.join()
+        timer.join()
     assert str(error).startswith("rank 1 was killed by SIGKILL"), error
-    assert [(one.rank, one.kind) for one in error.failures] == [(1, "died"), (0, "fell")]
+    assert kinds(error) == [(1, "died"), (0, "fell")]
 
 
 def test_what_cpp_said_about_an_abort_is_shown() -> None:
@@ -500,7 +415,7 @@ def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
     assert 1 < time.monotonic() - start < 50, "the ranks are not waited for"
     assert isinstance(error, HangError) and error.exit_code == 4
     assert "ranks 0 and 1 did not finish within 1 s: rank 0 waits in all_reduce at " in str(error)
-    waiting, sleeping = sorted(error.failures, key=lambda one: one.rank)
+    waiting, sleeping = sorted(error.failures, key=lambda failure: failure.rank)
     assert waiting.kind == sleeping.kind == "stuck"
     assert waiting.collective.startswith("all_reduce at ") and "test_harness.py:" in waiting.collective
     assert waiting.place == "step 0: backward" and sleeping.place == "step 1: backward"
@@ -509,37 +424,28 @@ def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", [True, False])
-def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(ends: bool) -> None:
-    def work() -> int:
-        from ddpcheck.worlds import rank
-
+def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work() -> None:
+    def work(sleeper: int) -> int:
         for part in range(5):
-            rank.set_status(f"part {part}")
-            time.sleep(0.8)
-        if not ends and rank.current().rank == 1:
+            ranks.set_status(f"part {part}")
+            time.sleep(0.5)
+        if rank_number() == sleeper:
             time.sleep(60)
         return 5
 
-    with World(2) as world:
-        world.run(rank_number)
-        start = time.monotonic()
-        if ends:
-            assert world.run(work, timeout=3) == [5, 5]
-            assert time.monotonic() - start > 3
-        else:
-            assert "rank 1 made no progress for 3 s" in str(fails(world, work, timeout=3))
+    with World(2, timeout=2) as world:
+        world.run(rank_number, timeout=30)
+        assert world.run(work, -1) == [5, 5], "after more than the timeout"
+        assert "rank 1 made no progress for 2 s" in str(fails(world, work, 1))
 
 
 @pytest.mark.slow
 def test_a_named_collective_beats_a_guessed_one() -> None:
     def wait() -> None:
-        from ddpcheck.worlds import rank
-
-        rank.set_collective("all_reduce(float32[3]) at model.py:12")
+        ranks.set_collective("all_reduce(float32[3]) at model.py:12")
         time.sleep(60)
 
-    error = fresh_failure(wait, world_size=1, timeout=2)
+    error = fresh_failure(wait, world_size=1, timeout=1)
     assert "rank 0 waits in all_reduce(float32[3]) at model.py:12" in str(error)
 
 
@@ -550,118 +456,74 @@ def test_a_watch_ends_a_run() -> None:
         seen.append((finished, running))
         return "rank 1 will never come" if finished else None
 
-    def one_sleeps() -> None:
-        if rank_number() == 1:
-            time.sleep(60)
-
     with start_world(2, watch=watch) as world, pytest.raises(HangError, match=r"^rank 1 will never come"):
-        world.run(one_sleeps)
+        world.run_each(time.sleep, [(0,), (60,)])
     assert seen[-1] == (frozenset({0}), frozenset({1}))
 
 
 @pytest.mark.slow
 def test_time_in_a_watch_is_not_counted() -> None:
-    held: list[float] = []
+    begun: list[float] = []
 
     def watch(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        if not held:
-            held.append(time.monotonic())
+        if not begun:
+            begun.append(time.monotonic())
             time.sleep(1.5)
         return None
 
     with start_world(1, watch=watch, timeout=1) as world:
         with pytest.raises(HangError, match="within 1 s"):
             world.run(time.sleep, 30)
-        assert time.monotonic() - held[0] > 2
+        assert time.monotonic() - begun[0] > 2
 
 
 # --- A rank that never comes ---------------------------------------------------------------------------------------
 
 
-def skip_on_rank_1(how: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.ones(3)
-    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if how == "backward" else None
-    if dist.get_rank() == 1:
-        return
-    if how == "all_reduce":
-        dist.all_reduce(tensor)
-    elif how == "barrier":
-        dist.barrier()
-    elif how == "recv":
-        dist.recv(tensor, src=1)
-    elif how == "objects":
-        dist.broadcast_object_list([None], src=1)
-    elif how == "new_group":
-        dist.new_group()
-    elif module is not None:
-        module(torch.ones(1, 2)).sum().backward()
-
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-def side_by_side(fn: Any, ways: list[str]) -> dict[str, BaseException | None]:
-    """What comes of `fn(way)`, each in a world of two ranks, all at the same time."""
-    worlds = {how: World(2, timeout=100) for how in ways}
+def side_by_side(fn: Callable[[str], None], ways: list[str], world_size: int = 2) -> dict[str, BaseException | None]:
+    """What comes of `fn(way)`, each in a world of its own, all at the same time."""
+    worlds = {way: World(world_size, timeout=100) for way in ways}
     try:
-        pending = {how: world.start(fn, how) for how, world in worlds.items()}
-        while pending.keys() - {how for how, each in pending.items() if each.done()}:
+        pending = {way: world.start(fn, way) for way, world in worlds.items()}
+        while not all(run.done() for run in pending.values()):
             time.sleep(0.05)
-        return {how: each._error for how, each in pending.items()}
+        return {way: run._error for way, run in pending.items()}
     finally:
         for world in worlds.values():
             world.close()
 
 
+SKIPPED: dict[str, Callable[[Any, Any], Any]] = {
+    "all_reduce": lambda dist, output: dist.all_reduce(output.detach()),
+    "barrier": lambda dist, output: dist.barrier(),
+    "recv": lambda dist, output: dist.recv(output.detach(), src=1),
+    "objects": lambda dist, output: dist.broadcast_object_list([None], src=1),
+    "new_group": lambda dist, output: dist.new_group(),
+    "backward": lambda dist, output: output.sum().backward(),
+}
+
+
+def skip_on_rank_1(collective: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    module = torch.nn.Linear(2, 2)
+    if collective == "backward":
+        module = torch.nn.parallel.DistributedDataParallel(module)
+    if dist.get_rank() == 0:
+        SKIPPED[collective](dist, module(torch.ones(1, 2)))
+
+
 @pytest.mark.slow
 @on_linux
 def test_a_collective_that_a_finished_rank_has_skipped_ends_the_run_at_once() -> None:
-    ways = ["all_reduce", "barrier", "recv", "objects", "new_group", "backward"]
-    for how, error in side_by_side(skip_on_rank_1, ways).items():
-        assert isinstance(error, HangError), how
+    for way, error in side_by_side(skip_on_rank_1, list(SKIPPED)).items():
+        assert isinstance(error, HangError), way
         assert str(error).startswith(
             "rank 0 waits in a collective, and rank 1 has finished without it, or joined it with a different shape: "
             "rank 0 "
         )
-        assert {one.kind for one in error.failures} == {"stuck"} and list(error.results) == [1]
-
-
-def take_time_on_rank_0(how: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    def later() -> None:
-        time.sleep(5)
-        dist.all_reduce(torch.ones(1))
-
-    rank = dist.get_rank()
-    if how == "thread of a finished rank" and rank == 1:
-        threading.Thread(target=later).start()
-    if rank == 1:
-        return
-    if how == "sleep":
-        time.sleep(5)
-    elif how == "child":
-        subprocess.run(["sleep", "5"], check=True)
-    elif how == "pipe":
-        read, write = os.pipe()
-        threading.Timer(5, os.write, (write, b"x")).start()
-        os.read(read, 1)
-    elif how == "compute":
-        end = time.monotonic() + 5
-        while time.monotonic() < end:
-            torch.ones(64, 64) @ torch.ones(64, 64)
-    elif how == "pickling in a collective":
-        dist.all_gather_object([None] * 1, SlowToSend(), group=dist.new_group([0], use_local_synchronization=True))
-    elif how == "hook in a backward pass":
-        tensor = torch.ones(2, requires_grad=True)
-        tensor.register_hook(lambda gradient: time.sleep(5))
-        tensor.sum().backward()
-    elif how == "thread of a finished rank":
-        dist.all_reduce(torch.ones(1))
+        assert {failure.kind for failure in error.failures} == {"stuck"} and list(error.results) == [1]
 
 
 class SlowToSend:
@@ -670,58 +532,97 @@ class SlowToSend:
         return str, ()
 
 
-@pytest.mark.slow
-@on_linux
-def test_a_rank_that_takes_its_time_is_left_in_peace() -> None:
-    ways = ["sleep", "child", "pipe", "compute", "pickling in a collective", "hook in a backward pass"]
-    ways += ["thread of a finished rank"]
-    assert side_by_side(take_time_on_rank_0, ways) == dict.fromkeys(ways)
+def take_time(way: str) -> None:
+    import torch
+    import torch.distributed as dist
 
-
-@pytest.mark.slow
-@on_linux
-def test_a_rank_that_others_wait_for_is_left_in_peace() -> None:
-    def wait_for_rank_2() -> None:
-        import torch.distributed as dist
-
+    rank = dist.get_rank()
+    if way == "rank that others wait for":
         group = dist.new_group([0, 2])
-        if dist.get_rank() == 2:
+        if rank == 2:
             time.sleep(5)
-        if dist.get_rank() != 1:
+        if rank != 1:
             dist.barrier(group)
+    elif way == "timers that free both":
+        threading.Timer(5, dist.send, (torch.ones(1), 1 - rank)).start()
+        dist.recv(torch.zeros(1), 1 - rank)
+    elif way == "thread of a finished rank":
+        if rank == 1:
+            threading.Timer(5, all_reduced, (0.0,)).start()
+        else:
+            all_reduced(0.0)
+    elif rank == 1:
+        return
+    elif way == "sleep":
+        time.sleep(5)
+    elif way == "child":
+        subprocess.run(["sleep", "5"], check=True)
+    elif way == "pipe":
+        read, write = os.pipe()
+        threading.Timer(5, os.write, (write, b"x")).start()
+        os.read(read, 1)
+    elif way == "compute":
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    elif way == "pickling in a collective":
+        dist.all_gather_object([None] * 1, SlowToSend(), group=dist.new_group([0], use_local_synchronization=True))
+    elif way == "hook in a backward pass":
+        tensor = torch.ones(2, requires_grad=True)
+        tensor.register_hook(lambda gradient: time.sleep(5))
+        tensor.sum().backward()
 
-    with World(3, timeout=60) as world:
-        world.run(wait_for_rank_2)
+
+TAKING_TIME = ["sleep", "child", "pipe", "compute", "pickling in a collective", "hook in a backward pass"]
+TAKING_TIME += ["thread of a finished rank", "timers that free both"]
 
 
-def test_what_cannot_be_sent_is_named_and_harms_nothing() -> None:
-    with World(2) as world:
-        with pytest.raises(UsageError, match=r"Argument 1 of World.run, a lock, cannot be sent to the ranks"):
-            world.run(lambda a, b: None, 1, threading.Lock())
-        with pytest.raises(UsageError, match=r"Argument 'lock' of World.run"):
-            world.run(lambda lock: None, lock=threading.Lock())
-        assert world.run(rank_number) == [0, 1]
+@pytest.mark.slow
+@on_linux
+@pytest.mark.parametrize(("ways", "world_size"), [(TAKING_TIME, 2), (["rank that others wait for"], 3)], ids=str)
+def test_a_rank_that_takes_its_time_is_waited_for(ways: list[str], world_size: int) -> None:
+    assert side_by_side(take_time, ways, world_size) == dict.fromkeys(ways)
 
 
-def test_a_result_that_cannot_be_sent_is_a_failure() -> None:
-    error = fresh_failure(lambda: threading.Lock())
-    assert "returned a lock that cannot be pickled" in str(error)
+def test_what_cannot_be_sent_is_named_and_harms_nothing(world: World) -> None:
+    with pytest.raises(UsageError, match=r"Argument 1 of World.run, a lock, cannot be sent to the ranks"):
+        world.run(lambda a, b: None, 1, threading.Lock())
+    with pytest.raises(UsageError, match=r"Argument 'lock' of World.run"):
+        world.run(lambda lock: None, lock=threading.Lock())
+    assert world.run(rank_number) == [0, 1]
 
 
-def test_a_failed_world_refuses() -> None:
-    with World(2) as world:
+class Stubborn(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def test_a_result_or_an_exception_that_cannot_be_sent_is_a_failure() -> None:
+    def fail() -> None:
+        raise Stubborn("broken")
+
+    assert "returned a lock that cannot be pickled" in str(fresh_failure(lambda: threading.Lock()))
+    assert "Stubborn: broken" in str(fresh_failure(fail, world_size=1))
+
+
+def test_ranks_that_end_alike_are_named_together() -> None:
+    def vanish() -> None:
+        all_reduced(0.0)
+        time.sleep(0.2)  # else a rank can end while the other one still connects to it
+        os._exit(7)
+
+    assert "ranks 0 and 1 ended with exit code 7 before their work was done" in str(fresh_failure(vanish))
+
+
+def test_a_world_that_has_failed_or_is_closed_refuses() -> None:
+    with World(1) as world:
         fails(world, lambda: 1 / 0)
         assert world.failed
         with pytest.raises(DDPCheckError, match="has failed in an earlier run"):
             world.run(rank_number)
-    with pytest.raises(DDPCheckError):
-        world.run(rank_number)
-
-
-def test_a_closed_world_refuses() -> None:
     with World(1) as world:
-        world.run(rank_number)
-    world.close()
+        pass
     with pytest.raises(DDPCheckError, match="closed"):
         world.run(rank_number)
 
@@ -752,23 +653,18 @@ def test_a_start_that_takes_too_long_is_a_hang() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"world_size": 0}, "world_size"),
-        ({"world_size": -1}, "world_size"),
-        ({"world_size": True}, "world_size"),
-        ({"world_size": 2.0}, "world_size"),
-        ({"world_size": 100_000}, "world_size"),
+        *(({"world_size": size}, "world_size") for size in (0, -1, True, 2.0, 100_000)),
         ({"backend": "carrier pigeon"}, "backend must be 'gloo' or 'nccl', got 'carrier pigeon'"),
         ({"backend": ["gloo"]}, "backend"),
         ({"device": "tpu"}, "device"),
         ({"backend": "nccl"}, "GPUs only"),
-        ({"timeout": 0}, "timeout"),
-        ({"timeout": float("nan")}, "timeout"),
-        ({"timeout": "30"}, "timeout"),
+        *(({"timeout": seconds}, "timeout") for seconds in (0, float("nan"), "30")),
         ({"startup_timeout": -1}, "startup_timeout"),
         ({"process_group": False}, "world_size=1"),
         ({"start_method": "teleport"}, "start_method"),
         ({"threads": 0}, "threads"),
         ({"env": {"A": 1}}, "env"),
+        *(({"preload": names}, "preload must") for names in ("torch", ["a b"], [3], ["."])),
     ],
 )
 def test_bad_arguments_are_refused_in_a_sentence(arguments: dict[str, Any], message: str) -> None:
@@ -788,14 +684,14 @@ def test_cuda_without_a_gpu_is_refused_in_a_sentence() -> None:
 
 
 def alive(pids: list[int]) -> list[int]:
-    found = []
+    living = []
     for pid in pids:
         try:
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
+                living.append(pid)
         except psutil.NoSuchProcess:
             pass
-    return found
+    return living
 
 
 def gone_within(seconds: float, pids: list[int], directory: str = "") -> bool:
@@ -820,17 +716,12 @@ PARENT = """
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         return os.getpid(), child.pid
 
-    def work():
-        time.sleep(600)
-
     if __name__ == "__main__":
         world = start_world(2, start_method=sys.argv[1], hash_seeds=True)
         pids = [pid for pair in world.run(linger) for pid in pair]
         print(*pids, *server_pids(), world.directory, flush=True)
-        world.run(work, timeout=600)
+        world.run(time.sleep, 600, timeout=600)
 """
-
-
 ENDS = [("fork", signal.SIGKILL), ("fork", signal.SIGINT), ("fork", signal.SIGTERM), ("spawn", signal.SIGKILL)]
 
 
@@ -841,9 +732,8 @@ def test_nothing_outlives_the_parent(tmp_path: Path, end: tuple[str, signal.Sign
     script.write_text(textwrap.dedent(PARENT))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), rank_setup.NO_PRELOAD: "1"}
     command = [sys.executable, str(script), method]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as parent:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as parent:
         assert parent.stdout is not None
         *words, directory = parent.stdout.readline().split()
         pids = [int(word) for word in words]
@@ -852,61 +742,36 @@ def test_nothing_outlives_the_parent(tmp_path: Path, end: tuple[str, signal.Sign
         parent.send_signal(number)
         assert gone_within(30.0, pids, directory), (alive(pids), os.path.exists(directory))
         parent.communicate(timeout=30)
-    assert parent.returncode == (-number if number != signal.SIGINT else -signal.SIGINT)
+    assert parent.returncode == -number
 
 
 def test_loader_workers_do_not_survive_their_rank() -> None:
-    def leave_workers() -> list[int]:
+    def start_workers() -> list[int]:
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
-        from ddpcheck.worlds import rank
-
         data = TensorDataset(torch.arange(8.0))
         loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
-        rank.state["iterator"] = iterator = iter(loader)
+        ranks.state["iterator"] = iterator = iter(loader)
         next(iterator)
         return [child.pid for child in psutil.Process().children()]
 
     with World(2) as world:
-        workers = [pid for pids in world.run(leave_workers) for pid in pids]
+        workers = [pid for pids in world.run(start_workers) for pid in pids]
         assert len(alive(workers)) == 4
     assert gone_within(30.0, workers)
 
 
-@pytest.mark.slow
-def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
-    with World(1) as world:
-        mine = world.run(os.getpid)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                try:
-                    world.run(rank_number)
-                except DDPCheckError:
-                    code = 2
-                world.close()
-                with World(1) as other:
-                    code = 0 if code == 2 and other.run(rank_number) == [0] else 3
-            finally:
-                from ddpcheck.worlds import starting as processes
+# --- Seeds of hashes, and the servers that give them ----------------------------------------------------------------
 
-                processes.shut_down()
-                os._exit(code)
-        assert os.waitpid(pid, 0)[1] == 0
-        assert world.run(os.getpid) == mine
-        assert world.directory.exists()
+NAMES = [f"layer{number}" for number in range(20)]
 
 
 def ordered_set(words: list[str]) -> list[str]:
     return list(set(words))
 
 
-NAMES = [f"layer{number}" for number in range(20)]
-
-
-@pytest.mark.parametrize("method", share(["fork", "spawn"], ["fork"]))
+@FORK_OR_SPAWN
 def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
     method: Literal["fork", "spawn"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -922,10 +787,10 @@ def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
 @pytest.mark.exhaustive
 def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "5")
-    monkeypatch.setenv(rank_setup.NO_PRELOAD, "1")  # for a server that nobody else uses
+    monkeypatch.setenv(rank_setup.NO_PRELOAD, "1")  # for a server of this test alone
     with start_world(2, hash_seeds=True) as world:
-        one, other = world.run(ordered_set, NAMES)
-    assert one == other
+        first, second = world.run(ordered_set, NAMES)
+    assert first == second
 
 
 def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
@@ -936,40 +801,31 @@ def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
 
     with start_world(3, hash_seeds=True) as world:
         error = fails(world, die)
-    assert [(one.rank, one.kind) for one in error.failures if one.kind == "died"] == [(1, "died")]
+    assert [failure.rank for failure in error.failures if failure.kind == "died"] == [1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
-    from ddpcheck.worlds import starting as processes
-
     with start_world(2, hash_seeds=True) as world:
         world.run(rank_number)
-        servers = processes.server_pids()
+        servers = starting.server_pids()
         os.kill(servers[victim], signal.SIGKILL)
         assert "fork server has died" in str(fails(world, time.sleep, 30))
     with start_world(2, hash_seeds=True) as world:
         assert world.run(rank_number) == [0, 1]
-    assert servers[victim] not in processes.server_pids() and servers[1 - victim] in processes.server_pids()
+    assert servers[victim] not in starting.server_pids() and servers[1 - victim] in starting.server_pids()
 
 
 @pytest.mark.exhaustive
 def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpcheck.worlds import starting as processes
-
-    processes.shut_down()
+    starting.shut_down()
     with World(1) as world:
         world.run(rank_number)
-    (server,) = processes.server_pids()
+    (server,) = starting.server_pids()
     os.kill(server, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(server)], timeout=30)
     with monkeypatch.context() as patch:
-        patch.setattr(processes._ForkServer, "alive", True)
+        patch.setattr(starting._ForkServer, "alive", True)
         with World(1) as world:
             assert world.run(rank_number) == [0]
-
-
-def test_importing_the_harness_does_not_import_torch() -> None:
-    probe = "import sys, ddpcheck.harness, ddpcheck.worlds.forkserver; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", probe], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
