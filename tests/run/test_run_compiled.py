@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_run import run_forked
+from tests.run.scripts import run_script
 from tests.tiers import one_of
 
-SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy
-
+COMPILED = """
 HOW, BACKEND = sys.argv[1:]
-dist.init_process_group("gloo")
-torch.manual_seed(0)
 
 
 class Net(nn.Module):
@@ -50,16 +42,16 @@ def loss_of(scores, classes):
 
 
 if HOW == "around":
-    net = torch.compile(nn.parallel.DistributedDataParallel(Net()), backend=BACKEND)
+    net = torch.compile(DistributedDataParallel(Net()), backend=BACKEND)
 elif HOW == "autograd":
     torch._dynamo.config.optimize_ddp = "python_reducer"
     torch._dynamo.config.compiled_autograd = True
-    net = nn.parallel.DistributedDataParallel(Net())
+    net = DistributedDataParallel(Net())
 else:
     inner = Around() if HOW == "inside" else Net()
-    net = nn.parallel.DistributedDataParallel(torch.compile(inner, backend=BACKEND, fullgraph=True))
+    net = DistributedDataParallel(torch.compile(inner, backend=BACKEND, fullgraph=True))
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
-torch.manual_seed(dist.get_rank())
+torch.manual_seed(RANK)
 
 
 @torch.compile(backend=BACKEND)
@@ -75,17 +67,9 @@ for step in range(8):
     else:
         loss_of(net(x), x.argmax(1)).backward()
     optimizer.step()
-dist.destroy_process_group()
 """
 
 SCRIPTED = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -105,10 +89,6 @@ def halved(x: float) -> float:
     return x / 2
 
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-
-
 @torch.jit.script
 class Schedule:
     def __init__(self, rate: float):
@@ -117,75 +97,56 @@ class Schedule:
 
 written = (Unused if sys.argv[2] == "unused" else Net)()
 scripted = torch.jit.script(written) if sys.argv[1] == "script" else torch.jit.trace(written, torch.randn(2, 4))
-net = nn.parallel.DistributedDataParallel(scripted)
+net = DistributedDataParallel(scripted)
 optimizer = torch.optim.SGD(net.parameters(), Schedule(0.2).rate)
-torch.manual_seed(dist.get_rank())
+torch.manual_seed(RANK)
 for _ in range(4):
     x = torch.randn(6, 4)
     optimizer.zero_grad()
     cross_entropy(net(x), x.argmax(1)).backward()
     optimizer.step()
-dist.destroy_process_group()
 """
 
 
-def reported(
-    tmp_path: Path, how: str, backend: str, script: str = SCRIPT
-) -> tuple[int, dict[str, tuple[str, str]], list[dict[str, object]]]:
-    """The exit code, by check line its status and sentence, and the findings."""
-    (tmp_path / "train.py").write_text(script)
-    saved = tmp_path / "report.json"
-    options = ("--check-format=json", f"--check-output={saved}")
-    done = run_forked(*options, str(tmp_path / "train.py"), how, backend)
-    report = json.loads(saved.read_text())
-    return done.returncode, {c["name"]: (c["status"], c["detail"]) for c in report["checks"]}, report["findings"]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "backend"),
+    ("script", "how", "kind", "ranks"),
     [
-        pytest.param("inside", "eager", marks=pytest.mark.exhaustive),
-        pytest.param("around", "aot_eager", marks=pytest.mark.slow),
-        pytest.param("inside", "inductor", marks=pytest.mark.exhaustive),
+        pytest.param(COMPILED, "inside", "eager", "Around (8 steps)", marks=pytest.mark.exhaustive),
+        (COMPILED, "around", "aot_eager", "Net (8 steps)"),
+        pytest.param(COMPILED, "inside", "inductor", "Around (8 steps)", marks=pytest.mark.exhaustive),
+        *((SCRIPTED, how, "used", "Net (4 steps)") for how in one_of(2, ["script", "trace"])),
     ],
 )
-def test_a_compiled_script_is_clean_watched_to_its_end_and_compiled_as_it_is_without(
-    tmp_path: Path, how: str, backend: str
+def test_a_compiled_or_scripted_model_is_clean_and_watched_to_its_end(
+    tmp_path: Path, script: str, how: str, kind: str, ranks: str
 ) -> None:
-    code, checks, findings = reported(tmp_path, how, backend)
-    assert (code, findings) == (0, [])
-    assert {status for status, _ in checks.values()} == {"passed"}
-    assert checks["ranks"][1] == f"2 ranks (gloo), {'Around' if how == 'inside' else 'Net'} (8 steps)"
+    run = run_script(tmp_path, script, how, kind)
+    assert (run.code, run.findings) == (0, [])
+    assert {status for status, _ in run.checks.values()} == {"passed"}
+    assert run.checks["ranks"][1] == f"2 ranks (gloo), {ranks}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", one_of(2, ["aot_eager", "inductor"]))
 def test_a_detached_parameter_of_compiled_code_is_told_as_in_the_code(tmp_path: Path, backend: str) -> None:
-    code, _, (finding,) = reported(tmp_path, "detached", backend)
-    assert (code, finding["code"], finding["subjects"]) == (1, "DDP103", ["body.weight", "body.bias"])
-    assert "cut by detach()" in str(finding["message"])
+    run = run_script(tmp_path, COMPILED, "detached", backend)
+    (finding,) = run.findings
+    assert (run.code, finding["code"], finding["subjects"]) == (1, "DDP103", ["body.weight", "body.bias"])
+    assert "cut by detach()" in finding["message"]
     assert "_orig_mod" not in json.dumps(finding)
 
 
 @pytest.mark.exhaustive
 def test_steps_under_compiled_autograd_are_not_said_to_be_compared(tmp_path: Path) -> None:
-    code, checks, findings = reported(tmp_path, "autograd", "aot_eager")
-    assert (code, findings) == (0, [])
-    assert checks["ranks"][0] == "skipped"
-    assert "compiled autograd" in checks["ranks"][1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", one_of(2, ["script", "trace"]))
-def test_a_scripted_model_is_clean_and_watched_to_its_end(tmp_path: Path, how: str) -> None:
-    code, checks, findings = reported(tmp_path, how, "used", SCRIPTED)
-    assert (code, findings) == (0, [])
-    assert {status for status, _ in checks.values()} == {"passed"}
-    assert checks["ranks"][1] == "2 ranks (gloo), Net (4 steps)"
+    run = run_script(tmp_path, COMPILED, "autograd", "aot_eager")
+    assert (run.code, run.findings) == (0, [])
+    status, detail = run.checks["ranks"]
+    assert status == "skipped" and "compiled autograd" in detail
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", one_of(2, ["script", "trace"]))
 def test_a_parameter_that_a_scripted_model_does_not_use_is_named(tmp_path: Path, how: str) -> None:
-    code, _, findings = reported(tmp_path, how, "unused", SCRIPTED)
-    assert (code, findings[0]["code"], findings[0]["subjects"]) == (1, "DDP101", ["spare.weight", "spare.bias"])
+    run = run_script(tmp_path, SCRIPTED, how, "unused")
+    assert (run.code, run.codes[0], run.findings[0]["subjects"]) == (1, "DDP101", ["spare.weight", "spare.bias"])

@@ -16,7 +16,7 @@ from ddpcheck.stream.entries import ProgramEnded, RankStarted, WatchingFailed
 from ddpcheck.stream.held_file import HeldFile, is_held, mapped_file
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from tests.forked_run import run_forked
-from tests.run.test_run_compiled import reported
+from tests.run.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 BEGIN = f"""
@@ -131,37 +131,31 @@ def test_a_stack_goes_to_the_file_that_is_held(tmp_path: Path) -> None:
 
 
 SAVES = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-
 class Slow:
     def __reduce__(self):
         time.sleep(1.0)
         return dict, ()
 
-dist.init_process_group("gloo")
 path = os.path.join(os.path.dirname(__file__), "model.pt")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
-if dist.get_rank() == 0:
+model = DistributedDataParallel(nn.Linear(4, 2))
+if RANK == 0:
     torch.save({"model": model.state_dict(), "slow": Slow()}, path)
-if sys.argv[1] == "waits":
+if HOW == "waits":
     dist.barrier()
 while not os.path.exists(path):
     time.sleep(0.01)
 torch.load(path, weights_only=False)
-dist.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "found"), [("early", ["DDP512"]), ("waits", [])])
+@pytest.mark.parametrize(("how", "codes"), [("early", ["DDP512"]), ("waits", [])])
 def test_a_file_that_is_read_before_it_is_complete_is_why_a_rank_has_failed(
-    how: str, found: list[str], tmp_path: Path
+    how: str, codes: list[str], tmp_path: Path
 ) -> None:
-    _, _, findings = reported(tmp_path, how, "", SAVES)
-    assert [one["code"] for one in findings] == found
-    assert all("DDP401" in str(one["evidence"]) and one["ranks"] == [1] for one in findings)
+    run = run_script(tmp_path, SAVES, how)
+    assert run.codes == codes
+    assert all("DDP401" in str(finding["evidence"]) and finding["ranks"] == [1] for finding in run.findings)
 
 
 SMALL = """

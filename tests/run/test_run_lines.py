@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.forked_run import run_forked
-
-BEFORE = """
-import random, sys
-import torch, torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-FIXED = "--fixed" in sys.argv
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-"""
+from tests.run.scripts import run_script
 
 IN_BACKWARD = """
 class Fused:
@@ -36,11 +21,11 @@ class Fused:
 
 model = DistributedDataParallel(nn.Linear(8, 4))
 whole = torch.optim.Adam(model.parameters(), lr=0.01)
-fused = None if FIXED else Fused([*model.parameters()])
-torch.manual_seed(rank)
+fused = None if HOW == "fixed" else Fused([*model.parameters()])
+torch.manual_seed(RANK)
 for _ in range(8):
     model(torch.randn(4, 8)).square().mean().backward()
-    if FIXED:
+    if HOW == "fixed":
         whole.step()
         whole.zero_grad()
 """
@@ -52,9 +37,9 @@ def resume(scaler, state):
 model = DistributedDataParallel(nn.Linear(8, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu", init_scale=2048.0)
-if FIXED or rank == 1:
+if HOW == "fixed" or RANK == 1:
     resume(scaler, {**scaler.state_dict(), "scale": 128.0})
-torch.manual_seed(rank)
+torch.manual_seed(RANK)
 for _ in range(8):
     optimizer.zero_grad()
     scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
@@ -70,9 +55,9 @@ class Noisy(Dataset):
     def __getitem__(self, index):
         return torch.full((8,), index / 64) + random.gauss(0.0, 0.1)
 
-random.seed(rank)
+random.seed(RANK)
 state = random.getstate()
-if not FIXED:
+if HOW != "fixed":
     boxed = [state]
     dist.broadcast_object_list(boxed, 0)
     state = boxed[0]
@@ -92,10 +77,10 @@ for epoch in range(2):
 BY_HAND = """
 def send_from_zero(net):
     for name, p in net.named_parameters():
-        if FIXED or "bias" not in name:
+        if HOW == "fixed" or "bias" not in name:
             dist.broadcast(p.data, 0)  # here
 
-torch.manual_seed(rank)
+torch.manual_seed(RANK)
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 send_from_zero(net)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -115,7 +100,7 @@ class Scaler:
 
     def observe(self, x):
         sums = torch.stack([x.mean(0), x.square().mean(0)])
-        if FIXED:
+        if HOW == "fixed":
             dist.all_reduce(sums)
             sums /= dist.get_world_size()
         self.seen += 1
@@ -148,19 +133,9 @@ class Trainer:
                 self.optimizer.step()
 
 trainer = Trainer()
-torch.manual_seed(rank)
+torch.manual_seed(RANK)
 trainer.train()
 """
-
-
-def finding(script: str, folder: Path, *arguments: str) -> dict[str, Any] | None:
-    """The only finding on a script, if there is one."""
-    text = f"{BEFORE}{script}\ndist.destroy_process_group()\n"
-    (folder / "train.py").write_text(text)
-    done = run_forked(f"--check-output={folder / 'report.json'}", "train.py", *arguments, cwd=folder)
-    found = json.loads((folder / "report.json").read_text())["findings"] if (folder / "report.json").exists() else []
-    assert len(found) <= 1 and (found or done.returncode == 0), done.stderr
-    return next(iter(found), None)
 
 
 @pytest.mark.slow
@@ -175,8 +150,8 @@ def finding(script: str, folder: Path, *arguments: str) -> dict[str, Any] | None
     ],
 )
 def test_a_fault_is_at_the_line_to_edit(code: str, script: str, tmp_path: Path) -> None:
-    found = finding(script, tmp_path)
-    lines = (tmp_path / "train.py").read_text().splitlines()
-    assert found is not None and found["code"] == code
-    assert lines[found["location"]["line"] - 1].endswith("# here"), found
-    assert finding(script, tmp_path, "--fixed") is None
+    run = run_script(tmp_path, script)
+    assert run.codes == [code]
+    assert run.places[0].endswith("# here"), run.findings
+    fixed = run_script(tmp_path, script, "fixed")
+    assert (fixed.code, fixed.findings) == (0, [])

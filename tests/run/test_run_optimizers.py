@@ -6,25 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_run_compiled import reported
+from tests.run.scripts import run_script
 
+pytestmark = pytest.mark.slow
 SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-from torch.nn.functional import cross_entropy
 
-HOW = sys.argv[1]
-dist.init_process_group("gloo")
-RANK = dist.get_rank()
-torch.manual_seed(0)
-net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
 parameters = list(net.parameters())
 optimizer = torch.optim.SGD(parameters[RANK::2] if "sharded" in HOW else parameters, 0.1, momentum=0.9)
 if HOW == "zero":
@@ -52,88 +44,58 @@ for _ in range(12):
     if HOW == "sharded":
         for number, parameter in enumerate(parameters):
             dist.broadcast(parameter.data, number % 2)
-dist.destroy_process_group()
 """
-OWN = "noop_hook leaves each rank its own gradients, and the script averages them"
 COMPARED = "gradients equal the average of the ranks' own, compared"
+ALL = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-def checks_of(folder: Path, how: str) -> tuple[dict[str, tuple[str, str]], list[tuple[object, object]]]:
-    """By check line its status and sentence; and the findings, each with its subjects."""
-    _, checks, findings = reported(folder, how, "", SCRIPT)
-    assert "error" not in {status for status, _ in checks.values()}, checks
-    return checks, [(one["code"], one["subjects"]) for one in findings]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "reducer"),
+    ("how", "status", "detail"),
     [
-        ("zero", ("passed", f"{COMPARED} 6 times")),
-        ("sharded", ("passed", f"{COMPARED} 6 times")),
-        ("local", ("skipped", f"{COMPARED} 3 times; the communication hook lets ranks train apart for some steps")),
-        (
-            "powersgd",
-            ("skipped", f"{COMPARED} 2 times; gradients that powerSGD_hook compresses are not compared"),
-        ),
+        ("zero", "passed", f"{COMPARED} 6 times"),
+        ("sharded", "passed", f"{COMPARED} 6 times"),
+        ("local", "skipped", f"{COMPARED} 3 times; the communication hook lets ranks train apart for some steps"),
+        ("powersgd", "skipped", f"{COMPARED} 2 times; gradients that powerSGD_hook compresses are not compared"),
         (
             "noop",
-            (
-                "skipped",
-                "no step was compared: noop_hook leaves each rank its own gradients, and the script averages them",
-            ),
+            "skipped",
+            "no step was compared: noop_hook leaves each rank its own gradients, and the script averages them",
         ),
     ],
 )
-def test_a_healthy_optimizer_over_ranks(tmp_path: Path, how: str, reducer: tuple[str, str]) -> None:
-    checks, findings = checks_of(tmp_path, how)
-    assert findings == [] and checks["reducer"] == reducer
-    assert {status for name, (status, _) in checks.items() if name not in ("reducer", "replicas")} == {"passed"}
-    assert checks["replicas"][0] == ("skipped" if how == "local" else "passed")
-    assert ("and gradients" in checks["replicas"][1]) is (how != "noop")
+def test_a_healthy_optimizer_over_ranks(tmp_path: Path, how: str, status: str, detail: str) -> None:
+    run = run_script(tmp_path, SCRIPT, how)
+    assert run.findings == [] and run.checks["reducer"] == (status, detail)
+    others = {name: check for name, check in run.checks.items() if name not in ("reducer", "replicas")}
+    assert {status for status, _ in others.values()} == {"passed"}, others
+    assert run.checks["replicas"][0] == ("skipped" if how == "local" else "passed")
+    assert ("and gradients" in run.checks["replicas"][1]) is (how != "noop")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "finding", "reducer"),
+    ("how", "code", "subjects", "reducer", "place"),
     [
-        ("sharded_and_kept", ("DDP223", ["its parameters"]), f"{COMPARED} 6 times"),
-        ("local_and_never_averaged", ("DDP306", ["0.weight", "0.bias", "2.weight", "2.bias"]), COMPARED),
+        ("sharded_and_kept", "DDP223", ["its parameters"], f"{COMPARED} 6 times", "optimizer = "),
+        ("local_and_never_averaged", "DDP306", ALL, COMPARED, ""),
         (
             "noop_and_kept",
-            ("DDP301", ["0.weight", "0.bias", "2.weight", "2.bias"]),
+            "DDP301",
+            ALL,
             "no step was compared: the gradients differ between ranks",
+            "register_comm_hook(None, noop_hook)",
         ),
     ],
 )
-def test_a_broken_optimizer_over_ranks(tmp_path: Path, how: str, finding: tuple[str, list[str]], reducer: str) -> None:
-    checks, findings = checks_of(tmp_path, how)
-    assert findings == [finding]
-    assert checks["reducer"][1].startswith(reducer)
-
-
-@pytest.mark.slow
-def test_gradients_that_a_hook_leaves_are_told_at_the_line_that_registers_it(tmp_path: Path) -> None:
-    _, _, (finding,) = reported(tmp_path, "noop_and_kept", "", SCRIPT)
-    place = finding["location"]
-    assert isinstance(place, dict) and "register_comm_hook(None, noop_hook)" in SCRIPT.splitlines()[place["line"] - 1]
+def test_a_broken_optimizer_over_ranks(
+    tmp_path: Path, how: str, code: str, subjects: list[str], reducer: str, place: str
+) -> None:
+    run = run_script(tmp_path, SCRIPT, how)
+    assert [(finding["code"], finding["subjects"]) for finding in run.findings] == [(code, subjects)]
+    assert run.checks["reducer"][1].startswith(reducer) and place in run.places[0]
+    assert "error" not in {status for status, _ in run.checks.values()}
 
 
 HOOKED = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-
-HOW = sys.argv[1]
-dist.init_process_group("gloo")
-RANK, WORLD = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-mask = torch.rand(8, 4, generator=torch.Generator().manual_seed(RANK if HOW == "own mask" else 0)) < 0.5
-share = 1.0
-
-
 def in_place(parameter):
     parameter.grad *= 0.3 / parameter.grad.norm() if HOW == "own norm, in place" else 0.3
 
@@ -147,67 +109,62 @@ hooks = {
     "weights": lambda g: g * share,
     "far limit": lambda g: g.clamp(-100, 100),
 }
-for parameter in net.parameters():
-    if "in place" in HOW:
-        parameter.register_post_accumulate_grad_hook(in_place)
-    else:
-        parameter.register_hook(hooks[HOW])
-net = nn.parallel.DistributedDataParallel(net)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-torch.manual_seed(RANK)
-for _ in range(8):
-    count = int(torch.randint(2, 9, ()))
-    total = torch.tensor(float(count))
-    dist.all_reduce(total)
-    if HOW == "weights":
-        share = count * WORLD / float(total)
-    x = torch.randn(count, 4)
-    optimizer.zero_grad()
-    (net(x) - x.cos()).square().mean().backward()
-    optimizer.step()
-dist.destroy_process_group()
+for HOW in sys.argv[1:]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    mask = torch.rand(8, 4, generator=torch.Generator().manual_seed(RANK if HOW == "own mask" else 0)) < 0.5
+    share = 1.0
+    for parameter in net.parameters():
+        if "in place" in HOW:
+            parameter.register_post_accumulate_grad_hook(in_place)
+        else:
+            parameter.register_hook(hooks[HOW])
+    net = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    torch.manual_seed(RANK)
+    for _ in range(8):
+        count = int(torch.randint(2, 9, ()))
+        total = torch.tensor(float(count))
+        dist.all_reduce(total)
+        if HOW == "weights":
+            share = count * WORLD / float(total)
+        x = torch.randn(count, 4)
+        optimizer.zero_grad()
+        (net(x) - x.cos()).square().mean().backward()
+        optimizer.step()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "found"),
+    ("hows", "severities"),
     [
-        ("own norm", ["error"]),
-        ("own norm, in place", ["error"]),
-        ("own mask", ["error"]),
-        ("limit", ["warning"]),
-        *((how, []) for how in ("in place", "mask", "centre", "weights", "far limit")),
+        (["own norm"], ["error"]),
+        (["own norm, in place"], ["error"]),
+        (["own mask"], ["error"]),
+        (["limit"], ["warning"]),
+        (["in place", "mask", "centre", "weights", "far limit"], []),
     ],
 )
-def test_hooks_that_change_each_ranks_own_gradients(tmp_path: Path, how: str, found: list[str]) -> None:
-    _, _, findings = reported(tmp_path, how, "", HOOKED)
-    assert [(one["code"], one["severity"]) for one in findings] == [("DDP310", severity) for severity in found]
+def test_hooks_that_change_each_ranks_own_gradients(tmp_path: Path, hows: list[str], severities: list[str]) -> None:
+    findings = run_script(tmp_path, HOOKED, *hows).findings
+    assert [(finding["code"], finding["severity"]) for finding in findings] == [("DDP310", s) for s in severities]
 
 
 BESIDE = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
 first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-if sys.argv[1] == "waiting":
-    first, second = (nn.parallel.DistributedDataParallel(one) for one in (first, second))
+if HOW == "waiting":
+    first, second = (DistributedDataParallel(one) for one in (first, second))
 optimizer, waiting = (torch.optim.SGD(one.parameters(), 0.1) for one in (first, second))
-torch.manual_seed(dist.get_rank())
+torch.manual_seed(RANK)
 for step in range(32):
     x = torch.randn(6, 4)
     optimizer.zero_grad()
     waiting.zero_grad()
     loss = cross_entropy(first(x), x.argmax(1))
-    if sys.argv[1] == "waiting":
+    if HOW == "waiting":
         loss = loss + second(x).square().mean()
     loss.backward()
-    if sys.argv[1] == "summed":
+    if HOW == "summed":
         flat = torch.cat([parameter.grad.flatten() for parameter in first.parameters()])
         dist.all_reduce(flat)
         for parameter, part in zip(first.parameters(), flat.split([16, 4])):
@@ -215,15 +172,11 @@ for step in range(32):
     optimizer.step()
     if step % 5 == 4:
         dist.all_reduce(torch.ones(1))
-dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
-def test_an_optimizer_that_has_not_stepped_yet_holds_its_parameters(tmp_path: Path) -> None:
-    assert reported(tmp_path, "waiting", "", BESIDE)[2] == []
-
-
-@pytest.mark.slow
-def test_gradients_that_are_summed_in_one_are_told_whatever_else_is_reduced(tmp_path: Path) -> None:
-    assert [one["code"] for one in reported(tmp_path, "summed", "", BESIDE)[2]] == ["DDP303"]
+@pytest.mark.parametrize(("how", "codes"), [("waiting", []), ("summed", ["DDP303"])])
+def test_an_optimizer_that_has_not_stepped_holds_its_parameters_and_other_sums_hide_none(
+    how: str, codes: list[str], tmp_path: Path
+) -> None:
+    assert run_script(tmp_path, BESIDE, how).codes == codes

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.forked_run import run_forked
+from tests.run.scripts import run_script
 
 SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-replica, stage = divmod(rank, 2)
+replica, stage = divmod(RANK, 2)
 replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][stage]
-peer = rank ^ 1
-torch.manual_seed(0)  # the stages are alike, and begin so
-model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+peer = RANK ^ 1
+model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())  # the stages are alike, and begin so
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = TensorDataset(torch.randn(64, 6), torch.randn(64, 6))
-place = 0 if sys.argv[1] == "broken" else replica
-loader = DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=place))
-for inputs, targets in loader:
+place = 0 if HOW == "broken" else replica
+for inputs, targets in DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=place)):
     optimizer.zero_grad()
     if stage == 0:
         made = model(inputs)
@@ -39,31 +28,20 @@ for inputs, targets in loader:
         made = torch.empty(4, 6)
         dist.recv(made, peer)
         made.requires_grad_()
-        nn.functional.mse_loss(model(made), targets).backward()
+        mse_loss(model(made), targets).backward()
         dist.send(made.grad, peer)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=replicas)
         parameter.grad /= 2
     optimizer.step()
-dist.destroy_process_group()
 """
 
 
-def found(tmp_path: Path, how: str) -> list[dict[str, object]]:
-    script, saved = tmp_path / "train.py", tmp_path / "report.json"
-    script.write_text(SCRIPT)
-    run_forked(f"--check-output={saved}", str(script), how, ranks=4)
-    findings: list[dict[str, object]] = json.loads(saved.read_text())["findings"]
-    return findings
-
-
 @pytest.mark.slow
-def test_stages_of_one_model_take_the_same_samples_by_right(tmp_path: Path) -> None:
-    assert found(tmp_path, "fixed") == []
-
-
-@pytest.mark.slow
-def test_replicas_of_a_stage_have_samples_of_their_own(tmp_path: Path) -> None:
-    findings = found(tmp_path, "broken")
-    assert {one["code"] for one in findings} == {"DDP505"}
-    assert str(findings[0]["message"]).startswith("Ranks 0 and 2 take the same samples")
+@pytest.mark.parametrize(("how", "codes"), [("fixed", set()), ("broken", {"DDP505"})])
+def test_replicas_of_a_stage_need_samples_of_their_own_and_stages_the_same(
+    how: str, codes: set[str], tmp_path: Path
+) -> None:
+    findings = run_script(tmp_path, SCRIPT, how, ranks=4).findings
+    assert {finding["code"] for finding in findings} == codes
+    assert not codes or findings[0]["message"].startswith("Ranks 0 and 2 take the same samples")

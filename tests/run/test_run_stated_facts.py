@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings import named_functions
 from ddpcheck.trace.rank_params import RankParams
-from tests.forked_run import run_forked
+from tests.run.scripts import run_script
+from tests.tiers import share
 
 NET = """
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,70 +27,52 @@ class Net(nn.Module):
         hidden = self.body(x).relu()
         return self.head(hidden + self.adapter(hidden))
 """
-IGNORED = f"""{NET}
-import sys
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-net = Net()
-ignored = ["adapter.weight", "adapter.bias", *sys.argv[1:]]
-DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
-ddp = DistributedDataParallel(net)
-optimizer = torch.optim.Adam(ddp.parameters())
-torch.manual_seed(dist.get_rank())
+IGNORED_AND_UNWRAPPED = f"""{NET}
+ignored, unwrapped = Net(), Net()
+names = ["adapter.weight", "adapter.bias", "head.weight"]
+DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignored, names)
+ddp, body = DistributedDataParallel(ignored), DistributedDataParallel(unwrapped.body)
+others = [*unwrapped.adapter.parameters(), *unwrapped.head.parameters()]
+optimizers = [torch.optim.Adam(ddp.parameters()), torch.optim.Adam([*body.parameters(), *others])]
+torch.manual_seed(RANK)
 for _ in range(6):
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(ddp(torch.randn(4, 8)), torch.randint(2, (4,))).backward()
-    optimizer.step()
-"""
-UNWRAPPED = f"""{NET}
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-net = Net()
-body = DistributedDataParallel(net.body)
-optimizer = torch.optim.Adam([*body.parameters(), *net.adapter.parameters(), *net.head.parameters()])
-torch.manual_seed(dist.get_rank())
-for _ in range(6):
-    optimizer.zero_grad()
-    hidden = body(torch.randn(4, 8)).relu()
-    nn.functional.cross_entropy(net.head(hidden + net.adapter(hidden)), torch.randint(2, (4,))).backward()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        x, classes = torch.randn(4, 8), torch.randint(2, (4,))
+        if optimizer is optimizers[0]:
+            cross_entropy(ddp(x), classes).backward()
+        else:
+            hidden = body(x).relu()
+            cross_entropy(unwrapped.head(hidden + unwrapped.adapter(hidden)), classes).backward()
+        optimizer.step()
 """
 OWN = 'rank-parameters = ["adapter.*"]'
 LEFT_OUT = "; left out by rank-parameters: adapter.weight and adapter.bias"
 
 
-def run(folder: Path, script: str, settings: str, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Return the exit code and the report of a script, with these settings."""
-    (folder / "train.py").write_text(script)
+def set_in(folder: Path, settings: str) -> None:
     (folder / "pyproject.toml").write_text(f"[tool.ddpcheck]\n{settings}\n")
-    done = run_forked("--check-output=report.json", "--check-timeout=10", "train.py", *arguments, cwd=folder)
-    return done.returncode, json.loads((folder / "report.json").read_text())
 
 
 def test_rank_parameters_are_not_compared_in_a_script_and_others_are(tmp_path: Path) -> None:
-    code, report = run(tmp_path, IGNORED, 'rank-parameters = ["adapter.*", "adaptr.*"]')
-    assert (code, report["findings"]) == (0, [])
-    without = [check["name"] for check in report["checks"] if check["detail"].endswith(LEFT_OUT)]
-    assert without == ["ranks", "replicas", "reducer", "optimizers"]
-    assert report["world"]["notes"] == ["rank-parameters: no parameter has a name like 'adaptr.*'"]
-    code, report = run(tmp_path, IGNORED, OWN, "head.weight")
-    assert code == 1
-    assert [(f["code"], f["subjects"]) for f in report["findings"]] == [("DDP111", ["head.weight"])]
-
-
-def test_rank_parameters_may_be_in_no_wrapper(tmp_path: Path) -> None:
-    code, report = run(tmp_path, UNWRAPPED, OWN)
-    assert code == 1
-    assert [(f["code"], f["subjects"]) for f in report["findings"]] == [
-        ("DDP501", ["Net.head.weight", "Net.head.bias"])
+    set_in(tmp_path, OWN)
+    run = run_script(tmp_path, IGNORED_AND_UNWRAPPED)
+    assert run.code == 1
+    assert [(finding["code"], finding["subjects"]) for finding in run.findings] == [
+        ("DDP111", ["head.weight"]),
+        ("DDP501", ["Net.head.weight", "Net.head.bias"]),
     ]
-    code, report = run(tmp_path, UNWRAPPED, 'rank-parameters = ["adapter.*", "head.*"]')
-    assert (code, report["findings"]) == (0, [])
+    left_out = "; left out by rank-parameters: adapter.weight, adapter.bias and 2 more"
+    names = [name for name, (_, detail) in run.checks.items() if detail.endswith(left_out)]
+    assert names == ["ranks", "replicas", "reducer", "optimizers"]
+    set_in(tmp_path, 'rank-parameters = ["adapter.*", "head.*", "adaptr.*"]')
+    run = run_script(tmp_path, IGNORED_AND_UNWRAPPED)
+    assert (run.code, run.findings) == (0, [])
+    assert run.report["world"]["notes"] == ["rank-parameters: no parameter has a name like 'adaptr.*'"]
 
 
 RECIPE = f"""{NET}
-import ddpcheck
+import torch
 
 
 def wrap(model, device):
@@ -114,23 +94,25 @@ IGNORED = ["adapter.weight", "adapter.bias"]
 """
 
 
-def test_rank_parameters_are_not_compared_in_a_recipe_and_others_are(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("ignored", share(["", "head.weight"], [""]))
+def test_rank_parameters_are_not_compared_in_a_recipe_and_others_are(
+    ignored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("pyproject.toml").write_text(f"[tool.ddpcheck]\n{OWN}\n")
-    Path("healthy.py").write_text(RECIPE)
-    Path("broken.py").write_text(f'{RECIPE}IGNORED.append("head.weight")\n')
-    assert cli.main(["report", "healthy.py", "-o", "report.json"]) == 0
+    set_in(tmp_path, OWN)
+    Path("recipe.py").write_text(f"{RECIPE}IGNORED += {ignored.split()}\n")
+    assert cli.main(["report", "recipe.py", "-o", "report.json"]) == bool(ignored)
     report = json.loads(Path("report.json").read_text())
-    checks = {check["name"]: (check["status"], check["detail"]) for check in report["checks"]}
-    assert report["findings"] == [] and checks["reducer"][0] == "passed" and checks["reducer"][1].endswith(LEFT_OUT)
-    why = "the ranks' parameters differ, so no single process can represent all of them"
-    assert checks["parity"] == (
-        "skipped",
-        f"4 gradients in step 0 equal those of the global batch in a single process; {why}{LEFT_OUT}",
-    )
-    assert cli.main(["report", "broken.py", "-o", "report.json"]) == 1
-    report = json.loads(Path("report.json").read_text())
-    assert [(f["code"], f["subjects"]) for f in report["findings"]] == [("DDP111", ["head.weight"])]
+    found = [(finding["code"], finding["subjects"]) for finding in report["findings"]]
+    assert found == ([("DDP111", ["head.weight"])] if ignored else [])
+    if not ignored:
+        checks = {check["name"]: (check["status"], check["detail"]) for check in report["checks"]}
+        assert checks["reducer"][0] == "passed" and checks["reducer"][1].endswith(LEFT_OUT)
+        why = "the ranks' parameters differ, so no single process can represent all of them"
+        assert checks["parity"] == (
+            "skipped",
+            f"4 gradients in step 0 equal those of the global batch in a single process; {why}{LEFT_OUT}",
+        )
 
 
 @pytest.mark.parametrize(
@@ -194,15 +176,13 @@ def other_mean(tensor):
     return tensor / dist.get_world_size()
 """
 LOOP = """
-import sys
-from lab.tools import Trainer, dist, other_mean, reduce_mean, torch
+from lab.tools import Trainer, other_mean, reduce_mean
 
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
-Trainer().fit(discards="discards" in sys.argv)
-if dist.get_rank() == 0 and "reduces" in sys.argv:
+torch.manual_seed(RANK)
+Trainer().fit(discards="discards" in HOW)
+if RANK == 0 and "reduces" in HOW:
     reduce_mean(torch.ones(1))  # caller
-if dist.get_rank() == 0 and "other" in sys.argv:
+if RANK == 0 and "other" in HOW:
     other_mean(torch.ones(1))  # caller of the other
 """
 FUNCTION, FILE = 'wrapper-functions = ["lab.tools.reduce_mean"]', 'wrapper-functions = ["lab/tools.py"]'
@@ -210,25 +190,24 @@ STEP = 'step-function = "lab.tools.Trainer.train_step"'
 
 
 @pytest.mark.parametrize(
-    ("settings", "argument", "code", "comment"),
+    ("settings", "how", "comments"),
     [
-        ("", "reduces", "DDP403", "wrapper"),
-        (FUNCTION, "reduces", "DDP403", "caller"),
-        (FUNCTION, "other", "DDP403", "other"),
-        pytest.param(FILE, "other", "DDP403", "caller of the other", marks=pytest.mark.slow),
-        pytest.param("", "discards", "DDP517", "update", marks=pytest.mark.slow),
-        (STEP, "discards", "DDP517", "updated"),
+        pytest.param(f"{FUNCTION}\n{STEP}", "reduces discards", {"DDP403": "caller", "DDP517": "updated"}, id="both"),
+        pytest.param("", "reduces discards", {"DDP403": "wrapper", "DDP517": "update"}, marks=pytest.mark.slow, id="-"),
+        pytest.param(FUNCTION, "other", {"DDP403": "other"}, marks=pytest.mark.slow, id="another function"),
+        pytest.param(FILE, "other", {"DDP403": "caller of the other"}, marks=pytest.mark.slow, id="file"),
     ],
 )
 def test_findings_name_the_line_that_calls_a_wrapper_or_is_in_the_step(
-    tmp_path: Path, settings: str, argument: str, code: str, comment: str
+    tmp_path: Path, settings: str, how: str, comments: dict[str, str]
 ) -> None:
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "tools.py").write_text(TRAINER)
-    _, report = run(tmp_path, LOOP, settings, argument)
-    (finding,) = report["findings"]
-    line = (tmp_path / finding["location"]["path"]).read_text().splitlines()[finding["location"]["line"] - 1]
-    assert (finding["code"], line.partition("#")[2].strip()) == (code, comment)
+    set_in(tmp_path, settings)
+    run = run_script(tmp_path, LOOP, how)
+    places = {finding["code"]: finding["location"] for finding in run.findings}
+    lines = {code: (tmp_path / at["path"]).read_text().splitlines()[at["line"] - 1] for code, at in places.items()}
+    assert {code: line.partition("#")[2].strip() for code, line in lines.items()} == comments
 
 
 def test_a_function_is_named_with_its_module_and_a_file_by_the_end_of_its_path(monkeypatch) -> None:

@@ -6,22 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_run_compiled import reported
+from tests.run.scripts import run_script
 
+pytestmark = pytest.mark.slow
 SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, IterableDataset
-
-HOW = sys.argv[1]
-dist.init_process_group("gloo")
-RANK, WORLD = dist.get_rank(), dist.get_world_size()
 images = torch.randn(256, 3, 6, generator=torch.Generator().manual_seed(1))
 labels = torch.randint(0, 5, (256,), generator=torch.Generator().manual_seed(2))
-order = torch.Generator().manual_seed(3 + RANK * (HOW == "own order"))
 torch.manual_seed(RANK)
 
 
@@ -39,6 +29,8 @@ def augmented(x):
 def batches():
     if "stream" in HOW:
         yield from DataLoader(Stream(), batch_size=8)
+        return
+    order = torch.Generator().manual_seed(3 + RANK * (HOW == "own order"))
     for step in range(16):
         index = torch.randint(0, 256, (16,), generator=order)
         if HOW == "part":
@@ -52,27 +44,22 @@ def batches():
         yield x, y
 
 
-net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Flatten(), nn.Linear(18, 5)))
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-for x, y in batches():
-    optimizer.zero_grad()
-    loss = cross_entropy(net(x), y)
-    loss.backward()
-    optimizer.step()
-    if "stream" in HOW and len(y) > 8:
-        break
-dist.destroy_process_group()
+for HOW in sys.argv[1:]:
+    net = DistributedDataParallel(nn.Sequential(nn.Flatten(), nn.Linear(18, 5)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["same order", "whole stream"])
 def test_ranks_that_augment_the_same_samples(tmp_path: Path, how: str) -> None:
-    _, _, findings = reported(tmp_path, how, "", SCRIPT)
-    assert [(one["code"], one["severity"], one["subjects"]) for one in findings] == [("DDP505", "warning", ["targets"])]
+    findings = run_script(tmp_path, SCRIPT, how).findings
+    assert [(f["code"], f["severity"], f["subjects"]) for f in findings] == [("DDP505", "warning", ["targets"])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["own order", "part", "stream", "classes", "broadcast"])
-def test_ranks_that_augment_samples_of_their_own(tmp_path: Path, how: str) -> None:
-    assert not reported(tmp_path, how, "", SCRIPT)[2]
+def test_ranks_that_augment_samples_of_their_own(tmp_path: Path) -> None:
+    assert run_script(tmp_path, SCRIPT, "own order", "part", "stream", "classes", "broadcast").findings == []
