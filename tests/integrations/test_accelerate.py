@@ -108,11 +108,7 @@ def test_a_healthy_loop_is_left_in_peace(trained, case):
     assert trained(**case) == ([], 0)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [{"accumulation": 3}, {"accumulation": 2, "mixed_precision": "bf16"}],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [{"accumulation": 3}, {"accumulation": 2, "mixed_precision": "bf16"}], ids=str)
 def test_a_mean_of_means_over_micro_batches_is_found(trained, case):
     """Seed 1, a loss that is a mean over unequal local counts is not the global-batch loss (rule 20)."""
     [finding], shown = trained(**case)

@@ -7,18 +7,7 @@ import torch
 from torch import nn
 
 import ddpcheck
-from tests.monitor.loops import (
-    SPARE,
-    Net,
-    accumulate,
-    batch,
-    checked,
-    codes,
-    line_of,
-    sgd,
-    steps,
-    train,
-)
+from tests.monitor.loops import SPARE, Net, accumulate, batch, checked, codes, line_of, sgd, steps, train
 
 pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.monitor.wrapper"])
 
