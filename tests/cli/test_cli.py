@@ -251,8 +251,8 @@ def test_a_file_that_may_not_be_written_is_refused_before_the_work(stub_check, m
 
 def test_output_goes_to_a_file_in_the_format_of_its_extension(stub_check, main, tmp_path: Path) -> None:
     stub_check(Report("t", findings=(UNUSED,)))
-    told = "ddpcheck: 1 finding (DDP101 error), written to r.json\n"
-    assert main("report", "t", "-o", "r.json") == (1, "", told)
+    message = "ddpcheck: 1 finding (DDP101 error), written to r.json\n"
+    assert main("report", "t", "-o", "r.json") == (1, "", message)
     for arguments in ("-o r.txt", "-o r.out --format json"):
         assert main("report", "t", *arguments.split())[:2] == (1, "")
     by_name, by_option = (json.loads((tmp_path / name).read_text()) for name in ("r.json", "r.out"))
@@ -287,8 +287,8 @@ def test_a_check_that_fails_leaves_no_empty_file_and_keeps_an_old_one(stub_check
 
 def test_an_error_on_purpose_is_one_sentence_with_its_detail_indented(stub_check, main) -> None:
     stub_check(TargetError("net.py cannot be imported", detail="Traceback:\nNameError: x\n"))
-    told = "ddpcheck: error: net.py cannot be imported\n  Traceback:\n  NameError: x\n"
-    assert main("report", "net.py") == (3, "", told)
+    message = "ddpcheck: error: net.py cannot be imported\n  Traceback:\n  NameError: x\n"
+    assert main("report", "net.py") == (3, "", message)
 
 
 def test_a_bug_of_ours_is_one_sentence_and_debug_shows_the_traceback(stub_check, main) -> None:
