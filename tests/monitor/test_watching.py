@@ -57,16 +57,16 @@ UNUSED = {"find_unused_parameters": True, "detect_anomalous_params": False}
 )
 def test_a_communication_hook_that_does_not_average_is_found(hook, code, way, options):
     """Seed 4 (mmcv dist_utils): the manual all-reduce is a second, independent path for gradients to compare with."""
-    model, told = checked(check_parity_every=1, **options)
+    model, findings = checked(check_parity_every=1, **options)
     model.register_comm_hook(None, hook)
     train(model, 2, way=way)
-    assert codes(told) == [code]
+    assert codes(findings) == [code]
 
 
 def test_parameters_that_an_optimizer_changes_differently_are_found(rank):
-    model, told = checked(check_consistency=2)
+    model, findings = checked(check_consistency=2)
     train(model, 4, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1)))
-    assert codes(told)[:1] == ["DDP306"]
+    assert codes(findings)[:1] == ["DDP306"]
 
 
 def normed():
@@ -74,11 +74,11 @@ def normed():
 
 
 def test_buffers_that_drift_are_found_and_said_to_be_lost_in_a_checkpoint(rank):
-    model, told = checked(normed(), broadcast_buffers=False, check_consistency=2)
+    model, findings = checked(normed(), broadcast_buffers=False, check_consistency=2)
     for _ in range(3):
         model(batch() + rank).sum().backward()
-    assert codes(told) == ["DDP214"]
-    assert "a checkpoint keeps rank 0's" in told[0].message
+    assert codes(findings) == ["DDP214"]
+    assert "a checkpoint keeps rank 0's" in findings[0].message
 
 
 def test_rules_can_be_ignored(rank):
@@ -127,11 +127,11 @@ def test_what_no_rank_was_asked_for_any_more_is_told_when_the_watch_is_closed(ra
     from ddpcheck.monitor import alarms as board
 
     monkeypatch.setattr(board, "_LONG", math.inf)  # after a long step ranks ask each other; none is, on a busy machine
-    model, told = DDP(Net()), []
-    with ddpcheck.watch(model, on_finding=told.append):
+    model, findings = DDP(Net()), []
+    with ddpcheck.watch(model, on_finding=findings.append):
         train(model, 36, way=short(step=34, rank=1))
-        assert told == []
-    assert [(f.code, f.steps) for f in told] == ([("DDP105", (34,))] if rank else [])
+        assert findings == []
+    assert [(f.code, f.steps) for f in findings] == ([("DDP105", (34,))] if rank else [])
 
 
 @pytest.mark.slow
@@ -196,26 +196,26 @@ def test_a_watched_wrapper_can_be_pickled_and_copied():
 @pytest.mark.slow
 @pytest.mark.parametrize("door", ["watch", "wrapper", "compiled"])
 def test_a_watch_without_a_reference_continues_if_training_continues_without_the_wrapper(door):
-    told = []
+    findings = []
     if door == "wrapper":
-        model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+        model = CheckedDistributedDataParallel(Net(), on_finding=findings.append)
     else:
         model = DDP(torch.compile(Net(), backend="eager") if door == "compiled" else Net())
-        ddpcheck.watch(model, on_finding=told.append)
+        ddpcheck.watch(model, on_finding=findings.append)
     train(model, 2)
     model = model.module._orig_mod if door == "compiled" else model.module
     gc.collect()
     train(model, 5)
-    assert codes(told) == ["DDP501"]
+    assert codes(findings) == ["DDP501"]
 
 
 def test_a_module_that_is_trained_alone_after_the_watch_was_closed_is_not_watched():
-    model, told = DDP(Net()), []
-    with ddpcheck.watch(model, on_finding=told.append):
+    model, findings = DDP(Net()), []
+    with ddpcheck.watch(model, on_finding=findings.append):
         train(model, 2)
     model = model.module
     train(model, 5)
-    assert told == [] and pickle.loads(pickle.dumps(model)) and "watches" not in str(vars(model))
+    assert findings == [] and pickle.loads(pickle.dumps(model)) and "watches" not in str(vars(model))
 
 
 @pytest.mark.ddp(world_size=2, reuse="test")

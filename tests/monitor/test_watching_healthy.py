@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpcheck
 from tests.monitor.loops import (
+    Boxed,
+    Keeping,
     Layers,
     Net,
     accumulate,
@@ -238,22 +240,10 @@ def sparse_and_tied_parameters(wrap):
 
 
 def an_output_in_an_object_of_the_users_own(wrap):
-    class Box:
-        def __init__(self, value):
-            self.value = value
-
-    class Boxed(Net):
-        def forward(self, x, way):
-            return Box(super().forward(x, way))
-
     train(wrap(Boxed()), 5, loss=lambda out: out.value.sum())
 
 
 def a_loss_that_does_not_come_through_what_forward_returns(wrap):
-    class Keeping(Net):
-        def forward(self, x, way):
-            self.loss = super().forward(x, way).square().mean()
-
     model = wrap(Keeping())
     train(model, 6, loss=lambda out: model.module.loss)
     assert model.watch.step == 6
@@ -300,20 +290,20 @@ def test_healthy_loops_are_silent(loops):
 
 
 def test_uneven_inputs_under_join_are_silent(rank):
-    model, told = checked(check_consistency=2, check_parity_every=2)
+    model, findings = checked(check_consistency=2, check_parity_every=2)
     with model.join():
         for _ in steps(model, 3 + 2 * rank):
             model(batch()).sum().backward()
-    assert told == []
+    assert findings == []
     for parameter in model.parameters():
         ddpcheck.assert_same_on_all_ranks(parameter)
 
 
 def test_ddp_in_a_subgroup_of_the_ranks_is_silent(rank):
     own = [torch.distributed.new_group([member]) for member in range(2)][rank]
-    model, told = checked(process_group=own, check_parity_every=2, check_consistency=2)
+    model, findings = checked(process_group=own, check_parity_every=2, check_consistency=2)
     train(model, 5)
-    assert told == []
+    assert findings == []
 
 
 @pytest.mark.slow

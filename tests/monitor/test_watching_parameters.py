@@ -9,6 +9,8 @@ import ddpcheck
 from ddpcheck import CheckedDistributedDataParallel, FindingsError
 from tests.monitor.loops import (
     SPARE,
+    Boxed,
+    Keeping,
     Layers,
     Net,
     assert_same_model,
@@ -77,16 +79,6 @@ class Swallowing(nn.Module):
 
     def forward(self, x, way):
         return Swallow.apply(self.layer(x), self.scale)
-
-
-class Box:
-    def __init__(self, value):
-        self.value = value
-
-
-class Boxed(Net):
-    def forward(self, x, way):
-        return Box(super().forward(x, way))
 
 
 def beside_a_checkpoint():
@@ -180,24 +172,24 @@ TOLD = {
 
 
 def test_each_cause_is_told_once_on_every_rank_while_training_continues():
-    for name, (module, options, training, findings, severity) in TOLD.items():
-        model, told = checked(module(), **options)
+    for name, (module, options, training, expected, severity) in TOLD.items():
+        model, findings = checked(module(), **options)
         train(model, 10, **training)
-        assert facts(told) == findings, name
-        assert {finding.severity.value for finding in told} == ({severity} if findings else set()), name
+        assert facts(findings) == expected, name
+        assert {finding.severity.value for finding in findings} == ({severity} if expected else set()), name
         assert_same_model(model)
 
 
 def test_a_gradient_that_is_zero_while_nothing_moves_is_not_judged():
-    model, told = checked(of_gate_zero())
+    model, findings = checked(of_gate_zero())
     train(model, 10, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-    assert told == []
+    assert findings == []
 
 
 def test_a_rank_whose_fault_comes_late_is_heard_at_the_next_question():
-    model, told = checked()
+    model, findings = checked()
     train(model, 60, way=short(step=41, rank=1))
-    assert [(finding.code, finding.steps) for finding in told] == [("DDP104", (41,))]
+    assert [(finding.code, finding.steps) for finding in findings] == [("DDP104", (41,))]
 
 
 def test_a_warning_is_shown_on_one_rank_and_what_is_missing_counts_as_zeros(rank, recwarn):
@@ -222,26 +214,26 @@ class LayerDrop(nn.Module):
 
 def test_blocks_that_are_left_out_at_random_are_one_cause(rank):
     torch.manual_seed(rank + 1)
-    model, told = checked(LayerDrop())
+    model, findings = checked(LayerDrop())
     train(model, 20)
     # In the first step, what both left out has not been seen to be used.
-    assert "DDP104" in codes(told) and len(told) == len(set(codes(told))) <= 3
+    assert "DDP104" in codes(findings) and len(findings) == len(set(codes(findings))) <= 3
     assert_same_model(model)
 
 
 def test_what_no_operation_reads_in_the_first_step_is_not_said_to_be_of_no_use():
-    model, told = checked()
+    model, findings = checked()
     train(model, 6, way=short(step=0))
-    assert codes(told) == ["DDP101"]
-    assert told[0].message.endswith("in step 0.") and told[0].fix.startswith("If other steps read it")
+    assert codes(findings) == ["DDP101"]
+    assert findings[0].message.endswith("in step 0.") and findings[0].fix.startswith("If other steps read it")
 
 
 @pytest.mark.slow
 def test_a_static_graph_that_grows_is_named_before_ddp_raises():
-    model, told = checked(static_graph=True)
+    model, findings = checked(static_graph=True)
     with pytest.raises(RuntimeError, match="training graph has changed"):
         train(model, 4, way=lambda step: "whole" if step == 2 else "short")
-    assert [(f.code, f.subjects) for f in told if f.severity.value == "error"] == [("DDP513", SPARE)]
+    assert [(f.code, f.subjects) for f in findings if f.severity.value == "error"] == [("DDP513", SPARE)]
 
 
 def test_what_find_unused_parameters_allows_is_judged_when_a_short_run_is_closed():
@@ -260,10 +252,10 @@ def test_a_cause_that_the_replay_cannot_have_seen_is_not_made_up(rank):
             self.calls += 1
             return super().forward(x, "short" if self.calls == 3 and way == "counted" else "whole")
 
-    model, told = checked(Counting())
+    model, findings = checked(Counting())
     train(model, 4, way="counted" if rank == 1 else "whole")
-    assert facts(told) == [("DDP104", SPARE, (1,), (2,))]
-    assert not any("there" in fact for fact in told[0].evidence)
+    assert facts(findings) == [("DDP104", SPARE, (1,), (2,))]
+    assert not any("there" in fact for fact in findings[0].evidence)
 
 
 @pytest.mark.slow
@@ -276,10 +268,6 @@ def test_a_cause_is_found_under_autocast_too():
 
 
 def test_a_loss_that_does_not_come_through_what_forward_returns_is_followed():
-    class Keeping(Net):
-        def forward(self, x, way):
-            self.loss = super().forward(x, way).square().mean()
-
     model = CheckedDistributedDataParallel(Keeping())
     with pytest.raises(FindingsError, match=r"spare\.weight"):
         train(model, 2, way="short", loss=lambda out: model.module.loss)
@@ -308,10 +296,10 @@ def test_a_loss_without_a_graph_on_one_rank_is_told_before_the_others_wait_for_i
 def test_a_sparse_table_that_one_rank_does_not_use_hangs_no_rank(rank):
     module = Layers("layer", lambda self, x: self.layer(self.table(x) if x.dtype == torch.int64 else x))
     module.table = nn.Embedding(10, 4, sparse=True)
-    model, told = checked(module)
+    model, findings = checked(module)
     for _ in range(2):
         model(torch.randint(10, (3,)) if rank == 0 else torch.ones(3, 4)).sum().backward()
-    assert [(f.code, f.subjects, f.ranks) for f in told] == [("DDP104", ("table.weight",), (1,))]
+    assert [(f.code, f.subjects, f.ranks) for f in findings] == [("DDP104", ("table.weight",), (1,))]
 
 
 # Parameters that change after wrapping
@@ -330,35 +318,35 @@ def test_a_parameter_that_is_frozen_after_wrapping_is_told_as_that():
 def test_a_parameter_that_is_frozen_or_unfrozen_between_the_looks_is_told(requires_grad):
     module = Net()
     module.spare.requires_grad_(not requires_grad)
-    model, told = checked(module)
+    model, findings = checked(module)
     train(model, 5)
     module.spare.requires_grad_(requires_grad)
     train(model, 3)
-    assert [(f.code, f.subjects) for f in told] == [("DDP503", SPARE)]
+    assert [(f.code, f.subjects) for f in findings] == [("DDP503", SPARE)]
 
 
 @pytest.mark.parametrize(("consistency", "begin"), [(0, 0), (1, 0), (0, 3), (1, 3)])
 def test_a_layer_added_after_wrapping_is_told_once_with_its_name_and_without_consequences(consistency, begin):
-    model, told = checked(check_consistency=consistency)
+    model, findings = checked(check_consistency=consistency)
     train(model, begin)
     model.module.spare = nn.Sequential(model.module.spare, nn.Linear(2, 2))  # the old one has another name now
     train(model, 8)
-    assert [(f.code, set(f.subjects)) for f in told] == [("DDP503", {"spare.1.weight", "spare.1.bias"})]
-    assert "spare.1.weight" in told[0].message
+    assert [(f.code, set(f.subjects)) for f in findings] == [("DDP503", {"spare.1.weight", "spare.1.bias"})]
+    assert "spare.1.weight" in findings[0].message
 
 
 def test_what_a_fault_leads_to_is_not_told_beside_it():
-    model, told = checked(check_consistency=1, check_parity_every=1)
+    model, findings = checked(check_consistency=1, check_parity_every=1)
     model.module.extra = nn.Linear(2, 2)
     model.module.register_forward_hook(lambda module, _inputs, out: module.extra(out))
     train(model, 6)
-    assert codes(told) == ["DDP503"]
+    assert codes(findings) == ["DDP503"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wraps_again", [False, True])
 def test_layers_added_after_wrapping_are_told_if_all_that_was_wrapped_is_frozen(wraps_again):
-    model, told = checked()
+    model, findings = checked()
     adapter = nn.Linear(2, 2)  # of a LoRA, for example
     model.module.requires_grad_(False)
     model.module.adapter = adapter
@@ -366,25 +354,25 @@ def test_layers_added_after_wrapping_are_told_if_all_that_was_wrapped_is_frozen(
     again = nn.parallel.DistributedDataParallel(model.module) if wraps_again else model
     train(again, 4, optimizer=sgd(adapter))
     names = {"adapter.weight", "adapter.bias"}
-    assert [(f.code, set(f.subjects)) for f in told] == ([] if wraps_again else [("DDP503", names)])
+    assert [(f.code, set(f.subjects)) for f in findings] == ([] if wraps_again else [("DDP503", names)])
 
 
 def test_a_cast_after_wrapping_that_loses_the_hooks_of_ddp_is_told():
-    model, told = checked()
+    model, findings = checked()
     model.double().float()
     train(model, 2)
-    assert codes(told) == ["DDP503"]
+    assert codes(findings) == ["DDP503"]
 
 
 def test_a_checkpoint_that_one_rank_has_loaded_is_not_told_of_its_forward_pass(rank):
     torch.manual_seed(rank)
-    model, told = checked(check_consistency=1)
+    model, findings = checked(check_consistency=1)
     if rank == 1:
         model.module.load_state_dict(Net().state_dict())
     train(model, 3)
-    assert [(f.code, f.ranks) for f in told] == [("DDP515", (1,))]
-    assert "were changed on rank 1 after the wrapper" in told[0].message
-    assert "forward or backward" not in told[0].message
+    assert [(f.code, f.ranks) for f in findings] == [("DDP515", (1,))]
+    assert "were changed on rank 1 after the wrapper" in findings[0].message
+    assert "forward or backward" not in findings[0].message
 
 
 @pytest.mark.slow
@@ -400,9 +388,9 @@ def test_a_parameter_that_forward_sets_from_its_own_batch_is_told_as_that():
                 self.done = True
             return self.layer(x - self.centre)
 
-    model, told = checked(Initialising(), check_consistency=1)
+    model, findings = checked(Initialising(), check_consistency=1)
     train(model, 4)
-    assert [(finding.code, finding.subjects) for finding in told] == [("DDP515", ("centre",))]
+    assert [(finding.code, finding.subjects) for finding in findings] == [("DDP515", ("centre",))]
 
 
 # Compiled modules
@@ -418,10 +406,10 @@ def test_a_parameter_that_a_compiled_module_does_not_read_is_raised():
 @pytest.mark.parametrize("ranks", [(1,), ()])
 def test_what_one_rank_alone_compiles_again_and_again_is_told_after_32_steps(rank, ranks):
     torch._dynamo.reset()
-    model, told = checked(torch.compile(Net(), backend="eager", dynamic=False))
+    model, findings = checked(torch.compile(Net(), backend="eager", dynamic=False))
     for step in range(33):
         model(batch(3 + step % 3 * (rank in ranks))).sum().backward()
-    assert [(f.code, f.subjects, f.ranks) for f in told] == ([("DDP522", ("Net.forward",), ranks)] if ranks else [])
+    assert [(f.code, f.subjects, f.ranks) for f in findings] == ([("DDP522", ("Net.forward",), ranks)] if ranks else [])
 
 
 @pytest.mark.slow

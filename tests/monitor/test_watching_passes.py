@@ -15,25 +15,25 @@ pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.mo
 
 
 def test_a_second_backward_pass_without_a_forward_of_its_own_is_told():
-    model, told = checked()
+    model, findings = checked()
     for _ in steps(model, 2):
         first, second = model(batch()), model(batch())
         first.sum().backward()
         second.sum().backward()
-    assert codes(told) == ["DDP509"]
-    assert "second.sum().backward()" in line_of(told[0])
-    assert "the step runs forward, forward, backward, backward" in told[0].evidence
+    assert codes(findings) == ["DDP509"]
+    assert "second.sum().backward()" in line_of(findings[0])
+    assert "the step runs forward, forward, backward, backward" in findings[0].evidence
 
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_second_backward_pass_through_another_output_is_told_and_no_parameter_of_it(unused):
-    model, told = checked(find_unused_parameters=unused)
+    model, findings = checked(find_unused_parameters=unused)
     for _ in steps(model, 1 if unused else 10):  # in the next step DDP raises
         out = model(batch(), "both")
         out["main"].sum().backward(retain_graph=True)
         out["spare"].sum().backward()
-    assert codes(told) == ["DDP509"]
-    assert 'out["spare"].sum().backward()' in line_of(told[0])
+    assert codes(findings) == ["DDP509"]
+    assert 'out["spare"].sum().backward()' in line_of(findings[0])
 
 
 @pytest.mark.slow
@@ -46,21 +46,21 @@ def test_of_three_backward_passes_the_one_that_comes_too_late_is_told_alone():
         def forward(self, x):
             return {"alone": self.alone(x), **super().forward(x, "both")}
 
-    model, told = checked(Three())
+    model, findings = checked(Three())
     for _ in steps(model, 1):
         out = model(batch())
         out["main"].sum().backward(retain_graph=True)
         out["alone"].sum().backward()
         out["spare"].sum().backward()
-    assert codes(told) == ["DDP509"]
+    assert codes(findings) == ["DDP509"]
 
 
 @pytest.mark.slow
 def test_an_output_that_is_not_in_the_loss_is_told_though_the_graph_is_kept():
-    model, told = checked()
+    model, findings = checked()
     for _ in steps(model, 2):
         model(batch(), "both")["main"].sum().backward(retain_graph=True)
-    assert [(finding.code, finding.subjects) for finding in told] == [("DDP102", SPARE)]
+    assert [(finding.code, finding.subjects) for finding in findings] == [("DDP102", SPARE)]
 
 
 # Gradients that are not reduced
@@ -131,29 +131,29 @@ UNREDUCED = {
 def test_an_optimizer_that_only_gets_gradients_of_its_own_rank_is_told(rank):
     for loop, (code, ranks, line) in UNREDUCED.items():
         torch.manual_seed(rank)
-        model, told = checked()
+        model, findings = checked()
         loop(model)
-        assert [(finding.code, finding.ranks) for finding in told] == [(code, ranks)], loop.__name__
-        assert line in line_of(told[0]), loop.__name__
+        assert [(finding.code, finding.ranks) for finding in findings] == [(code, ranks)], loop.__name__
+        assert line in line_of(findings[0]), loop.__name__
         if loop.__name__.endswith(("forward", "synchronises")):
-            assert told[0].severity is ddpcheck.Severity.ERROR
+            assert findings[0].severity is ddpcheck.Severity.ERROR
 
 
 @pytest.mark.slow
 def test_an_unfinished_window_that_is_stepped_on_at_the_end_is_told_when_the_watch_is_closed():
-    model, told = nn.parallel.DistributedDataParallel(Net()), []
-    with ddpcheck.watch(model, on_finding=told.append):
+    model, findings = nn.parallel.DistributedDataParallel(Net()), []
+    with ddpcheck.watch(model, on_finding=findings.append):
         optimizer = sgd(model)
         accumulate(model, 2, synchronises=lambda i: i % 4 == 3, optimizer=optimizer)
         with model.no_sync():
             model(batch()).sum().backward()
         optimizer.step()
-        assert told == []
-    assert codes(told) == ["DDP502"]
+        assert findings == []
+    assert codes(findings) == ["DDP502"]
 
 
 def test_an_optimizer_whose_closure_runs_passes_that_are_not_synchronised_is_told():
-    model, told = checked()
+    model, findings = checked()
     optimizer = sgd(model)
 
     def closure(synchronises):
@@ -166,7 +166,7 @@ def test_an_optimizer_whose_closure_runs_passes_that_are_not_synchronised_is_tol
 
     for _ in range(3):
         optimizer.step(lambda: closure(True))
-    assert told == []
+    assert findings == []
     for _ in range(2):
         optimizer.step(lambda: closure(False))
-    assert codes(told) == ["DDP502"]
+    assert codes(findings) == ["DDP502"]
