@@ -1,5 +1,6 @@
 """The command line without a check: what is printed where, and with which exit code."""
 
+import io
 import json
 import os
 import re
@@ -21,8 +22,6 @@ from ddpcheck.findings.rules import RULES, Severity
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("ddpcheck")
-INSTALLED = pytest.mark.skipif(not SCRIPT.exists(), reason="ddpcheck is not installed")
-MODULE = pytest.param([sys.executable, "-m", "ddpcheck"], id="python -m ddpcheck")
 UNUSED = Finding("DDP101", ("[red]head",), "It is never read.", Severity.ERROR)
 ZERO = Finding("DDP107", ("gate",), "Its gradient is zero.", Severity.WARNING)
 
@@ -55,98 +54,97 @@ def stub_check(monkeypatch: pytest.MonkeyPatch):
     return install
 
 
-def run(command: list[str], *arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environ, timeout=60, **options)
+@pytest.fixture
+def main(capsys):
+    """Call the command: its exit code, and what it has printed."""
+
+    def call(*arguments):
+        try:
+            code = cli.main([*map(str, arguments)])
+        except SystemExit as ended:
+            code = ended.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
 
 
-@pytest.mark.parametrize("command", [pytest.param([str(SCRIPT)], id="ddpcheck", marks=INSTALLED), MODULE])
-def test_both_spellings_explain_rules_and_give_their_version(command: list[str]) -> None:
-    done = run(command, "explain", "ddp101", "hang")
+def run(*command: str, **options) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, **options)
+
+
+def assert_refused(ended: tuple[int, str, str], sentence: str, code: int = 2) -> None:
+    """One sentence, of which the beginning is given."""
+    assert ended[:2] == (code, "")
+    assert ended[2].startswith(f"ddpcheck: error: {sentence}") and ended[2].count("\n") == 1
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="ddpcheck is not installed")
+def test_the_installed_script_explains_rules() -> None:
+    done = run(str(SCRIPT), "explain", "ddp101", "hang")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("DDP101 unused-parameter (error)\n") and "DDP402 hang" in done.stdout
     for part in ("Why it matters", "Fix", "Example", "    self.head = nn.Linear(8, 2)"):
         assert part in done.stdout
-    assert re.match(r"ddpcheck 0\..* \(torch 2\..*, Python 3\..*\)\n", run(command, "--version").stdout)
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param([str(SCRIPT)], id="ddpcheck", marks=[INSTALLED, pytest.mark.slow]), MODULE]
-)
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["explain", "hangs"], "no rule matches 'hangs'; did you mean DDP402 (hang)?"),
-        (["report"], "the following arguments are required: TARGET (see `ddpcheck report --help`)"),
-        (
-            ["report", "x.py", "--worldsize", "2"],
-            "unrecognized arguments: --worldsize 2; did you mean --world-size? (see `ddpcheck report --help`)",
-        ),
-        (["render", "nowhere.json"], "cannot read nowhere.json: No such file or directory"),
-    ],
-)
-def test_wrong_usage_is_one_sentence_and_exit_code_2(command: list[str], arguments: list[str], sentence: str) -> None:
-    done = run(command, *arguments)
+def test_the_module_ends_with_the_exit_code_of_the_command() -> None:
+    done = run(sys.executable, "-m", "ddpcheck", "explain", "hangs")
+    sentence = "no rule matches 'hangs'; did you mean DDP402 (hang)?"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ddpcheck: error: {sentence}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["reprot"], "there is no command 'reprot'; did you mean 'report'? (see `ddpcheck --help`)"),
-        (["xyz"], "there is no command 'xyz'; choose from report, run, hang,"),
-        (["--vresion"], "unrecognized arguments: --vresion; did you mean --version? (see `ddpcheck --help`)"),
-        (["report", "x.py", "--zzz"], "unrecognized arguments: --zzz (see `ddpcheck report --help`)"),
-        (["report", "x.py", "y.py"], "unrecognized arguments: y.py (see `ddpcheck report --help`)"),
-        (
-            ["run", "--check-slect", "DDP1", "x.py"],
-            "unrecognized arguments: --check-slect; did you mean --check-select? (see `ddpcheck run --help`)",
-        ),
-        (["run", "-o", "x.html", "x.py"], "unrecognized arguments: -o; did you mean --check-output?"),
-        (["run", "--epochs", "1", "x.py"], "unrecognized arguments: --epochs; put arguments of the script after the "),
-        (
-            ["report", "x.py", "--nproc-per-node", "2"],
-            "unrecognized arguments: --nproc-per-node 2; did you mean --world-",
-        ),
-        (["run", "--check-select", "DDP7", "x.py"], "--check-select: no rule matches 'DDP7'; see `ddpcheck rules`"),
-        (["explain", "DDP999"], "no rule matches 'DDP999'; see `ddpcheck rules`"),
-        (["explain", "DPD101"], "no rule matches 'DPD101'; did you mean DDP101 (unused-parameter)?"),
-        (["explain", "DDP1011"], "no rule matches 'DDP1011'; did you mean DDP101 (unused-parameter) or DDP111"),
-        (["render", "r.json", "-o", "a", "--output", "b"], "--output names two files: a and b; leave one out"),
-        (["run", "--check-output=a", "--check-output=b", "x.py"], "--check-output names two files: a and b;"),
-        (["run", "tset_cli.py"], "no such file: tset_cli.py; did you mean 'test_cli.py'?"),
-        (["run"], "there is no script to run, as in `ddpcheck run "),
-        (["run", "--standalone"], "there is no script to run, as in `ddpcheck run "),
-        (["run", "--check-baseline", "none.json", cli.__file__], "cannot read none.json: No such file or directory"),
-    ],
-)
-def test_what_was_probably_meant_is_told(capsys, tmp_path: Path, arguments: list[str], sentence: str) -> None:
+def test_the_version_is_told_with_those_of_torch_and_python(main) -> None:
+    assert re.match(r"ddpcheck 0\..* \(torch 2\..*, Python 3\..*\)\n", main("--version")[1])
+
+
+TWO_FILES = "names two files: a and b;"
+MEANT = {
+    "report": "the following arguments are required: TARGET (see `ddpcheck report --help`)\n",
+    "report x.py --worldsize 2": "unrecognized arguments: --worldsize 2; did you mean --world-size? (see `ddpcheck ",
+    "report x.py --zzz": "unrecognized arguments: --zzz (see `ddpcheck report --help`)\n",
+    "report x.py y.py": "unrecognized arguments: y.py (see `ddpcheck report --help`)\n",
+    "report x.py --nproc-per-node 2": "unrecognized arguments: --nproc-per-node 2; did you mean --world-",
+    "reprot": "there is no command 'reprot'; did you mean 'report'? (see `ddpcheck --help`)\n",
+    "xyz": "there is no command 'xyz'; choose from report, run, hang,",
+    "--vresion": "unrecognized arguments: --vresion; did you mean --version? (see `ddpcheck --help`)\n",
+    "run --check-slect DDP1 x.py": "unrecognized arguments: --check-slect; did you mean --check-select? (see ",
+    "run -o x.html x.py": "unrecognized arguments: -o; did you mean --check-output?",
+    "run --epochs 1 x.py": "unrecognized arguments: --epochs; put arguments of the script after the ",
+    "run --check-select DDP7 x.py": "--check-select: no rule matches 'DDP7'; see `ddpcheck rules`",
+    "run --check-output=a --check-output=b x.py": f"--check-output {TWO_FILES}",
+    "run tset_cli.py": "no such file: tset_cli.py; did you mean 'test_cli.py'?",
+    "run": "there is no script to run, as in `ddpcheck run ",
+    "run --standalone": "there is no script to run, as in `ddpcheck run ",
+    f"run --check-baseline none.json {cli.__file__}": "cannot read none.json: No such file or directory\n",
+    "explain DDP999": "no rule matches 'DDP999'; see `ddpcheck rules`",
+    "explain DPD101": "no rule matches 'DPD101'; did you mean DDP101 (unused-parameter)?",
+    "explain DDP1011": "no rule matches 'DDP1011'; did you mean DDP101 (unused-parameter) or DDP111",
+    "render nowhere.json": "cannot read nowhere.json: No such file or directory\n",
+    "render r.json -o a --output b": "--output names two files: a and b; leave one out",
+    "rules --format html": "there is no choice for --format 'html'; choose from text, json",
+}
+
+
+@pytest.mark.parametrize("command", MEANT)
+def test_wrong_usage_is_one_sentence_that_tells_what_was_probably_meant(main, tmp_path: Path, command: str) -> None:
     (tmp_path / "test_cli.py").touch()
-    try:
-        code = cli.main(arguments)
-    except SystemExit as ended:
-        code = ended.code
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "") and captured.err.startswith(f"ddpcheck: error: {sentence}")
-    assert captured.err.count("\n") == 1
+    assert_refused(main(*command.split()), MEANT[command].rstrip("\n"))
+    if MEANT[command].endswith("\n"):
+        assert main(*command.split())[2] == f"ddpcheck: error: {MEANT[command]}"
 
 
-def test_the_help_of_run_is_its_own_and_that_of_torchrun_is_behind_an_option(capsys) -> None:
-    shown = []
-    for option in ("--help", "--help-all"):
-        with pytest.raises(SystemExit):
-            cli.main(["run", option])
-        shown.append(capsys.readouterr().out)
+def test_the_help_of_run_is_its_own_and_that_of_torchrun_is_behind_an_option(main) -> None:
+    shown = [main("run", option)[1] for option in ("--help", "--help-all")]
     assert all("--check-parity" in text and "exit codes" in text for text in shown)
     assert ["--rdzv-conf" in text for text in shown] == [False, True]
     assert "--rdzv_conf" not in shown[1]
 
 
 @pytest.mark.parametrize("command", list(EXAMPLES))
-def test_help_shows_examples_that_can_be_parsed(command: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([*filter(None, [command]), "--help"])
-    out = capsys.readouterr().out
+def test_help_shows_examples_that_can_be_parsed(command: str, main) -> None:
+    out = main(*filter(None, [command]), "--help")[1]
     for example, words in EXAMPLES[command]:
         assert example in out and words in out
         asked = shlex.split(example.partition(" > ")[0])[1:]
@@ -154,47 +152,25 @@ def test_help_shows_examples_that_can_be_parsed(command: str, capsys) -> None:
             assert make_parser().parse_args(asked).command
 
 
-def test_rules_lists_every_rule(capsys) -> None:
-    assert cli.main(["rules"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"  {rule.code} {rule.name} " in out for rule in RULES.values())
-
-
-def test_rules_as_json_hold_all_that_explain_says(capsys) -> None:
-    assert cli.main(["rules", "--format", "json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert [rule["code"] for rule in data["rules"]] == list(RULES) and data["families"]["DDP1"]
-    assert set(data["rules"][0]) == {
-        "code",
-        "name",
-        "severity",
-        "summary",
-        "why",
-        "fix",
-        "detected",
-        "ignore",
-        "line",
-        "checks",
-        "reports",
-        "example",
-        "explains",
-        "explained_by",
-    }
+def test_rules_lists_every_rule_as_text_and_as_json_with_all_that_explain_says(main) -> None:
+    code, out, _ = main("rules")
+    assert code == 0 and all(f"  {rule.code} {rule.name} " in out for rule in RULES.values())
+    code, out, _ = main("rules", "--format", "json")
+    data = json.loads(out)
+    assert code == 0 and [rule["code"] for rule in data["rules"]] == list(RULES) and data["families"]["DDP1"]
+    words = "code name severity summary why fix detected ignore line checks reports example explains explained_by"
+    assert set(data["rules"][0]) == {*words.split()}
     assert data["rules"][0]["severity"] in ("error", "warning", "note")
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["rules", "--format", "html"])
-    assert "there is no choice for --format 'html'; choose from text, json" in capsys.readouterr().err
 
 
-def test_no_command_shows_the_help_and_fails(capsys) -> None:
-    assert cli.main([]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and "report" in captured.err and "exit codes" in captured.err
+def test_no_command_shows_the_help_and_fails(main) -> None:
+    code, out, err = main()
+    assert (code, out) == (2, "") and "report" in err and "exit codes" in err
 
 
 def test_help_needs_no_torch() -> None:
     probe = "import sys; from ddpcheck.cli import main\ntry: main(['report', '--help'])\nexcept SystemExit: pass\n"
-    done = run([sys.executable, "-c", probe + "sys.exit('torch' in sys.modules)"])
+    done = run(sys.executable, "-c", probe + "sys.exit('torch' in sys.modules)")
     assert done.returncode == 0 and "--world-size" in done.stdout
 
 
@@ -210,12 +186,11 @@ def test_help_needs_no_torch() -> None:
         (Report("t", error=ReportError("rank 1 is stuck", 4)), "never", 4),
     ],
 )
-def test_a_report_goes_to_stdout_and_decides_the_exit_code(stub_check, capsys, report, fail_on, code) -> None:
+def test_a_report_goes_to_stdout_and_decides_the_exit_code(stub_check, main, report, fail_on, code) -> None:
     stub_check(report)
-    assert cli.main(["report", "t", *(["--fail-on", fail_on] if fail_on else [])]) == code
-    captured = capsys.readouterr()
-    assert captured.out.startswith("ddpcheck report on t\n")
-    assert captured.err == ""  # no progress where nobody watches
+    ended, out, err = main("report", "t", *(["--fail-on", fail_on] if fail_on else []))
+    assert ended == code and out.startswith("ddpcheck report on t\n")
+    assert err == ""  # no progress where nobody watches
 
 
 def test_options_reach_the_check(stub_check) -> None:
@@ -256,48 +231,45 @@ def test_options_reach_the_check(stub_check) -> None:
         (["-o", ".", "--format", "json"], "cannot write .: Is a directory"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_work(stub_check, capsys, arguments, sentence) -> None:
+def test_what_cannot_work_is_refused_before_the_work(stub_check, main, arguments, sentence) -> None:
     calls = stub_check(Report("t"))
-    assert cli.main(["report", "t", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"ddpcheck: error: {sentence}")
+    assert_refused(main("report", "t", *arguments), sentence)
     assert calls == []
 
 
-def test_a_file_that_may_not_be_written_is_refused_before_the_work(stub_check, capsys, tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_written_is_refused_before_the_work(stub_check, main, tmp_path: Path) -> None:
     locked = tmp_path / "r.json"
     locked.write_text("old")
     locked.chmod(0o400)
     if os.access(locked, os.W_OK):
         pytest.skip("this user may write everything")
     calls = stub_check(Report("t"))
-    assert cli.main(["report", "t", "-o", str(locked)]) == 2
-    assert "Permission denied" in capsys.readouterr().err
+    code, _, err = main("report", "t", "-o", locked)
+    assert code == 2 and "Permission denied" in err
     assert calls == [] and locked.read_text() == "old"
 
 
-def test_output_goes_to_a_file_in_the_format_of_its_extension(stub_check, capsys, tmp_path: Path) -> None:
+def test_output_goes_to_a_file_in_the_format_of_its_extension(stub_check, main, tmp_path: Path) -> None:
     stub_check(Report("t", findings=(UNUSED,)))
-    assert cli.main(["report", "t", "-o", "r.json"]) == 1
-    assert cli.main(["report", "t", "-o", "r.txt"]) == 1
-    assert cli.main(["report", "t", "-o", "r.out", "--format", "json"]) == 1
-    captured = capsys.readouterr()
-    assert (
-        captured.out == "" and captured.err.splitlines()[0] == "ddpcheck: 1 finding (DDP101 error), written to r.json"
-    )
-    one, other = (json.loads((tmp_path / name).read_text()) for name in ("r.json", "r.out"))
-    assert one.pop("command") == "ddpcheck report t -o r.json"
-    assert other.pop("command") == "ddpcheck report t -o r.out --format json" and one == other
+    message = "ddpcheck: 1 finding (DDP101 error), written to r.json\n"
+    assert main("report", "t", "-o", "r.json") == (1, "", message)
+    for arguments in ("-o r.txt", "-o r.out --format json"):
+        assert main("report", "t", *arguments.split())[:2] == (1, "")
+    by_name, by_option = (json.loads((tmp_path / name).read_text()) for name in ("r.json", "r.out"))
+    assert by_name.pop("command") == "ddpcheck report t -o r.json"
+    assert by_option.pop("command") == "ddpcheck report t -o r.out --format json" and by_name == by_option
     assert "[red]head" in (tmp_path / "r.txt").read_text()
 
 
-def test_a_report_is_as_long_and_as_coloured_as_asked(stub_check, capsys) -> None:
+def test_a_report_is_as_long_and_as_coloured_as_asked(stub_check, main) -> None:
     names = tuple(f"layer{number}" for number in range(12))
     finding = Finding("DDP101", names, "Never read.", Severity.ERROR, evidence=tuple(map("line {}".format, range(20))))
     stub_check(Report("t", findings=(finding,)))
 
     def shown(*options: str) -> str:
-        assert cli.main(["report", "t", *options]) == 1
-        return capsys.readouterr().out
+        code, out, _ = main("report", "t", *options)
+        assert code == 1
+        return out
 
     assert "layer11" not in shown() and "line 19" not in shown()
     assert "layer11" in shown("-v") and "line 19" in shown("--verbose")
@@ -313,29 +285,28 @@ def test_a_check_that_fails_leaves_no_empty_file_and_keeps_an_old_one(stub_check
     assert (tmp_path / "old.json").read_text() == "old"
 
 
-def test_an_error_on_purpose_is_one_sentence_with_its_detail_indented(stub_check, capsys) -> None:
+def test_an_error_on_purpose_is_one_sentence_with_its_detail_indented(stub_check, main) -> None:
     stub_check(TargetError("net.py cannot be imported", detail="Traceback:\nNameError: x\n"))
-    assert cli.main(["report", "net.py"]) == 3
-    assert capsys.readouterr().err == "ddpcheck: error: net.py cannot be imported\n  Traceback:\n  NameError: x\n"
+    message = "ddpcheck: error: net.py cannot be imported\n  Traceback:\n  NameError: x\n"
+    assert main("report", "net.py") == (3, "", message)
 
 
-def test_a_bug_of_ours_is_one_sentence_and_debug_shows_the_traceback(stub_check, capsys) -> None:
+def test_a_bug_of_ours_is_one_sentence_and_debug_shows_the_traceback(stub_check, main) -> None:
     stub_check(ZeroDivisionError("division\nby zero"))
-    assert cli.main(["report", "t"]) == 2
-    err = capsys.readouterr().err
-    assert err == (
+    code, _, err = main("report", "t")
+    assert (code, err) == (
+        2,
         "ddpcheck: error: ZeroDivisionError: division by zero; this is a bug in ddpcheck: please report it with the "
-        "traceback that --debug shows\n"
+        "traceback that --debug shows\n",
     )
     for arguments in (["--debug", "report", "t"], ["report", "t", "--debug"]):
         with pytest.raises(ZeroDivisionError):
-            cli.main(arguments)
+            main(*arguments)
 
 
-def test_ctrl_c_ends_with_130_and_leaves_no_file(stub_check, capsys, tmp_path: Path) -> None:
+def test_ctrl_c_ends_with_130_and_leaves_no_file(stub_check, main, tmp_path: Path) -> None:
     stub_check(KeyboardInterrupt())
-    assert cli.main(["report", "t", "-o", "r.json"]) == 130
-    assert capsys.readouterr().err == "ddpcheck: error: interrupted\n"
+    assert main("report", "t", "-o", "r.json") == (130, "", "ddpcheck: error: interrupted\n")
     assert not (tmp_path / "r.json").exists()
 
 
@@ -352,7 +323,7 @@ def check(target, **options):
 sys.modules["ddpcheck.report.checking.check"] = types.SimpleNamespace(check=check)
 sys.exit(cli.main(["report", "t"]))
 """
-    done = run([sys.executable, "-c", probe])
+    done = run(sys.executable, "-c", probe)
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "closed\n")
 
 
@@ -399,19 +370,24 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     report = Report("t", findings=tuple(Finding("DDP101", (f"p{n}" * 999,), "x", Severity.ERROR) for n in range(99)))
     (tmp_path / "r.json").write_text(report.to_json())
     command = f"{sys.executable} -m ddpcheck render r.json | head -1; echo ${{PIPESTATUS[0]}}"
-    done = run(["bash", "-c", command])
+    done = run("bash", "-c", command)
     assert (done.stdout, done.stderr) == ("ddpcheck report on t\n0\n", "")
 
 
-def test_a_saved_report_renders_as_anything(tmp_path: Path, capsys, monkeypatch) -> None:
+@pytest.fixture
+def saved(tmp_path: Path) -> Report:
+    """A report that is saved as r.json."""
     report = Report("modèle", findings=(UNUSED,))
     (tmp_path / "r.json").write_text(report.to_json(), encoding="utf-8")
-    assert cli.main(["render", "r.json"]) == 0
-    assert "[red]head" in capsys.readouterr().out
-    assert cli.main(["render", "r.json", "--format", "json"]) == 0
-    assert Report.from_json(capsys.readouterr().out) == report
+    return report
+
+
+def test_a_saved_report_renders_as_anything(saved: Report, tmp_path: Path, main, monkeypatch) -> None:
+    code, out, _ = main("render", "r.json")
+    assert code == 0 and "[red]head" in out
+    assert Report.from_json(main("render", "r.json", "--format", "json")[1]) == saved
     monkeypatch.setattr("sys.stdin", (tmp_path / "r.json").open(encoding="utf-8"))
-    assert cli.main(["render", "-", "-o", "r.txt"]) == 0
+    assert main("render", "-", "-o", "r.txt")[0] == 0
     assert "modèle" in (tmp_path / "r.txt").read_text(encoding="utf-8")
 
 
@@ -424,67 +400,64 @@ def test_a_saved_report_renders_as_anything(tmp_path: Path, capsys, monkeypatch)
         (b"\xff\xfe", "cannot read r.json"),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path: Path, capsys, content: bytes, sentence: str) -> None:
+def test_what_is_no_report_is_refused(tmp_path: Path, main, content: bytes, sentence: str) -> None:
     (tmp_path / "r.json").write_bytes(content)
-    assert cli.main(["render", "r.json"]) == 2
-    assert capsys.readouterr().err.startswith(f"ddpcheck: error: {sentence}")
+    assert_refused(main("render", "r.json"), sentence)
 
 
-def test_output_survives_a_stream_that_knows_only_ascii(tmp_path: Path) -> None:
-    report = Report("modèle", findings=(UNUSED,))
-    (tmp_path / "r.json").write_text(report.to_json(), encoding="utf-8")
-    done = run([sys.executable, "-m", "ddpcheck"], "render", "r.json", env={"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and r"mod\xe8le" in done.stdout
+def test_output_survives_a_stream_that_knows_only_ascii(saved: Report, monkeypatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    assert cli.main(["render", "r.json"]) == 0
+    stream.flush()
+    assert rb"mod\xe8le" in stream.buffer.getvalue()
 
 
-def test_configuration_reaches_the_command(stub_check, capsys, tmp_path: Path, monkeypatch) -> None:
+def test_configuration_reaches_the_command(stub_check, main, tmp_path: Path, monkeypatch) -> None:
     calls = stub_check(Report("t"))
     (tmp_path / "pyproject.toml").write_text("[tool.ddpcheck]\nsteps = 7\nworld-size = 5\n")
     monkeypatch.setenv("DDPCHECK_WORLD_SIZE", "4")
-    assert cli.main(["report", "t"]) == 0
+    assert main("report", "t")[0] == 0
     assert (calls[0][1]["steps"], calls[0][1]["world_size"]) == (7, 4)
     (tmp_path / "pyproject.toml").write_text("[tool.ddpcheck]\nstep = 7\n")
-    assert cli.main(["report", "t"]) == 2
-    assert "did you mean 'steps'" in capsys.readouterr().err
+    code, _, err = main("report", "t")
+    assert code == 2 and "did you mean 'steps'" in err
 
 
-def test_a_stray_variable_is_warned_of_once_where_it_nearly_is_a_setting(stub_check, capsys, monkeypatch) -> None:
+def test_a_stray_variable_is_warned_of_once_where_it_nearly_is_a_setting(stub_check, main, monkeypatch) -> None:
     stub_check(Report("t"))
     monkeypatch.setenv("DDPCHECK_STEP", "7")
     monkeypatch.setenv("DDPCHECK_LICENCE", "none")
-    assert cli.main(["report", "t"]) == 0
-    assert capsys.readouterr().err == (
+    assert main("report", "t")[::2] == (
+        0,
         "ddpcheck: warning: environment variable DDPCHECK_STEP is ignored: ddpcheck has no such setting; did you mean "
-        "'DDPCHECK_STEPS'?\n"
+        "'DDPCHECK_STEPS'?\n",
     )
 
 
 def test_the_format_can_be_set_in_the_environment_and_the_command_line_wins(
-    stub_check, capsys, tmp_path: Path, monkeypatch
+    stub_check, main, tmp_path: Path, monkeypatch
 ) -> None:
     stub_check(Report("t"))
     monkeypatch.setenv("DDPCHECK_FORMAT", "json")
-    assert cli.main(["report", "t"]) == 0
-    text = capsys.readouterr().out
-    assert json.loads(text)["target"] == "t"
-    (tmp_path / "r.json").write_text(text)
-    assert cli.main(["render", "r.json", "-o", "r.txt"]) == cli.main(["report", "t", "--format", "text"]) == 0
-    assert (tmp_path / "r.txt").read_text() == capsys.readouterr().out
-    assert cli.main(["render", "r.json", "-o", "r.out"]) == 0  # an extension that says nothing
-    assert (tmp_path / "r.out").read_text() == text
+    code, as_json, _ = main("report", "t")
+    assert code == 0 and json.loads(as_json)["target"] == "t"
+    (tmp_path / "r.json").write_text(as_json)
+    as_text = main("report", "t", "--format", "text")[1]
+    for file, content in (("r.txt", as_text), ("r.out", as_json)):  # an extension that says nothing
+        assert main("render", "r.json", "-o", file)[0] == 0
+        assert (tmp_path / file).read_text() == content
     monkeypatch.setenv("DDPCHECK_FORMAT", "xml")
-    assert cli.main(["report", "t"]) == 2
-    assert "no format 'xml', which the environment or pyproject.toml names; the formats" in capsys.readouterr().err
+    code, _, err = main("report", "t")
+    assert code == 2
+    assert "no format 'xml', which the environment or pyproject.toml names; the formats" in err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 def test_standard_output_that_is_full_or_closed_is_said_in_one_sentence() -> None:
     for redirection, reason in ((">/dev/full", "No space left on device"), (">&-", "it is closed")):
         command = f"exec {sys.executable} -m ddpcheck rules {redirection}"
-        environ = dict(os.environ)  # and no COLUMNS that a library in C has set, as readline does
-        done = subprocess.run(
-            ["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=300, env=environ
-        )
+        done = run("sh", "-c", command)  # and no COLUMNS that a library in C has set, as readline does
         assert done.returncode == 2
         assert done.stderr.startswith("ddpcheck: error: cannot write to standard output") and reason in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -1,6 +1,5 @@
 """A loop around a real Accelerator on two ranks, watched."""
 
-import runpy
 import warnings
 from pathlib import Path
 
@@ -9,13 +8,12 @@ import pytest
 pytest.importorskip("torch")
 
 import ddpcheck
-from tests.integrations.test_transformers import added, describe
+from tests.integrations.test_transformers import added, describe, run_example
 from tests.tiers import needs
 
 pytestmark = [needs("accelerate"), pytest.mark.slow]  # a framework; `make test` has its smoke tests
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples" / "accelerate"
 PAGE = ROOT / "docs" / "transformers.md"
 
 
@@ -108,11 +106,7 @@ def test_a_healthy_loop_is_left_in_peace(trained, case):
     assert trained(**case) == ([], 0)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [{"accumulation": 3}, {"accumulation": 2, "mixed_precision": "bf16"}],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [{"accumulation": 3}, {"accumulation": 2, "mixed_precision": "bf16"}], ids=str)
 def test_a_mean_of_means_over_micro_batches_is_found(trained, case):
     """Seed 1, a loss that is a mean over unequal local counts is not the global-batch loss (rule 20)."""
     [finding], shown = trained(**case)
@@ -130,8 +124,8 @@ def train_unwrapped():
 
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True)
-    model, told = accelerator.prepare(torch.nn.Linear(4, 2)), []
-    watch(accelerator, model, on_finding=told.append)
+    model, findings = accelerator.prepare(torch.nn.Linear(4, 2)), []
+    watch(accelerator, model, on_finding=findings.append)
     model = accelerator.unwrap_model(model)
     gc.collect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -139,7 +133,7 @@ def train_unwrapped():
         optimizer.zero_grad()
         accelerator.backward(model(torch.randn(3, 4)).square().mean())
         optimizer.step()
-    return [finding.code for finding in told]
+    return [finding.code for finding in findings]
 
 
 def test_a_model_that_is_unwrapped_and_trained_alone_is_found_though_nobody_holds_the_watch(world):
@@ -159,18 +153,9 @@ def test_an_unused_layer_is_named_in_the_first_step_under_accumulation(trained):
     assert finding.startswith("DDP101 error spare.weight,spare.bias steps 0")
 
 
-def run_example(name):
-    """Run an example as a program, on a rank that is there already; the error that it ends with, if it does."""
-    try:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
-
-
-def test_the_example_ends_well_without_ddpcheck_and_is_told_its_fault_with_it(world):
-    assert world.run(run_example, "language_model.py") == [None, None]
-    for error, said in world.run(run_example, "language_model_checked.py"):
+def test_the_example_ends_well_without_ddpcheck_and_is_told_its_fault_with_it(world, tmp_path):
+    assert world.run(run_example, "accelerate/language_model.py", str(tmp_path)) == [None, None]
+    for error, said in world.run(run_example, "accelerate/language_model_checked.py", str(tmp_path)):
         assert error == "FindingsError" and said.startswith("DDP514 accumulation-scale") and "in step 0" in said
         assert said.partition("  fix: ")[0] in PAGE.read_text(encoding="utf-8")
     assert added("accelerate/language_model") == [

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -28,10 +29,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "lightning"
 PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 LIGHTNING_SAYS = "It looks like your LightningModule has parameters that were not used in producing the loss"
 UNUSED_TRUE = "ddp_find_unused_parameters_true"
+BODY, LEFTOVER = ("body.0.weight", "body.0.bias"), ("leftover.weight", "leftover.bias")
+AUXILIARY = ("auxiliary.weight", "auxiliary.bias")
+WARN = {"on_finding": "warn"}
+STATISTICS = ("body.1.running_mean", "body.1.running_var")
 EVERY = {"check_consistency_every": 1, "check_parity_every": 1}
 
 
-def runs() -> Any:
+@pytest.fixture
+def r(rank: int) -> Any:
     """The modules and the runs: imported on ranks alone."""
     from tests import lightning_runs
 
@@ -41,8 +47,7 @@ def runs() -> Any:
 # Parameters
 
 
-def test_lightning_by_itself_says_late_that_something_is_unused_and_not_what():
-    r = runs()
+def test_lightning_by_itself_says_late_that_something_is_unused_and_not_what(r):
     run = r.fit(r.Unused, watched=False)
     assert str(run.error).startswith(LIGHTNING_SAYS)
     assert "leftover" not in str(run.error)
@@ -52,15 +57,14 @@ def test_lightning_by_itself_says_late_that_something_is_unused_and_not_what():
 @pytest.mark.parametrize(
     ("model", "code", "subjects", "says", "precision"),
     [
-        ("Unused", "DDP101", ("leftover.weight", "leftover.bias"), "No operation of the forward pass reads", 32),
-        ("Detached", "DDP103", ("body.0.weight", "body.0.bias"), "cut by detach() at tests/lightning_runs.py:", 32),
-        ("Detached", "DDP103", ("body.0.weight", "body.0.bias"), "cut by detach() at tests/lightning_runs.py:", "bf16"),
-        ("NotInLoss", "DDP102", ("auxiliary.weight", "auxiliary.bias"), "does not reach the loss", 32),
-        ("ManualUnused", "DDP102", ("leftover.weight", "leftover.bias"), "do not contribute to the loss", "bf16"),
+        ("Unused", "DDP101", LEFTOVER, "No operation of the forward pass reads", 32),
+        ("Detached", "DDP103", BODY, "cut by detach() at tests/lightning_runs.py:", 32),
+        ("Detached", "DDP103", BODY, "cut by detach() at tests/lightning_runs.py:", "bf16"),
+        ("NotInLoss", "DDP102", AUXILIARY, "does not reach the loss", 32),
+        ("ManualUnused", "DDP102", LEFTOVER, "do not contribute to the loss", "bf16"),
     ],
 )
-def test_a_parameter_without_a_part_is_named_in_the_step_itself(model, code, subjects, says, precision):
-    r = runs()
+def test_a_parameter_without_a_part_is_named_in_the_step_itself(r, model, code, subjects, says, precision):
     run = r.fit(getattr(r, model), precision="bf16-mixed" if precision == "bf16" else 32)
     assert isinstance(run.error, FindingsError)
     assert run.trainer.global_step == 0  # no optimizer has stepped
@@ -71,67 +75,63 @@ def test_a_parameter_without_a_part_is_named_in_the_step_itself(model, code, sub
     assert run.warned == []
 
 
-def test_a_layer_that_is_left_out_under_fully_shard_is_found():
-    r = runs()
-    run = r.fit(r.ShardedUnused, max_epochs=3, strategy=r.shards(), check={"on_finding": "warn"})
-    assert run.error is None
-    assert (run.finding.code, run.finding.subjects) == ("DDP102", ("2.weight", "2.bias"))
+FOUND = {  # the fit, code, subjects and ranks
+    "fully_shard": (
+        *(lambda r: r.fit(r.ShardedUnused, max_epochs=3, strategy=r.shards(), check=WARN), "DDP102"),
+        *(("2.weight", "2.bias"), ()),
+    ),
+    "in the only step": (lambda r: r.fit(r.NotInLoss, max_steps=1, check=WARN), "DDP102", AUXILIARY, ()),
+    "a branch of one rank": (lambda r: r.fit(r.RankOneSkips), "DDP104", ("gate.weight", "gate.bias"), (1,)),
+    "unfrozen later": (lambda r: r.fit(r.Net, max_epochs=3, callbacks=[r.Unfreezes()]), "DDP503", BODY, ()),
+    "a half of a GAN frozen while the other learns": (lambda r: r.fit(r.Gan), "DDP503", ANY, ()),
+    "modules that differ, before DDP stops on them": (lambda r: r.fit(r.MoreOnRankOne), "DDP201", ANY, ANY),
+    "buffers that DDP overwrites": (lambda r: r.fit(r.Normalised), "DDP215", STATISTICS, ANY),
+    "a no_sync that begins late and never takes effect": (
+        lambda r: r.fit(
+            r.Net,
+            strategy=r.NeverEnters(),
+            max_epochs=5,
+            callbacks=[r.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})],
+        ),
+        *("DDP502", ANY, ()),
+    ),
+}
 
 
-@pytest.mark.smoke
-def test_a_parameter_without_a_part_is_found_in_the_only_step():
-    r = runs()
-    assert r.fit(r.NotInLoss, max_steps=1, check={"on_finding": "warn"}).codes == ["DDP102"]
-
-
-def test_a_branch_that_one_rank_does_not_take_is_found_on_that_rank_and_nobody_waits():
-    r = runs()
-    run = r.fit(r.RankOneSkips)
-    assert (run.finding.code, run.finding.ranks) == ("DDP104", (1,))
-    assert "in step 0" in run.finding.message
-    assert run.finding.subjects == ("gate.weight", "gate.bias")
+@pytest.mark.parametrize(
+    ("fit", "code", "subjects", "ranks"),
+    [pytest.param(*row, id=name, marks=[pytest.mark.smoke] * ("only" in name)) for name, row in FOUND.items()],
+)
+def test_a_fault_is_found(r, fit, code, subjects, ranks):
+    run = fit(r)
+    assert (run.finding.code, run.finding.subjects, run.finding.ranks) == (code, subjects, ranks)
+    assert run.error is None or isinstance(run.error, FindingsError)
 
 
 @pytest.mark.parametrize("model", ["Unused", "Detached", "ManualUnused"])
-def test_training_goes_on_where_findings_are_warned_of(model, rank):
-    r = runs()
-    run = r.fit(getattr(r, model), check={"on_finding": "warn"})
+def test_training_goes_on_where_findings_are_warned_of(r, model, rank):
+    run = r.fit(getattr(r, model), check=WARN)
     assert run.error is None
     assert run.trainer.global_step == (8 if model == "ManualUnused" else 4)
     assert len(run.codes) == 1
     assert run.warned == (list(run.callback.findings) if rank == 0 else [])
 
 
-def test_a_function_is_told_on_every_rank():
-    r = runs()
+def test_a_function_is_told_on_every_rank(r):
     told = []
     run = r.fit(r.Unused, check={"on_finding": told.append})
     assert told == list(run.callback.findings)
     assert run.codes == ["DDP101"]
 
 
-def test_a_layer_that_is_unfrozen_for_finetuning_is_found_since_ddp_does_not_know_it():
-    r = runs()
-    run = r.fit(r.Net, max_epochs=3, callbacks=[r.Unfreezes()])
-    assert (run.finding.code, run.finding.subjects) == ("DDP503", ("body.0.weight", "body.0.bias"))
-
-
-def test_a_half_that_is_frozen_while_the_other_learns_needs_a_tolerant_ddp():
-    r = runs()
-    assert r.fit(r.Gan).codes == ["DDP503"]
-    assert r.fit(r.Gan, strategy=UNUSED_TRUE).codes == []
-
-
 # Looking for the cause disturbs nothing
 
 
-def test_a_training_step_that_is_run_again_for_the_cause_leaves_no_trace():
-    r = runs()
-
+def test_a_training_step_that_is_run_again_for_the_cause_leaves_no_trace(r):
     def what_is_kept(*, watched):
         logger = r.Keeps()
         options = {"strategy": UNUSED_TRUE, "max_epochs": 3, "logger": logger, "log_every_n_steps": 1}
-        run = r.fit(r.MeasuredDetached, watched=watched, check={"on_finding": "warn"}, **options)
+        run = r.fit(r.MeasuredDetached, watched=watched, check=WARN, **options)
         assert run.error is None
         assert run.codes == (["DDP103"] if watched else [])
         random = torch.get_rng_state()
@@ -142,44 +142,32 @@ def test_a_training_step_that_is_run_again_for_the_cause_leaves_no_trace():
     torch.testing.assert_close([one[0], one[1], one[3]], [other[0], other[1], other[3]], rtol=0, atol=0)
 
 
-def test_no_batch_is_taken_from_an_iterator_to_find_the_cause():
-    r = runs()
+def test_no_batch_is_taken_from_an_iterator_to_find_the_cause(r):
     model = r.TakesTheIterator()
-    run = r.fit(model, check={"on_finding": "warn"})
-    assert (run.finding.code, run.finding.subjects) == ("DDP102", ("leftover.weight", "leftover.bias"))
+    run = r.fit(model, check=WARN)
+    assert (run.finding.code, run.finding.subjects) == ("DDP102", LEFTOVER)
     assert model.taken == run.trainer.global_step == 4
 
 
 # State
 
 
-def test_modules_that_differ_are_found_before_ddp_stops_on_them():
-    r = runs()
-    run = r.fit(r.MoreOnRankOne)
-    assert isinstance(run.error, FindingsError)
-    assert run.codes == ["DDP201"]
-
-
-def test_buffers_that_drift_are_found_at_the_end_of_the_epoch():
-    r = runs()
+def test_buffers_that_drift_are_found_at_the_end_of_the_epoch(r):
     run = r.fit(r.Normalised, strategy=r.DDPStrategy(broadcast_buffers=False))
     assert run.error is None
     assert (run.finding.code, run.finding.severity) == ("DDP214", Severity.WARNING)
-    assert run.finding.subjects == ("body.1.running_mean", "body.1.running_var")
-    assert r.fit(r.Normalised).codes == ["DDP215"]
+    assert run.finding.subjects == STATISTICS
 
 
 @pytest.mark.parametrize("check", [{}, {"check_consistency_every": 1}])
-def test_parameters_that_change_on_one_rank_are_found(check):
-    r = runs()
+def test_parameters_that_change_on_one_rank_are_found(r, check):
     run = r.fit(r.Net, callbacks=[r.ChangesRankOne()], check=check)
     assert isinstance(run.error, FindingsError)
     assert (run.finding.code, run.finding.subjects) == ("DDP306", ("body.0.weight",))
     assert run.trainer.global_step == (2 if check else 4)
 
 
-def test_an_optimizer_that_steps_on_some_ranks_is_found_and_so_is_what_a_checkpoint_would_keep():
-    r = runs()
+def test_an_optimizer_that_steps_on_some_ranks_is_found_and_so_is_what_a_checkpoint_would_keep(r):
     assert r.fit(r.SkipsAStep).codes == ["DDP306"]
     run = r.fit(
         r.SkipsAStep,
@@ -191,8 +179,7 @@ def test_an_optimizer_that_steps_on_some_ranks_is_found_and_so_is_what_a_checkpo
     assert run.trainer.global_step < 4  # not at the end of the epoch
 
 
-def test_a_backward_pass_past_the_strategy_is_never_averaged():
-    r = runs()
+def test_a_backward_pass_past_the_strategy_is_never_averaged(r):
     run = r.fit(r.ManualPastTheStrategy)
     assert run.codes == ["DDP306"]
     assert "no backward pass has been averaged" in run.finding.message
@@ -203,9 +190,8 @@ def test_a_backward_pass_past_the_strategy_is_never_averaged():
 # Accumulation, and the other things that Lightning's strategy does around DDP
 
 
-def test_a_no_sync_that_never_took_effect_is_found():
+def test_a_no_sync_that_never_took_effect_is_found(r):
     """Seed 5, block_backward_sync yields model.no_sync() without entering it, so accumulation synchronises anyway."""
-    r = runs()
     run = r.fit(r.Net, strategy=r.NeverEnters(), accumulate_grad_batches=2)
     assert run.error is None
     assert (run.finding.code, run.finding.severity) == ("DDP502", Severity.WARNING)
@@ -215,17 +201,9 @@ def test_a_no_sync_that_never_took_effect_is_found():
     assert (right.error, right.codes) == (None, [])
 
 
-def test_a_no_sync_that_begins_late_and_never_takes_effect_is_found():
-    r = runs()
-    scheduler = r.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})
-    run = r.fit(r.Net, strategy=r.NeverEnters(), max_epochs=5, callbacks=[scheduler])
-    assert run.codes == ["DDP502"]
-
-
-def test_the_wrapper_is_built_with_the_users_arguments():
+def test_the_wrapper_is_built_with_the_users_arguments(r):
     """Seed 5, configure_ddp builds the wrapper with the user's keyword arguments, find_unused_parameters=False by
     default."""
-    r = runs()
     seen = {}
 
     class Sees(r.DDPStrategy):
@@ -239,9 +217,8 @@ def test_the_wrapper_is_built_with_the_users_arguments():
     assert seen == {"unused": True, "view": False}
 
 
-def test_the_connection_is_that_of_the_cluster_environment(rank):
+def test_the_connection_is_that_of_the_cluster_environment(r, rank):
     """Seed 5, init_ddp_connection: address, port and world size from a cluster environment, gloo without a GPU."""
-    r = runs()
     run = r.fit(r.Net)
     environment = run.trainer.strategy.cluster_environment
     assert (
@@ -250,9 +227,8 @@ def test_the_connection_is_that_of_the_cluster_environment(rank):
     assert run.trainer.strategy.process_group_backend == dist.get_backend() == "gloo"
 
 
-def test_the_batch_that_is_moved_to_the_device_is_the_one_that_is_run_again():
+def test_the_batch_that_is_moved_to_the_device_is_the_one_that_is_run_again(r):
     """Seed 5, moves the batch to the device before forward."""
-    r = runs()
 
     class Moves(r.Detached):
         def __init__(self):
@@ -266,14 +242,13 @@ def test_the_batch_that_is_moved_to_the_device_is_the_one_that_is_run_again():
         def training_step(self, batch, index):
             return r.cross_entropy(self(batch["x"]), batch["y"])
 
-    run = r.fit(Moves, max_steps=1, check={"on_finding": "warn"})
+    run = r.fit(Moves, max_steps=1, check=WARN)
     assert run.codes == ["DDP103"]
     assert run.trainer.lightning_module.moved == 1
 
 
-def test_the_model_is_unwrapped_and_bare_after_fit_and_after_an_exception():
+def test_the_model_is_unwrapped_and_bare_after_fit_and_after_an_exception(r):
     """Seed 5, unwraps the model."""
-    r = runs()
     for model, failed in ((r.Net(), False), (r.Unused(), True)):
         before = r.left_behind(model)
         run = r.fit(model)
@@ -284,9 +259,8 @@ def test_the_model_is_unwrapped_and_bare_after_fit_and_after_an_exception():
         assert not {"log", "log_dict", "print"} & vars(model).keys()
 
 
-def test_the_samples_are_those_of_a_distributed_sampler():
+def test_the_samples_are_those_of_a_distributed_sampler(r):
     """Seed 5, sampler arguments: each rank trains on its own half, and the gradients are the average."""
-    r = runs()
 
     class Keeps(r.Net):
         seen = ()
@@ -302,9 +276,8 @@ def test_the_samples_are_those_of_a_distributed_sampler():
     assert len({*seen[0], *seen[1]}) == 32
 
 
-def test_the_ranks_compared_are_those_of_the_data_parallel_group():
+def test_the_ranks_compared_are_those_of_the_data_parallel_group(r):
     """Seed 5, the data-parallel group."""
-    r = runs()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     strategy = r.DDPStrategy(
         process_group=alone
@@ -312,9 +285,8 @@ def test_the_ranks_compared_are_those_of_the_data_parallel_group():
     assert r.fit(r.Net, strategy=strategy, check={"check_consistency_every": 1}).codes == []
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_with_optimizer_state_is_clean(tmp_path):
+def test_a_run_that_goes_on_from_a_checkpoint_with_optimizer_state_is_clean(r, tmp_path):
     """Seed 5, optimizer state."""
-    r = runs()
 
     class Momentum(r.Net):
         def configure_optimizers(self):
@@ -328,9 +300,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_with_optimizer_state_is_clean(tmp_
     assert (first.codes, second.codes, second.trainer.global_step) == ([], [], 8)
 
 
-def test_each_manual_backward_is_a_reduction_of_its_own():
+def test_each_manual_backward_is_a_reduction_of_its_own(r):
     """Seed 5, prepares and resets the reducer around a manual backward; manual optimisation."""
-    r = runs()
     for model, averaged in ((r.Manual, 4), (r.ManualTwice, 8), (r.ManualAccumulation, 2)):
         run = r.fit(model, check=EVERY)
         assert (run.error, run.codes, run.averaged) == (None, [], averaged)
@@ -339,63 +310,46 @@ def test_each_manual_backward_is_a_reduction_of_its_own():
 # Healthy runs
 
 
+def checkpoints(r, *others, **options):
+    callbacks = [r.callbacks.ModelCheckpoint(monitor="val", **options), *others]
+    return r.fit(r.Net, val=True, max_epochs=2, enable_checkpointing=True, callbacks=callbacks)
+
+
+def static_graph(r, model):
+    return r.fit(model, strategy=r.DDPStrategy(static_graph=True), check=EVERY)
+
+
+HEALTHY = {
+    "automatic": lambda r: r.fit(r.Net, max_epochs=3),
+    "validation": lambda r: r.fit(r.Net, val=True),
+    "accumulation": lambda r: r.fit(r.Net, accumulate_grad_batches=2, check=EVERY),
+    "accumulation with a rest": lambda r: r.fit(r.Net, accumulate_grad_batches=3, max_epochs=2),
+    "bf16-mixed": lambda r: r.fit(r.Net, precision="bf16-mixed", check=EVERY),
+    "clipping": lambda r: r.fit(r.Net, gradient_clip_val=0.1, check=EVERY),
+    "manual": lambda r: r.fit(r.Manual, max_epochs=3),
+    "manual, many optimizers": lambda r: r.fit(r.ManualManyOptimizers, max_epochs=2),
+    "manual, twice": lambda r: r.fit(r.ManualTwice, max_epochs=2, check=EVERY),
+    "manual, bf16-mixed": lambda r: r.fit(r.ManualAccumulation, precision="bf16-mixed"),
+    "manual, static graph": lambda r: static_graph(r, r.Manual),
+    "static graph": lambda r: static_graph(r, r.Net),
+    "fully_shard": lambda r: r.fit(r.Sharded, max_epochs=2, strategy=r.shards()),
+    "gan": lambda r: r.fit(r.Gan, max_epochs=3, strategy=UNUSED_TRUE),
+    "a condition": lambda r: r.fit(r.Sometimes, max_epochs=3, strategy=UNUSED_TRUE),
+    "metrics": lambda r: r.fit(r.Measured, max_epochs=2, logger=r.Keeps(), check={"check_consistency_every": 1}),
+    "checkpoints": lambda r: checkpoints(r, r.callbacks.EarlyStopping("val"), save_last=True),
+    "swa": lambda r: r.fit(
+        r.Net, max_epochs=3, callbacks=[r.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]
+    ),
+    "ema": lambda r: checkpoints(r, r.callbacks.EMAWeightAveraging()),
+}
+
+
 @pytest.mark.parametrize(
     "fit",
-    [
-        pytest.param(lambda r: r.fit(r.Net, max_epochs=3), id="automatic", marks=pytest.mark.smoke),
-        pytest.param(lambda r: r.fit(r.Net, val=True), id="validation"),
-        pytest.param(lambda r: r.fit(r.Net, accumulate_grad_batches=2, check=EVERY), id="accumulation"),
-        pytest.param(lambda r: r.fit(r.Net, accumulate_grad_batches=3, max_epochs=2), id="accumulation with a rest"),
-        pytest.param(lambda r: r.fit(r.Net, precision="bf16-mixed", check=EVERY), id="bf16-mixed"),
-        pytest.param(lambda r: r.fit(r.Net, gradient_clip_val=0.1, check=EVERY), id="clipping"),
-        pytest.param(lambda r: r.fit(r.Manual, max_epochs=3), id="manual"),
-        pytest.param(lambda r: r.fit(r.ManualManyOptimizers, max_epochs=2), id="manual, many optimizers"),
-        pytest.param(lambda r: r.fit(r.ManualTwice, max_epochs=2, check=EVERY), id="manual, twice"),
-        pytest.param(lambda r: r.fit(r.ManualAccumulation, precision="bf16-mixed"), id="manual, bf16-mixed"),
-        pytest.param(
-            lambda r: r.fit(r.Manual, strategy=r.DDPStrategy(static_graph=True), check=EVERY), id="manual, static graph"
-        ),
-        pytest.param(lambda r: r.fit(r.Net, strategy=r.DDPStrategy(static_graph=True), check=EVERY), id="static graph"),
-        pytest.param(lambda r: r.fit(r.Sharded, max_epochs=2, strategy=r.shards()), id="fully_shard"),
-        pytest.param(lambda r: r.fit(r.Gan, max_epochs=3, strategy=UNUSED_TRUE), id="gan"),
-        pytest.param(lambda r: r.fit(r.Sometimes, max_epochs=3, strategy=UNUSED_TRUE), id="a condition"),
-        pytest.param(
-            lambda r: r.fit(r.Measured, max_epochs=2, logger=r.Keeps(), check={"check_consistency_every": 1}),
-            id="metrics",
-        ),
-        pytest.param(
-            lambda r: r.fit(
-                r.Net,
-                val=True,
-                max_epochs=2,
-                enable_checkpointing=True,
-                callbacks=[
-                    r.callbacks.ModelCheckpoint(monitor="val", save_last=True),
-                    r.callbacks.EarlyStopping("val"),
-                ],
-            ),
-            id="checkpoints",
-        ),
-        pytest.param(
-            lambda r: r.fit(
-                r.Net, max_epochs=3, callbacks=[r.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]
-            ),
-            id="swa",
-        ),
-        pytest.param(
-            lambda r: r.fit(
-                r.Net,
-                val=True,
-                max_epochs=2,
-                enable_checkpointing=True,
-                callbacks=[r.callbacks.EMAWeightAveraging(), r.callbacks.ModelCheckpoint(monitor="val")],
-            ),
-            id="ema",
-        ),
-    ],
+    [pytest.param(fit, id=name, marks=[pytest.mark.smoke] * (name == "automatic")) for name, fit in HEALTHY.items()],
 )
-def test_of_a_healthy_run_nothing_is_said(fit):
-    run = fit(runs())
+def test_of_a_healthy_run_nothing_is_said(r, fit):
+    run = fit(r)
     assert run.error is None, run.error
     assert run.codes == []
     assert run.warned == []
@@ -404,23 +358,20 @@ def test_of_a_healthy_run_nothing_is_said(fit):
 # The callback itself
 
 
-def test_a_callback_serves_a_second_fit_and_tells_of_it_afresh():
-    r = runs()
+def test_a_callback_serves_a_second_fit_and_tells_of_it_afresh(r):
     callback = r.DDPCheckCallback(on_finding="warn")
     for _ in range(2):
         r.fit(r.Unused, watched=False, callbacks=[callback])
         assert [finding.code for finding in callback.findings] == ["DDP101"]
 
 
-def test_without_ddp_there_is_nothing_to_do_and_with_more_processes_it_says_so():
-    r = runs()
+def test_without_ddp_there_is_nothing_to_do_and_with_more_processes_it_says_so(r):
     run = r.fit(r.Unused, strategy="auto", devices=1)
     assert (run.error, run.codes) == (None, [])
 
 
 @pytest.mark.smoke
-def test_an_argument_that_is_no_choice_is_refused_at_once():
-    r = runs()
+def test_an_argument_that_is_no_choice_is_refused_at_once(r):
     with pytest.raises(UsageError, match="on_finding"):
         r.DDPCheckCallback(on_finding="log")
 

@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 import ddpcheck
 from tests.tiers import needs
+from tests.worlds.test_attached import clean_environment
 
 pytestmark = [
     needs("transformers", "accelerate"),
@@ -97,6 +98,11 @@ def train(folder, model="gpt2", *, equal=False, override=False, function=False, 
     return describe(callback.findings), sum(issubclass(w.category, ddpcheck.FindingWarning) for w in shown)
 
 
+def counting(findings):
+    """All but notes."""
+    return [finding for finding in findings if " note " not in finding]
+
+
 def describe(findings):
     """Code, severity, subjects, steps and evidence of each, on a line."""
     return [
@@ -157,7 +163,7 @@ SMOKE = "padding and accumulation"
 def test_a_healthy_trainer_is_left_in_peace(trained, case):
     """Seed 3, a detector that costs nothing and says nothing on a healthy loop."""
     findings, shown = trained(**HEALTHY[case])
-    assert [finding for finding in findings if " note " not in finding] == [] and shown == 0
+    assert counting(findings) == [] and shown == 0
 
 
 FAULTY = {
@@ -172,7 +178,7 @@ FAULTY = {
 def test_a_mean_of_means_over_micro_batches_is_found_in_the_first_step(trained, case):
     """Seed 1, a loss that is a mean over unequal local counts is not the global-batch loss (rule 20)."""
     findings, shown = trained(gradient_accumulation_steps=2, **FAULTY[case])
-    [finding] = [finding for finding in findings if " note " not in finding]
+    [finding] = counting(findings)
     assert finding.startswith(FAULT) and shown == 1
     counts = [int(number) for number in re.findall(r"(\d+)[,;]", finding.partition("micro-batch: ")[2] + ";")]
     assert len(set(counts)) > 1 and "rank 1:" in finding
@@ -181,9 +187,9 @@ def test_a_mean_of_means_over_micro_batches_is_found_in_the_first_step(trained, 
 def test_ranks_that_divide_by_their_own_number_of_tokens_are_found(trained):
     """Seed 1, a loss that is a mean over unequal local counts is not the global-batch loss (rule 20)."""
     findings, _ = trained(override=True)
-    assert [finding[:27] for finding in findings if " note " not in finding] == ["DDP305 warning loss steps 0"]
+    assert [finding[:27] for finding in counting(findings)] == ["DDP305 warning loss steps 0"]
     findings, _ = trained(average_tokens_across_devices=False, gradient_accumulation_steps=2)
-    assert [finding[:19] for finding in findings if " note " not in finding] == ["DDP305 warning loss"]
+    assert [finding[:19] for finding in counting(findings)] == ["DDP305 warning loss"]
 
 
 @pytest.mark.smoke
@@ -194,13 +200,13 @@ def test_a_pooler_that_nothing_uses_is_named_in_the_first_step(trained):
     assert findings and findings[0].startswith(start)
 
 
-def run_example(path, folder):
+def run_example(name, folder):
     """Run an example as a program, on a rank that is there already; the error that it ends with, if it does."""
     import os
 
     os.chdir(folder)
     try:
-        runpy.run_path(path, run_name="__main__")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     except Exception as error:
         return type(error).__name__, str(error)
     return None
@@ -225,43 +231,29 @@ def test_the_examples_differ_by_the_callback_alone():
         ]
 
 
-def test_the_example_with_a_pooler_is_told_its_name(world, tmp_path):
-    ends = world.run(run_example, str(EXAMPLES / "transformers/tagging_checked.py"), str(tmp_path))
+def test_the_examples_end_as_the_page_says(world, tmp_path):
+    assert world.run(run_example, "transformers/masked_lm.py", str(tmp_path)) == [None, None]
+    for error, message in world.run(run_example, "transformers/tagging.py", str(tmp_path)):
+        assert error == "RuntimeError" and "Expected to have finished reduction in the prior iteration" in message
     page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
-    for error, said in ends:
-        assert error == "FindingsError" and "bert.pooler.dense.weight" in said and "in step 0" in said
-        assert said in page
-    assert ends[0][1][:6] in (EXAMPLES / "transformers/tagging_checked.py").read_text(encoding="utf-8")
-
-
-def test_the_example_with_a_pooler_fails_without_ddpcheck(world, tmp_path):
-    ends = world.run(run_example, str(EXAMPLES / "transformers/tagging.py"), str(tmp_path))
-    for error, said in ends:
-        assert error == "RuntimeError" and "Expected to have finished reduction in the prior iteration" in said
-
-
-def test_the_example_of_masked_language_models_ends_well_without_ddpcheck(world, tmp_path):
-    assert world.run(run_example, str(EXAMPLES / "transformers/masked_lm.py"), str(tmp_path)) == [None, None]
+    program = (EXAMPLES / "transformers/tagging_checked.py").read_text(encoding="utf-8")
+    for error, message in world.run(run_example, "transformers/tagging_checked.py", str(tmp_path)):
+        assert error == "FindingsError" and "bert.pooler.dense.weight" in message and "in step 0" in message
+        assert message in page and message[:6] in program
 
 
 @pytest.mark.launchers
 def test_the_checked_example_under_torchrun_says_what_the_page_shows(tmp_path):
     script = EXAMPLES / "transformers/masked_lm_checked.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environment(tmp_path), capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 1
     said = re.search(r"^(\[rank\d\]: )(ddpcheck\.FindingsError: .*\n(?:\1 .*\n)*)", done.stderr, re.MULTILINE)
     assert said is not None, done.stderr
     page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     assert said[2].replace(said[1], "") in page
-
-
-def environment():
-    import os
-
-    foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "DDPCHECK_", "_DDPCHECK")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def test_in_one_process_the_callback_does_nothing(tmp_path, monkeypatch):

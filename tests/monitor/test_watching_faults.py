@@ -5,6 +5,7 @@ Each is found by its own rule while the loop runs, nobody hangs, and the healthy
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,17 +31,18 @@ UNSEEN = {
 OF_THE_LOOP = (
     *("added_after_wrapping", "always_no_sync", "backward_twice_through_one_forward", "cast_after_wrapping"),
     *("comm_hook_forgets_division", "comm_hook_overflows", "comm_hook_returns_local", "frozen_after_wrapping"),
-    *(
-        "last_micro_batch_not_synchronised",
-        "functional_call",
-        "inner_loop_by_autograd_grad",
-        "inner_module_called",
-        "no_sync_around_backward_only",
-    ),
-    *("no_sync_not_entered", "other_method_called", "replaced_after_wrapping", "second_backward_not_reduced"),
-    *("static_graph_violated", "submodules_called", "unfrozen_after_wrapping"),
+    *("last_micro_batch_not_synchronised", "functional_call", "inner_loop_by_autograd_grad", "inner_module_called"),
+    *("no_sync_around_backward_only", "no_sync_not_entered", "other_method_called", "replaced_after_wrapping"),
+    *("second_backward_not_reduced", "static_graph_violated", "submodules_called", "unfrozen_after_wrapping"),
 )
 CASES = [path.stem for path in sorted((FAULTS / "parameters").glob("*.py")) if path.stem not in UNSEEN]
+
+
+def load(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(path: Path, which: str) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -57,10 +59,7 @@ def run(path: Path, which: str) -> list[tuple[str, str, tuple[str, ...]]]:
     with pytest.MonkeyPatch.context() as patch:
         for holder in (nn.parallel, nn.parallel.distributed):
             patch.setattr(holder, "DistributedDataParallel", Wrapper)
-        spec = importlib.util.spec_from_file_location(f"{path.stem}_{which}", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        recipe = getattr(module, which)
+        recipe = getattr(load(path, f"{path.stem}_{which}"), which)
         torch.manual_seed(0)
         model = recipe.wrap_module(recipe.build_model(), torch.device("cpu"))
         optimizer = recipe.build_optimizer(p for p in model.parameters() if p.requires_grad)
@@ -82,23 +81,16 @@ def both(path: Path) -> dict[str, list[tuple[str, str, tuple[str, ...]]]]:
     return {which: run(path, which) for which in ("fixed", "broken")}
 
 
-def expected(path: Path) -> dict:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.EXPECT
-
-
 NAMES = [*(f"parameters/{case}" for case in CASES), *(f"training/{case}" for case in OF_THE_LOOP)]
 # `make test` has the fastest of every fourth code; whole checks have each.
 QUICK = [str(case) for case in fastest_of_each_code([case for case in all_cases() if str(case) in NAMES])][::8]
 
 
-@pytest.mark.ddp(preload=["ddpcheck.monitor.wrapper"])  # imported once, and not on each rank
+@pytest.mark.ddp(preload=["ddpcheck.monitor.wrapper"], reuse="module")  # imported once, and not on each rank
 @pytest.mark.parametrize("name", share([*QUICK, *(name for name in one_of(6, NAMES) if name not in QUICK)], QUICK))
 def test_a_fault_is_found_while_the_loop_runs_and_its_twin_is_silent(ddp_world, name):
     path = FAULTS / f"{name}.py"
-    want = expected(path)
+    want = load(path, path.stem).EXPECT
     for told in ddp_world.run(both, path):
         assert told["fixed"] == []
         if want["severity"] == "note":

@@ -48,46 +48,46 @@ def train(
 ) -> list[Finding]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(dist.get_rank())
-    found: list[Finding] = []
-    with ddpcheck.watch(wrapped or model, check_consistency_every=1, on_finding=found.append) as watch:
+    findings: list[Finding] = []
+    with ddpcheck.watch(wrapped or model, check_consistency_every=1, on_finding=findings.append) as watch:
         for step in range(steps):
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             after(step)
-    assert watch.step == steps or found
-    return found
+    assert watch.step == steps or findings
+    return findings
 
 
 @ON_RANKS
-@pytest.mark.parametrize("held", [False, True])
-def test_a_healthy_loop_of_shards_has_all_its_steps_and_no_finding(held: bool) -> None:
-    model = sharded()
-    assert train(model, 5, wrapped=nn.Sequential(model) if held else None) == []
+def test_a_healthy_loop_of_shards_has_all_its_steps_and_no_finding() -> None:
+    for inside in (False, True):
+        model = sharded()
+        assert train(model, 5, wrapped=nn.Sequential(model) if inside else None) == []
 
 
 @ON_RANKS
-@pytest.mark.parametrize("frozen", [True, False])
-def test_one_part_that_is_never_reduced_is_told_unless_it_is_frozen(frozen: bool) -> None:
-    model = Net()
-    model.body.requires_grad_(not frozen)
-    model = sharded(model)
-    model.get_submodule("body").set_requires_gradient_sync(False)
-    found = train(model, 20)
-    assert [one.code for one in found] == ([] if frozen else ["DDP502"])
-    assert all("of its module" in one.message for one in found)
+def test_one_part_that_is_never_reduced_is_told_unless_it_is_frozen() -> None:
+    for frozen in (True, False):
+        model = Net()
+        model.body.requires_grad_(not frozen)
+        model = sharded(model)
+        model.get_submodule("body").set_requires_gradient_sync(False)
+        findings = train(model, 20)
+        assert [finding.code for finding in findings] == ([] if frozen else ["DDP502"])
+        assert all("of its module" in finding.message for finding in findings)
 
 
 @ON_RANKS
 def test_gradients_that_no_step_has_are_told_with_the_line_that_switched_the_reduction_off() -> None:
     def loop(model: Any, steps: int) -> list[Finding]:
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), list[Finding]()
-        with ddpcheck.watch(model, on_finding=found.append):
+        optimizer, findings = torch.optim.SGD(model.parameters(), lr=0.05), list[Finding]()
+        with ddpcheck.watch(model, on_finding=findings.append):
             for step in range(steps):
                 model.set_requires_gradient_sync(step == 0)
                 model(torch.randn(4, 8)).square().mean().backward()
                 optimizer.step()
-        return found
+        return findings
 
     assert loop(sharded(), 6) == []  # one step was reduced: the loop may reduce again
     model = sharded()
@@ -113,14 +113,6 @@ def test_a_buffer_that_comes_to_differ_is_told_and_one_that_is_averaged_is_not()
     assert (finding.code, finding.subjects) == ("DDP214", ("seen",))
 
 
-def fill(model: nn.Module, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            shard: Any = parameter
-            shard.to_local().copy_(torch.randn(shard.to_local().shape))
-
-
 class Even(Net):
     """Of which two ranks have shards of the same shape."""
 
@@ -130,18 +122,19 @@ class Even(Net):
 
 
 @ON_RANKS
-@pytest.mark.parametrize("in_place", [True, False])
-def test_an_assignment_to_the_data_of_shards_is_told_at_its_line(in_place: bool) -> None:
+def test_an_assignment_to_the_data_of_shards_is_told_at_its_line() -> None:
+    def decay_in_place(_step: int) -> None:
+        for p in model.parameters():
+            p.data.mul_(0.9)
+
     def decay(_step: int) -> None:
         for p in model.parameters():
-            if in_place:
-                p.data.mul_(0.9)
-            else:
-                p.data = p.data * 0.9
+            p.data = p.data * 0.9
 
-    found = train(model := sharded(Even()), 3, after=decay)
-    assert [(one.code, len(one.subjects)) for one in found] == ([] if in_place else [("DDP503", 4)])
-    assert all(one.location is not None and "test_watching_shards" in one.location.path for one in found)
+    assert train(model := sharded(Even()), 3, after=decay_in_place) == []
+    (finding,) = train(model := sharded(Even()), 3, after=decay)
+    assert (finding.code, len(finding.subjects)) == ("DDP503", 4)
+    assert finding.location is not None and "test_watching_shards" in finding.location.path
     assert "data" not in vars(type(next(model.parameters())))
 
 
@@ -151,43 +144,46 @@ def test_meshes_that_train_the_same_model_apart_are_told_and_other_models_are_no
     def trained(mesh: Any, seed: int = 0, *, stage: bool = False) -> list[str]:
         torch.manual_seed(seed)
         model = fsdp.fully_shard(Even(), mesh=mesh)
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), list[Finding]()
+        optimizer, findings = torch.optim.SGD(model.parameters(), lr=0.05), list[Finding]()
         torch.manual_seed(dist.get_rank())
-        with ddpcheck.watch(model, check_consistency_every=2, on_finding=found.append):
+        with ddpcheck.watch(model, check_consistency_every=2, on_finding=findings.append):
             for _ in range(8):
                 dist.barrier()  # the steps of all come in turn, so that each has read what there is
                 optimizer.zero_grad()
                 model(torch.randn(4, 8, requires_grad=stage)).square().mean().backward()
                 optimizer.step()
-        return [f"{one.code} {one.subjects} {one.severity.value}" for one in found]
+        return [f"{one.code} {one.subjects} {one.severity.value}" for one in findings]
 
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    told = trained(grid["shard"])
-    assert told == ["DDP301 ('mesh',) warning"]
+    codes = trained(grid["shard"])
+    assert codes == ["DDP301 ('mesh',) warning"]
     assert (
         trained(grid) == trained(grid["shard"], seed=dist.get_rank() // 2) == trained(grid["shard"], stage=True) == []
     )
 
 
 @ON_RANKS
-@pytest.mark.parametrize("apart", [False, True])
-def test_one_shard_on_every_rank_is_told_and_another_on_each_is_not(apart: bool) -> None:
-    model = sharded(Even())
-    fill(model, dist.get_rank() if apart else 0)
-    found = train(model, 3)
-    assert [one.code for one in found] == ([] if apart else ["DDP521"])
-    assert all(one.severity is ddpcheck.Severity.ERROR and len(one.subjects) == 3 for one in found)
+def test_the_same_shard_on_every_rank_is_told_and_different_ones_are_not() -> None:
+    for same in (True, False):
+        model = sharded(Even())
+        torch.manual_seed(0 if same else dist.get_rank())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().copy_(torch.randn(parameter.to_local().shape))
+        findings = train(model, 3)
+        assert [finding.code for finding in findings] == (["DDP521"] if same else [])
+        assert all(each.severity is ddpcheck.Severity.ERROR and len(each.subjects) == 3 for each in findings)
 
 
 @ON_RANKS
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_part_that_no_group_holds_is_told(grouped: bool) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ignored = set[nn.Parameter]() if grouped else set(model.head.parameters())
-    found = train(fsdp.fully_shard(model, mesh=mesh, ignored_params=ignored), 3)
-    assert {one.code for one in found} == (set() if grouped else {"DDP111"}), found
+def test_a_part_that_no_group_holds_is_told() -> None:
+    for grouped in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        ignored = set[nn.Parameter]() if grouped else set(model.head.parameters())
+        findings = train(fsdp.fully_shard(model, mesh=mesh, ignored_params=ignored), 3)
+        assert {finding.code for finding in findings} == (set() if grouped else {"DDP111"}), findings
 
 
 @pytest.mark.ddp(world_size=1, timeout=60)

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 
 import ddpcheck
 from ddpcheck import CheckedDistributedDataParallel, FindingsError
+from tests.monitor.loops import batch, checked, codes, sgd, steps
 
 # Ranks are shared: what a test wraps and watches is its own. They import what they test once.
 pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.monitor.wrapper"])
@@ -25,55 +26,62 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def train(model, steps=2):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(3, 4)).square().mean().backward()
-        optimizer.step()
+def train(model, count=2):
+    for _ in steps(model, count):
+        model(batch()).square().mean().backward()
 
 
 # Construction: what DDP would hang or abort on, or say nothing about
 
 
-@pytest.mark.parametrize(
-    ("broken", "code"),
-    [
-        (lambda rank: nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] * rank)), "DDP201"),
-        (lambda rank: nn.Linear(4, 4 + rank), "DDP203"),
-        (lambda rank: nn.Linear(4, 4).to(torch.float64 if rank else torch.float32), "DDP204"),
-        (lambda rank: nn.Linear(4, 4).requires_grad_(True) if rank else _frozen_bias(), "DDP206"),
-        (
-            lambda rank: nn.Conv2d(2, 2, 3).to(memory_format=[torch.contiguous_format, torch.channels_last][rank]),
-            "DDP205",
-        ),
-        (lambda rank: nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ab", "ba")[rank]}), "DDP202"),
-        (lambda rank: nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4, affine=False)] * rank)), "DDP211"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_modules_that_differ_raise_on_every_rank_before_ddp_hangs_on_them(rank, broken, code):
-    with pytest.raises(FindingsError) as raised:
-        CheckedDistributedDataParallel(broken(rank))
-    assert code in {finding.code for finding in raised.value.findings}
+def more_on_rank_1(rank, layer):
+    return nn.Sequential(nn.Linear(4, 4), *([layer] * rank))
 
 
-def _frozen_bias():
+def frozen_bias(rank):
     layer = nn.Linear(4, 4)
-    layer.bias.requires_grad_(False)
+    layer.bias.requires_grad_(rank > 0)
     return layer
 
 
+def frozen_of_another_shape(rank):  # which DDP broadcasts too
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3 if rank else 2).requires_grad_(False))
+
+
+FORMATS = [torch.contiguous_format, torch.channels_last]
+DIFFERENT = {  # a module on a rank, code, and if the construction stops under "warn" too
+    "number": (lambda rank: more_on_rank_1(rank, nn.Linear(4, 4)), "DDP201", True),
+    "order": (lambda rank: nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ab", "ba")[rank]}), "DDP202", False),
+    "shape": (lambda rank: nn.Linear(4, 4 + rank), "DDP203", True),
+    "shape of what is frozen": (frozen_of_another_shape, "DDP203", True),
+    "dtype": (lambda rank: nn.Linear(4, 4).to(torch.float64 if rank else torch.float32), "DDP204", False),
+    "strides": (lambda rank: nn.Conv2d(2, 2, 3).to(memory_format=FORMATS[rank]), "DDP205", False),
+    "requires_grad": (frozen_bias, "DDP206", True),
+    "buffers": (lambda rank: more_on_rank_1(rank, nn.BatchNorm1d(4, affine=False)), "DDP211", True),
+}
+
+
+def test_modules_that_differ_raise_on_every_rank_before_ddp_hangs_on_them(rank):
+    for name, (module, code, stops) in DIFFERENT.items():
+        for on_finding in ("raise", "warn") if stops else ("raise",):
+            with pytest.raises(FindingsError) as raised, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                CheckedDistributedDataParallel(module(rank), on_finding=on_finding)
+            assert code in codes(raised.value.findings), name
+
+
 def test_options_that_differ_are_named_before_ddp_hangs_on_them(rank):
-    with pytest.raises(FindingsError, match="find_unused_parameters") as raised:
-        CheckedDistributedDataParallel(net(), find_unused_parameters=bool(rank))
-    assert [finding.code for finding in raised.value.findings] == ["DDP221"]
+    for on_finding in ("raise", "warn"):
+        with pytest.raises(FindingsError, match="find_unused_parameters") as raised, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            CheckedDistributedDataParallel(net(), find_unused_parameters=bool(rank), on_finding=on_finding)
+        assert codes(raised.value.findings) == ["DDP221"]
 
 
 def test_parameters_that_start_apart_are_found_where_ddp_does_not_bring_them_together(rank):
     with pytest.raises(FindingsError) as raised:
         CheckedDistributedDataParallel(net(seed=rank), init_sync=False)
-    assert [finding.code for finding in raised.value.findings] == ["DDP208"]
+    assert codes(raised.value.findings) == ["DDP208"]
 
 
 def test_a_lazy_module_is_named():
@@ -94,17 +102,17 @@ REPARAMETRISED = {
 }
 
 
-@pytest.mark.parametrize("way", REPARAMETRISED)
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_other_seeds_are_healthy_where_a_hook_makes_the_weight_of_each_forward_pass(rank, way):
-    module = net(seed=rank)
-    module[0] = REPARAMETRISED[way](module[0])
-    assert "weight" in vars(module[0])  # a plain attribute, made of parameters that DDP brings together
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ddpcheck.FindingWarning)
-        model = CheckedDistributedDataParallel(module)
-        train(model)
-    assert ddpcheck.check_consistency(model) == []
+def test_other_seeds_are_healthy_where_a_hook_makes_the_weight_of_each_forward_pass(rank):
+    for way, reparametrise in REPARAMETRISED.items():
+        module = net(seed=rank)
+        module[0] = reparametrise(module[0])
+        assert "weight" in vars(module[0]), way  # a plain attribute, made of parameters that DDP brings together
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ddpcheck.FindingWarning)
+            model = CheckedDistributedDataParallel(module)
+            train(model)
+        assert ddpcheck.check_consistency(model) == [], way
 
 
 def test_what_such_a_layer_holds_beside_it_is_compared(rank):
@@ -116,10 +124,10 @@ def test_what_such_a_layer_holds_beside_it_is_compared(rank):
 
 def test_activations_that_a_model_keeps_with_their_graph_are_no_state(rank):
     model = CheckedDistributedDataParallel(net())
-    model.module.kept = model(torch.randn(3, 4) + rank)
+    model.module.kept = model(batch() + rank)
     assert ddpcheck.check_consistency(model) == []
     model.module.kept = torch.full((2,), float(rank))
-    assert [finding.code for finding in ddpcheck.check_consistency(model)] == ["DDP216"]
+    assert codes(ddpcheck.check_consistency(model)) == ["DDP216"]
 
 
 @dataclass
@@ -127,26 +135,24 @@ class Output:
     prediction: torch.Tensor
 
 
-@pytest.mark.parametrize(("static_graph", "codes"), [(True, ["DDP112"]), (False, [])])
-def test_a_dataclass_from_forward_is_opaque_under_static_graph_only(rank, static_graph, codes):
+@pytest.mark.parametrize(("static_graph", "expected"), [(True, ["DDP112"]), (False, [])])
+def test_a_dataclass_from_forward_is_opaque_under_static_graph_only(rank, static_graph, expected):
     class Net(nn.Linear):
         def forward(self, x):
             return Output(super().forward(x))
 
-    told = []
-    model = CheckedDistributedDataParallel(Net(4, 2), on_finding=told.append, static_graph=static_graph)
-    model(torch.randn(3, 4) + rank).prediction.square().mean().backward()
-    assert [finding.code for finding in told] == codes
+    model, findings = checked(Net(4, 2), static_graph=static_graph)
+    model(batch() + rank).prediction.square().mean().backward()
+    assert codes(findings) == expected
 
 
 def test_findings_of_the_construction_are_told_once_and_kept(rank):
-    told = []
     module = net()
     module.note = torch.full((2,), float(rank))
-    model = CheckedDistributedDataParallel(module, on_finding=told.append, check_consistency=1)
+    model, findings = checked(module, check_consistency=1)
     train(model, 3)
-    assert [finding.code for finding in told] == ["DDP216"]
-    assert list(model.findings) == told
+    assert codes(findings) == ["DDP216"]
+    assert list(model.findings) == findings
 
 
 def test_a_rank_that_does_not_come_is_named(rank):
@@ -164,46 +170,18 @@ def test_wrong_arguments_are_refused_in_a_sentence():
         CheckedDistributedDataParallel(net(), no_such_option=1)
 
 
-@pytest.mark.parametrize("thing", [3, None, nn.Linear, DDP])
-def test_what_cannot_be_wrapped_is_refused_in_a_sentence(thing):
-    with pytest.raises(ddpcheck.UsageError, match="CheckedDistributedDataParallel w"):
-        CheckedDistributedDataParallel(DDP(net()) if thing is DDP else thing)
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), "1m", True])
-def test_a_timeout_that_is_none_is_refused(seconds):
-    with pytest.raises(ddpcheck.UsageError, match="timeout must be a number of seconds"):
-        CheckedDistributedDataParallel(net(), check_timeout=seconds)
-
-
-def test_where_ddp_would_hang_it_is_not_constructed_under_warn_either(rank):
-    with pytest.raises(FindingsError, match="find_unused_parameters"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        CheckedDistributedDataParallel(net(), find_unused_parameters=bool(rank), on_finding="warn")
-
-
-@pytest.mark.parametrize("code", ["DDP201", "DDP203", "DDP206", "DDP211"])
-def test_another_number_or_size_of_tensors_stops_the_construction_under_warn_too(rank, code):
-    module = net()
-    if code == "DDP201":
-        module.append(nn.Linear(2, 2)) if rank else None
-    elif code == "DDP203":  # of a frozen one, which DDP broadcasts too
-        module.append(nn.Linear(2, 3 if rank else 2).requires_grad_(False))
-    elif code == "DDP206":
-        module[0].bias.requires_grad_(rank == 0)
-    elif rank:
-        module.register_buffer("mean", torch.zeros(2))
-    with pytest.raises(FindingsError) as raised, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        CheckedDistributedDataParallel(module, on_finding="warn")
-    assert code in {finding.code for finding in raised.value.findings}
+def test_what_cannot_be_wrapped_and_a_timeout_that_is_none_are_refused_in_a_sentence():
+    for thing in (3, None, nn.Linear, DDP(net())):
+        with pytest.raises(ddpcheck.UsageError, match="CheckedDistributedDataParallel w"):
+            CheckedDistributedDataParallel(thing)
+    for seconds in (0, -1, float("nan"), "1m", True):
+        with pytest.raises(ddpcheck.UsageError, match="timeout must be a number of seconds"):
+            CheckedDistributedDataParallel(net(), check_timeout=seconds)
 
 
 def test_names_that_differ_alone_do_not_stop_what_is_only_warned_of(rank):
-    module = nn.ModuleDict({"one" if rank else "other": nn.Linear(4, 4)})
-    told = []
-    CheckedDistributedDataParallel(module, on_finding=told.append)
-    assert [finding.code for finding in told] == ["DDP201"]
+    _, findings = checked(nn.ModuleDict({"first" if rank else "second": nn.Linear(4, 4)}))
+    assert codes(findings) == ["DDP201"]
 
 
 # A DDP like any other
@@ -245,7 +223,7 @@ def test_arguments_of_ddp_are_passed_through_by_position_and_by_name():
 def test_a_copy_is_watched_as_the_original_is(way):
     model = CheckedDistributedDataParallel(Conditional(), on_finding="raise")
     train(model)
-    other = way(model)
+    other = copy.deepcopy(model) if way == "copy" else pickle.loads(pickle.dumps(model))
     assert len(other._forward_hooks) == len(model._forward_hooks)
     assert len(other._forward_pre_hooks) == len(model._forward_pre_hooks)
     train(other)
@@ -295,15 +273,15 @@ class Detector(nn.Module):
         return out.argmax(1)
 
 
-def batch():
-    return {"inputs": torch.randn(3, 4), "targets": torch.zeros(3, 2)}
+def data():
+    return {"inputs": batch(), "targets": torch.zeros(3, 2)}
 
 
 def test_train_step_sums_what_is_called_a_loss_and_updates():
     model = CheckedDistributedDataParallel(Detector())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     before = model.module.head.weight.detach().clone()
-    log = model.train_step(batch(), optimizer)
+    log = model.train_step(data(), optimizer)
     assert set(log) == {"loss", "loss_main", "loss_parts", "acc"}
     assert log["loss"].item() == pytest.approx(log["loss_main"].item() + log["loss_parts"].item(), rel=1e-5)
     assert not torch.equal(before, model.module.head.weight)
@@ -312,28 +290,25 @@ def test_train_step_sums_what_is_called_a_loss_and_updates():
 
 
 def test_train_step_takes_any_batch_and_refuses_what_is_no_loss():
-    class Plain(nn.Linear):
-        pass
-
-    model = CheckedDistributedDataParallel(Plain(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert set(model.train_step(torch.randn(3, 4), optimizer)) == {"loss"}
-    assert set(model.train_step((torch.randn(3, 4),), optimizer)) == {"loss"}
+    model = CheckedDistributedDataParallel(nn.Linear(4, 1))
+    optimizer = sgd(model)
+    assert set(model.train_step(batch(), optimizer)) == {"loss"}
+    assert set(model.train_step((batch(),), optimizer)) == {"loss"}
     model = CheckedDistributedDataParallel(Detector())
     model.module.forward = lambda inputs, targets, mode: {"accuracy": model.module.head(inputs).sum()}
     with pytest.raises(ddpcheck.UsageError, match="'loss' in its name"):
-        model.train_step(batch(), optimizer)
+        model.train_step(data(), optimizer)
 
 
 def test_train_step_finds_a_parameter_that_the_losses_leave_out():
     model = CheckedDistributedDataParallel(Detector(), detect_anomalous_params=True)
     model.module.use_neck = False
     with pytest.raises(FindingsError, match=r"neck.weight and neck.bias"):
-        model.train_step(batch(), torch.optim.SGD(model.parameters(), lr=0.1))
+        model.train_step(data(), sgd(model))
 
 
 def test_val_and_test_step_predict_on_one_rank_without_the_others(rank):
     model = CheckedDistributedDataParallel(Detector())
     for _ in range(3 * rank):  # a synchronised forward would hang
-        assert model.val_step(batch()).shape == (3,)
-        assert model.test_step(batch()).requires_grad is False
+        assert model.val_step(data()).shape == (3,)
+        assert model.test_step(data()).requires_grad is False

@@ -15,6 +15,10 @@ from ddpcheck.report.checking.check_run import CheckRun
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
+CPU = torch.device("cpu")
+
+
+PARTS = ("model", "batch", "loss", "shard", "optimizer", "wrap")
 
 
 def recipe(**more: Any) -> Recipe:
@@ -45,20 +49,18 @@ def test_a_recipe_cannot_be_changed_and_takes_keywords_only() -> None:
         Recipe(nn.Linear)  # type: ignore[call-arg,misc]
 
 
-@pytest.mark.parametrize("name", ["model", "batch", "loss", "shard", "optimizer", "wrap"])
-def test_what_must_be_a_function_is_told_when_it_is_none(name: str) -> None:
-    with pytest.raises(UsageError, match=f"recipe: {name} must be a function, not a value of type int"):
-        recipe(**{name: 3})
-
-
-def test_a_module_is_no_function_that_builds_one() -> None:
-    with pytest.raises(TypeError, match="model must be a function that builds the module, not a value of type Linear"):
-        recipe(model=nn.Linear(2, 1))
-
-
-def test_a_wrong_type_is_a_type_error_and_a_usage_error() -> None:
-    with pytest.raises(TypeError) as caught:
-        recipe(model=3)
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        *(({name: 3}, f"{name} must be a function, not a value of type int") for name in PARTS),
+        ({"model": nn.Linear(2, 1)}, "model must be a function that builds the module, not a value of type Linear"),
+        ({"ddp_kwargs": ["static_graph"]}, "ddp_kwargs must be a dict, not a value of type list"),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_wrong_type_is_a_type_error_and_a_usage_error(part: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=f"recipe: {words}") as caught:
+        recipe(**part)
     assert isinstance(caught.value, UsageError) and caught.value.exit_code == 2
 
 
@@ -114,16 +116,6 @@ def test_a_part_of_a_recipe_that_cannot_travel_is_named(name: str) -> None:
         ddpcheck.check(stays)
 
 
-def test_a_shard_function_must_return_something() -> None:
-    with pytest.raises(TargetError, match=r"shard\(batch, rank=1, world_size=2\) returned None"):
-        recipe(shard=lambda *_: None).local_batch(torch.ones(4), 1, 2)
-
-
-def test_ddp_kwargs_must_be_a_dict() -> None:
-    with pytest.raises(UsageError, match="ddp_kwargs must be a dict, not a value of type list"):
-        recipe(ddp_kwargs=["static_graph"])
-
-
 def test_a_shard_function_is_asked_for_every_rank() -> None:
     own = recipe(shard=lambda batch, rank, world_size: batch[rank::world_size])
     assert own.local_batch(torch.arange(5), 1, 2).tolist() == [1, 3]
@@ -137,8 +129,8 @@ def test_an_own_wrapper_is_given_the_module_and_the_device() -> None:
         return nn.Sequential(module)
 
     module = nn.Linear(1, 1)
-    assert type(recipe(wrap=wrap).wrap_module(module, torch.device("cpu"))) is nn.Sequential
-    assert seen == [module, torch.device("cpu")]
+    assert type(recipe(wrap=wrap).wrap_module(module, CPU)) is nn.Sequential
+    assert seen == [module, CPU]
 
 
 def fail(*_: Any) -> Any:
@@ -150,7 +142,7 @@ CALLS = {
     "batch(2)": lambda: recipe(batch=fail).global_batch(2),
     "shard(batch, rank=1, world_size=2)": lambda: recipe(shard=fail).local_batch(torch.ones(2), 1, 2),
     "optimizer(parameters)": lambda: recipe(optimizer=fail).build_optimizer([]),
-    "wrap(module, device)": lambda: recipe(wrap=fail).wrap_module(nn.Linear(1, 1), torch.device("cpu")),
+    "wrap(module, device)": lambda: recipe(wrap=fail).wrap_module(nn.Linear(1, 1), CPU),
 }
 
 
@@ -175,17 +167,21 @@ def test_exit_is_an_error_of_the_target_and_an_interrupt_is_not() -> None:
         recipe(model=interrupt).build_model()
 
 
-@pytest.mark.parametrize(
-    ("ask", "words"),
-    [
-        (lambda: recipe(model=lambda: None).build_model(), "model() returned None"),
-        (lambda: recipe(batch=lambda step: {"a": [1]}).global_batch(0), "batch(0) returned a value of type dict"),
-        (lambda: recipe(optimizer=lambda p: "adam").build_optimizer([]), "returned a value of type str"),
-        (lambda: recipe(wrap=lambda m, d: m.forward).wrap_module(nn.Linear(1, 1), torch.device("cpu")), "type method"),
-    ],
-    ids=["model", "batch", "optimizer", "wrap"],
-)
-def test_what_the_user_returns_is_looked_at(ask: Any, words: str) -> None:
+RETURNED = {
+    "model": (lambda: recipe(model=lambda: None).build_model(), "model() returned None"),
+    "batch": (lambda: recipe(batch=lambda step: {"a": [1]}).global_batch(0), "batch(0) returned a value of type dict"),
+    "shard": (
+        lambda: recipe(shard=lambda *_: None).local_batch(torch.ones(4), 1, 2),
+        "shard(batch, rank=1, world_size=2) returned None",
+    ),
+    "optimizer": (lambda: recipe(optimizer=lambda p: "adam").build_optimizer([]), "returned a value of type str"),
+    "wrap": (lambda: recipe(wrap=lambda m, d: m.forward).wrap_module(nn.Linear(1, 1), CPU), "type method"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_the_user_returns_is_looked_at(name: str) -> None:
+    ask, words = RETURNED[name]
     with pytest.raises(TargetError) as caught:
         ask()
     assert words in str(caught.value)

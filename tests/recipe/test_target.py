@@ -35,8 +35,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     modules, path = dict(sys.modules), list(sys.path)
     folder = tmp_path / "target_package" / "inner"
     folder.mkdir(parents=True)
-    (folder.parent / "__init__.py").touch()
-    (folder / "__init__.py").touch()
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
     for at in (folder, tmp_path):
         (at / "recipes.py").write_text(SOURCE)
         (at / "helper_beside_it.py").write_text("WIDTH = 2\n")
@@ -54,20 +54,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         *("recipes.py", "recipes.py:recipe", "recipes.py:make", "recipes", "recipes:recipe", "recipes:make"),
         *("recipes:make_with", "recipes:Holder.recipe", "target_package/inner/recipes.py", "./recipes.py:recipe"),
-        *("target_package.inner.recipes", "target_package.inner.recipes:make"),
+        *("target_package.inner.recipes", "target_package.inner.recipes:make", "FOLDER/recipes.py:recipe"),
     ],
 )
 def test_every_spelling_gives_the_recipe(place: Path, target: str) -> None:
     if target.startswith("target_package."):
         sys.path.insert(0, str(place))  # where its helper is
-    recipe = load_target(target)
+    recipe = load_target(target.replace("FOLDER", str(place)))
     assert sum(p.numel() for p in recipe.build_model().parameters()) == 3
     assert recipe.ddp_kwargs == ({} if ":" in target else {"static_graph": True})
     assert (recipe.optimizer is None) is (":" in target)
-
-
-def test_an_absolute_path_works(place: Path) -> None:
-    assert load_target(f"{place / 'recipes.py'}:recipe").ddp_kwargs == {}
 
 
 @pytest.mark.parametrize("name", ["json.py", "my-recipe.py", "torch.py", "1st.py"])
@@ -86,11 +82,8 @@ def test_two_files_of_one_name_are_two_targets(place: Path) -> None:
 
 
 def test_a_dataclass_with_postponed_annotations_works(place: Path) -> None:
-    (place / "recipes.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        + SOURCE
-        + "\n@dataclass\nclass Batch:\n    x: torch.Tensor\n"
-    )
+    imports = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    (place / "recipes.py").write_text(f"{imports}{SOURCE}\n@dataclass\nclass Batch:\n    x: torch.Tensor\n")
     assert load_target("recipes.py:make").ddp_kwargs == {}
 
 
@@ -131,10 +124,7 @@ def test_a_target_without_a_place_is_wrong_usage(target: str) -> None:
         ("./recipes", "no such file: ./recipes; did you mean './recipes.py'?"),
         ("recipse", "give a file or a module; did you mean 'recipes.py'?"),
         ("recipse.py", "no such file: recipse.py; did you mean 'recipes.py'?"),
-        (
-            "recipes.model",
-            "give a file or a module, or recipes:model for an attribute of recipes",
-        ),
+        ("recipes.model", "give a file or a module, or recipes:model for an attribute of recipes"),
         ("folder", "folder is a folder without __init__.py"),
         ("target_package/", "is a folder"),
         ("not a module", "'not a module'"),
@@ -147,19 +137,18 @@ def test_what_is_no_recipe_is_wrong_usage(place: Path, target: str, words: str) 
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+USE_RUN = ", not a recipe: use `ddpcheck run --standalone --nproc-per-node 2 misspelled.py`"
+TAGGER = "from torch import nn\nclass Tagger(nn.Module): ...\n"
 MODEL, BATCH, LOSS = "def model(): ...\n", "def batch(step): ...\n", "def loss(model, batch): ...\n"
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (
-            "import torch.distributed as dist\ndist.init_process_group()\nmodel = 1\n",
-            "a training script, not a recipe: use `ddpcheck run --standalone --nproc-per-node 2 misspelled.py`",
-        ),
+        ("import torch.distributed as dist\ndist.init_process_group()\nmodel = 1\n", f"a training script{USE_RUN}"),
         (
             "from torch import nn\nclass Tagger(nn.Module): ...\n",
-            "`ddpcheck init misspelled.py:Tagger` writes a first recipe",
+            "`ddpcheck init misspelled.py:Tagger` writes a first rec",
         ),
         (MODEL + LOSS + "def batches(step): ...\n", "no batch; batch is called batches there: rename it"),
         (MODEL + BATCH + "def losses(model, batch): ...\n", "no loss; loss is called losses there: rename it"),
@@ -176,18 +165,21 @@ def test_a_misspelled_part_of_a_recipe_is_suggested(place: Path, code: str, word
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_helper_with_a_name_like_a_part_is_no_misspelling(place: Path) -> None:
-    (place / "helped.py").write_text("from functools import wraps\nshards = [1]\n" + MODEL + LOSS + HELPED)
-    assert load_target("helped.py").shard is None
-
-
 HELPED = """
+from functools import wraps
+shards = [1]
+
 def batch(step):
     return [each() for each in (optimizers,)]
 
 def optimizers(): ...
 def make_model(): ...
 """
+
+
+def test_a_helper_with_a_name_like_a_part_is_no_misspelling(place: Path) -> None:
+    (place / "helped.py").write_text(MODEL + LOSS + HELPED)
+    assert load_target("helped.py").shard is None
 
 
 @pytest.mark.parametrize("target", ["recipes.py", "recipes"])

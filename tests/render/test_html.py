@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -113,26 +114,15 @@ CUT = Finding(
     ),
 )
 CALLS = (CalledCollective("all_reduce", "float32 of shape (8,)", "train.py:9"), CalledCollective("barrier"))
+CAME = RankCollectives(0, 0, (0,) * 30 + (1,), waiting=True, waits_for=(1,), at_end="waits in barrier()")
+AT_WORK = RankCollectives(1, 0, (0,) * 30, at_end="at work")
 HANG = Report(
     "train.py",
     world={"world_size": 64},
     findings=(Finding("DDP403", ("barrier",), "Rank 1 never came.", Severity.ERROR, ranks=(1,)),),
     timelines=(
         CollectiveTimeline(
-            "0",
-            CALLS,
-            tuple(
-                RankCollectives(
-                    rank,
-                    0,
-                    (0,) * 30 + ((1,) if rank != 1 else ()),
-                    waiting=rank != 1,
-                    waits_for=(1,) if rank != 1 else (),
-                    at_end="at work" if rank == 1 else "waits in barrier()",
-                )
-                for rank in range(64)
-            ),
-            parts_at=30,
+            "0", CALLS, tuple(AT_WORK if rank == 1 else replace(CAME, rank=rank) for rank in range(64)), parts_at=30
         ),
     ),
 )
@@ -223,13 +213,9 @@ def test_a_finding_on_ranks_that_part_shows_the_line_of_each(tmp_path: Path, mon
     assert "barrier of rank 0" in page.text
 
 
-def test_emoji_go_by_their_names() -> None:
+def test_emoji_and_marks_are_no_characters_that_fonts_lack() -> None:
     assert visible("GLHF! \U0001f3d6\ufe0f é ∇") == "GLHF! [beach with umbrella] é ∇"
-
-
-def test_marks_are_drawn_since_fonts_lack_their_characters() -> None:
-    page = renderer_for("html", medium=Medium()).render(REPORT)
-    assert 'class="mark"' in page and not set("\u2713\u2717") & set(page)
+    assert 'class="mark"' in html(REPORT) and not set("\u2713\u2717") & set(html(REPORT))
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"x\n", b"# coding: none\n" * 9])
@@ -284,28 +270,15 @@ def test_what_several_ranks_did_alike_is_one_line_of_evidence() -> None:
 
 def test_a_matrix_shows_each_combination_and_what_to_do() -> None:
     text = shown(MATRIX).text
-    for words in (
-        "stops",
-        "find_unused_parameters=True",
-        "1.50 (1.40 to 1.60)",
-        "Fix",
-        "rounded by 1.0e-03",
-    ):
+    for words in ("stops", "find_unused_parameters=True", "1.50 (1.40 to 1.60)", "Fix", "rounded by 1.0e-03"):
         assert words in text
 
 
 # Curves over each other
 
 
-CURVE = ParityCurve(
-    "norm of the gradients",
-    "optimizer step",
-    (0, 1, 2, 3),
-    (2.0, 1.5, 3.0, 2.5),
-    (2.0, 1.5, 1.0, 0.5),
-    2,
-    Location("fit.py", 9),
-)
+BY_STEP = ("norm of the gradients", "optimizer step", (0, 1, 2, 3))
+CURVE = ParityCurve(*BY_STEP, (2.0, 1.5, 3.0, 2.5), (2.0, 1.5, 1.0, 0.5), 2, Location("fit.py", 9))
 
 
 def lines_of(page: Page, class_: str) -> list[list[tuple[float, float]]]:
@@ -322,10 +295,9 @@ def test_a_curve_is_drawn_over_that_of_a_single_process_with_its_first_divergenc
     (mark,) = page.of_class("cut")
     assert float(str(mark[1]["x1"])) == float(str(mark[1]["x2"])) == ranks[2][0]
     (picture,) = (a for tag, a in page.elements if tag == "svg" and a.get("role") == "img")
-    said = "norm of the gradients, by optimizer step, on the ranks and in a single process"
-    assert (
-        picture["aria-label"] == f"{said}: first divergence: optimizer step 2" and picture["aria-label"] in page.texts
-    )
+    label = "norm of the gradients, by optimizer step, on the ranks and in a single process"
+    assert picture["aria-label"] == f"{label}: first divergence: optimizer step 2"
+    assert picture["aria-label"] in page.texts
     for words in ("ranks", "single process", "optimizer step", "first divergence: optimizer step 2", "fit.py:9"):
         assert words in page.texts, words
     assert {"0", "1", "2", "3"} <= {*page.texts} and {"0.5", "1.5", "2.5"} <= {*page.texts}  # of both axes
@@ -345,22 +317,17 @@ def test_a_curve_has_gaps_for_what_is_not_finite() -> None:
     assert "5 values not drawn" in page.text
 
 
-@pytest.mark.parametrize(
-    "values",
-    [(0.0, 0.0), (5e-324, -5e-324), (1e99, -1e99), (123456.75, 123456.75), (1.0, 1.0 + 1e-12), (3e-200, 9e-200)],
-)
-@pytest.mark.parametrize("x", [(0, 1), (7, 7), (10**9, 10**9 + 3)])
-def test_flat_tiny_and_huge_curves_stay_in_the_picture(values: tuple[float, ...], x: tuple[int, ...]) -> None:
-    curve = ParityCurve("loss", "optimizer step", x, values, (None, values[0]), x[1])
-    page = shown(Report("fit.py", curves=(curve,)))
-    points = [point for class_ in ("ranks", "single") for line in lines_of(page, class_) for point in line]
-    assert len(points) == 4 and all(0 <= x <= 440 and 0 <= y <= 200 for x, y in points)
-    places = [a for tag, a in page.elements if tag == "text"]
-    assert 6 <= len(places) <= 30
-    assert all(0 <= float(str(a["x"])) <= 440 and 0 <= float(str(a["y"])) <= 200 for a in places)
+FLAT = [(0.0, 0.0), (5e-324, -5e-324), (1e99, -1e99), (123456.75,) * 2, (1.0, 1.0 + 1e-12), (3e-200, 9e-200)]
 
 
-def test_a_report_of_no_points_is_a_page_still() -> None:
+def test_flat_tiny_and_huge_curves_stay_in_the_picture() -> None:
+    for values, x in itertools.product(FLAT, [(0, 1), (7, 7), (10**9, 10**9 + 3)]):
+        curve = ParityCurve("loss", "optimizer step", x, values, (None, values[0]), x[1])
+        page = shown(Report("fit.py", curves=(curve,)))
+        points = [point for class_ in ("ranks", "single") for line in lines_of(page, class_) for point in line]
+        labels = [(float(str(a["x"])), float(str(a["y"]))) for tag, a in page.elements if tag == "text"]
+        assert len(points) == 4 and 6 <= len(labels) <= 30, (values, x)
+        assert all(0 <= across <= 440 and 0 <= down <= 200 for across, down in points + labels), (values, x)
     assert "loss" in shown(Report("fit.py", curves=(ParityCurve("the loss", "step", (), (), ()),))).text
 
 
@@ -378,8 +345,7 @@ def test_a_page_asks_for_nothing_and_has_landmarks_and_targets(report: Report | 
         assert not {"src", "onclick", "onload", "style"} & attributes.keys(), tag
         if "href" in attributes:
             assert str(attributes["href"])[:1] == "#" and str(attributes["href"])[1:] in ids
-        for name in ("aria-labelledby",):
-            assert attributes.get(name) in (None, *ids)
+        assert attributes.get("aria-labelledby") in (None, *ids)
     assert "url(" not in html(report) and "@import" not in html(report)
 
 
@@ -389,7 +355,7 @@ def test_a_page_asks_for_nothing_and_has_landmarks_and_targets(report: Report | 
 text = st.text(st.characters(), max_size=30) | st.sampled_from([ODD, "</script>", "<!--", "]]>", "[red]", "\x1b[31m"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text, text)
 def test_whatever_names_and_messages_hold_is_shown_and_is_no_element(name: str, message: str) -> None:
     plain = [tag for tag, _ in shown(_named("a", "b")).elements]
@@ -419,13 +385,9 @@ def _named(name: str, message: str) -> Report:
     )
 
 
-@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "[red]", "\x1b[31mred"])
-def test_a_module_with_such_a_name_shows_as_that(name: str) -> None:
-    page = shown(replace(REPORT, findings=(replace(UNUSED, subjects=(name,)),)))
-    assert name.replace("\x1b", "\\x1b") in page.texts
-
-
 # The report comes out again
+
+OPENING = 'zlib" id="ddpcheck-data">'
 
 
 @pytest.mark.parametrize("report", [REPORT, HANG, MATRIX, replace(REPORT, target="x" * 300_000)])
@@ -436,19 +398,17 @@ def test_a_page_renders_as_anything(report: Any, tmp_path: Path, capsys: pytest.
     assert type(report).from_json(capsys.readouterr().out) == report
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda page: page.replace("ddpcheck-data", "other"), "it is not JSON|Expecting value|not a report"),
-        (lambda page: page.replace('zlib" id="ddpcheck-data">', 'zlib" id="ddpcheck-data">eJ'), "damaged|not whole"),
-    ],
-)
-def test_a_page_that_is_damaged_is_refused(damage: Any, words: str, tmp_path: Path, capsys: Any) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(damage(html(replace(REPORT, target="x" * 300_000))), encoding="utf-8")
-    assert cli.main(["render", str(page)]) == 2
-    said = capsys.readouterr().err
-    assert any(word in said for word in words.split("|")), said
+def test_a_page_that_is_damaged_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, path = html(replace(REPORT, target="x" * 300_000)), tmp_path / "report.html"
+    assert whole.count(OPENING) == 1
+    for damaged, words in (
+        (whole.replace("ddpcheck-data", "other"), ("it is not JSON", "Expecting value", "not a report")),
+        (whole.replace(OPENING, f"{OPENING}eJ"), ("damaged", "not whole")),
+    ):
+        path.write_text(damaged, encoding="utf-8")
+        assert cli.main(["render", str(path)]) == 2
+        message = capsys.readouterr().err
+        assert any(word in message for word in words), message
 
 
 def test_a_timeline_that_names_calls_that_are_not_there_is_refused() -> None:

@@ -7,7 +7,7 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import RULES, Severity
-from ddpcheck.render import FORMATS, Medium, format_for, renderer_for
+from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, format_for, renderer_for
 from tests.findings.test_tracebacks import WHOLE
 
 UNUSED = Finding(
@@ -148,12 +148,11 @@ def test_a_report_without_anything_renders() -> None:
     assert as_text(Report("t")) == "ddpcheck report on t\n\nclean: 0 checks passed, no findings\n"
 
 
-@pytest.mark.parametrize("name", ["[red]x[/red]", "[bold", "a\\[b]", ":smile:", "layer.0", "[link=x]y"])
-@pytest.mark.parametrize("colour", [False, True])
-def test_names_are_data_not_markup(name: str, colour: bool) -> None:
-    finding = replace(UNUSED, subjects=(name,), message=f"about {name}", evidence=(name,), fix=name)
-    report = replace(REPORT, target=name, findings=(finding,), parity=(ParityEntry(0, name, "l", 0, 1),))
-    assert as_text(report, colour=colour).count(name) == 6
+def test_names_are_data_not_markup() -> None:
+    for name in ("[red]x[/red]", "[bold", "a\\[b]", ":smile:", "layer.0", "[link=x]y"):
+        finding = replace(UNUSED, subjects=(name,), message=f"about {name}", evidence=(name,), fix=name)
+        report = replace(REPORT, target=name, findings=(finding,), parity=(ParityEntry(0, name, "l", 0, 1),))
+        assert as_text(report).count(name) == as_text(report, colour=True).count(name) == 6
 
 
 def test_control_characters_in_names_are_shown_not_obeyed() -> None:
@@ -171,16 +170,10 @@ def test_a_name_of_two_lines_makes_no_line_of_its_own(form: str) -> None:
     assert "clean: no findings" in text and not re.search("^ *== clean", text, re.MULTILINE)
 
 
-def test_ascii_where_the_stream_cannot_show_more() -> None:
-    report = replace(REPORT, target="modèle.py")
-    text = as_text(report, encoding="ascii")
-    text.encode("ascii")
-    assert "ok    consistency" in text and "FAIL  parameters" in text and r"mod\xe8le.py" in text
-
-
-def test_colour_only_where_asked_for() -> None:
-    assert "\x1b[" in as_text(REPORT, colour=True)
-    assert "\x1b[" not in as_text(REPORT)
+def test_ascii_and_no_colour_where_the_stream_cannot_show_more() -> None:
+    text = as_text(replace(REPORT, target="modèle.py"), encoding="ascii")
+    assert text.isascii() and "ok    consistency" in text and "FAIL  parameters" in text and r"mod\xe8le.py" in text
+    assert "\x1b[" in as_text(REPORT, colour=True) and "\x1b[" not in as_text(REPORT)
 
 
 @pytest.mark.parametrize("width", [40, 60, 100])
@@ -221,20 +214,17 @@ def test_long_lists_are_shortened_with_a_count_in_text_and_complete_in_json() ->
     assert "layer044.weight" in renderer_for("json").render(report)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ((), "on every rank"),
-        ((0,), "on rank 0"),
-        ((0, 1), "on ranks 0 and 1"),
-        ((3, 1, 5), "on ranks 1, 3 and 5"),
-        ((0, 1, 2, 3), "on ranks 0 to 3"),
-        ((0, 1, 2, 3, 9, 11), "on ranks 0 to 3, 9 and 11"),
-    ],
-)
-def test_ranks_are_told_in_words(ranks: tuple[int, ...], words: str) -> None:
-    text = as_text(Report("t", findings=(replace(UNUSED, ranks=ranks, steps=(), location=None),)))
-    assert f"\n  {words}\n" in text
+def test_ranks_are_told_in_words() -> None:
+    for ranks, words in {
+        (): "on every rank",
+        (0,): "on rank 0",
+        (0, 1): "on ranks 0 and 1",
+        (3, 1, 5): "on ranks 1, 3 and 5",
+        (0, 1, 2, 3): "on ranks 0 to 3",
+        (0, 1, 2, 3, 9, 11): "on ranks 0 to 3, 9 and 11",
+    }.items():
+        text = as_text(Report("t", findings=(replace(UNUSED, ranks=ranks, steps=(), location=None),)))
+        assert f"\n  {words}\n" in text
 
 
 def test_an_error_that_is_not_a_number_is_the_worst() -> None:
@@ -255,21 +245,21 @@ def test_json_is_what_the_report_says_and_stays_json_in_ascii() -> None:
         assert back == replace(report, world=back.world)
 
 
-@pytest.mark.parametrize(("path", "name"), [("r.json", "json"), ("dir.x/r.JSON", "json"), ("r.txt", "text")])
-def test_the_extension_chooses_the_format(path: str, name: str) -> None:
-    assert format_for(None, path=path) == name
+def test_the_extension_chooses_the_format_and_an_unknown_one_is_refused_with_the_known_ones() -> None:
+    for path, name in (("r.json", "json"), ("dir.x/r.JSON", "json"), ("r.txt", "text"), ("r.md", "markdown")):
+        assert format_for(None, path=path) == name
+    assert (format_for(None, path="r.sarif"), format_for(None, path="r.xml")) == ("sarif", "junit")
+    for name, path in ((None, "r.pdf"), (None, "report"), ("yaml", None)):
+        with pytest.raises(UsageError, match="json"):
+            format_for(name, path=path)
+    with pytest.raises(UsageError, match="there is no format 'sarif'"):
+        format_for("sarif", path=None, formats=MATRIX_FORMATS)
 
 
-@pytest.mark.parametrize(("name", "path"), [(None, "r.pdf"), (None, "report"), ("yaml", None)])
-def test_an_unknown_format_is_refused_with_the_known_ones(name, path) -> None:
-    with pytest.raises(UsageError, match="json"):
-        format_for(name, path=path)
-
-
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_every_format_ends_with_one_newline(name: str) -> None:
-    text = renderer_for(name).render(REPORT)
-    assert text.endswith("\n") and not text.endswith("\n\n")
+def test_every_format_ends_with_one_newline() -> None:
+    for name in FORMATS:
+        text = renderer_for(name).render(REPORT)
+        assert text.endswith("\n") and not text.endswith("\n\n"), name
 
 
 class Stream(io.StringIO):
@@ -285,9 +275,8 @@ class Stream(io.StringIO):
         return self._encoding
 
 
-@pytest.mark.parametrize(
-    ("terminal", "environ", "colour"),
-    [
+def test_a_stream_is_asked_for_colour() -> None:
+    for terminal, environ, colour in (
         (True, {}, True),
         (False, {}, False),
         (True, {"NO_COLOR": "1"}, False),
@@ -295,10 +284,8 @@ class Stream(io.StringIO):
         (True, {"TERM": "dumb"}, False),
         (False, {"FORCE_COLOR": "1"}, True),
         (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
-    ],
-)
-def test_a_stream_is_asked_for_colour(terminal: bool, environ: dict[str, str], colour: bool) -> None:
-    assert Medium.of(Stream(terminal), environ).colour is colour
+    ):
+        assert Medium.of(Stream(terminal), environ).colour is colour, (terminal, environ)
 
 
 def test_a_stream_is_asked_for_width_and_encoding() -> None:
@@ -307,7 +294,4 @@ def test_a_stream_is_asked_for_width_and_encoding() -> None:
     assert Medium.of(Stream(True), {"COLUMNS": "5"}).width == 40
     assert Medium.of(Stream(False, None), {}).encoding == "ascii"
     assert not Medium(encoding="no-such-encoding").shows("x")
-
-
-def test_tests_see_whole_lines_also_in_workers_of_xdist() -> None:
-    assert Medium.of(Stream(False)).width is None
+    assert Medium.of(Stream(False)).width is None  # in the tests, and in workers of xdist too

@@ -94,15 +94,8 @@ def test_the_fate_of_each_pass_is_that_of_its_number(loop: list[str], notes: boo
 
 def ledger(letters: str, **options: Any) -> Ledger:
     """Of a loop: F and f are forward passes, after which DDP averages and not, B a backward pass, R a reduction."""
-    kinds = {
-        "f": "forward",
-        "B": "backward",
-        "R": "reduction",
-        "S": "step",
-        "i": "forward inside",
-        "<": "enter no_sync",
-    }
-    kinds |= {">": "leave no_sync", "Z": "zero_grad"}
+    kinds = {"f": "forward", "B": "backward", "R": "reduction", "S": "step", "i": "forward inside", "Z": "zero_grad"}
+    kinds |= {"<": "enter no_sync", ">": "leave no_sync"}
     named = {
         "F": LoopEvent("forward", synchronises=True),
         "s": LoopEvent("step", spares_unreduced=True),
