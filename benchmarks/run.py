@@ -158,7 +158,7 @@ def seconds_of_hang(folder: Path) -> float:
     return ended - float(out.read_text()) - TIMEOUT
 
 
-def _of_parity(rows: list[str]) -> tuple[str, ...]:
+def _parity_verdict(rows: list[str]) -> tuple[str, ...]:
     return (
         "## With `--check-parity`",
         "",
@@ -212,7 +212,7 @@ def main() -> None:
             f"A step is sampled if its number is a multiple of {EVERY} (`--check-every`) or a power of two. Aims: at",
             "most 0.3 s more from start to end, 5 % between sampled steps, 3 times in a sampled one.",
             "",
-            *(_of_parity(compared) if compared else ()),
+            *(_parity_verdict(compared) if compared else ()),
             *(_of_hangs(hangs) if hangs else ()),
         )
     )

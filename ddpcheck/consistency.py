@@ -77,7 +77,7 @@ def gather_if_different(value: Any, group: Any, purpose: str, timeout: float, ab
     """
     from ddpcheck.gather.state.fingerprints import digest_of
 
-    exchange = StoreExchange.over(group, purpose, timeout)
+    exchange = StoreExchange.next_exchange(group, purpose, timeout)
     try:
         if len(set(exchange.all_gather("digest", digest_of(value)))) == 1:
             return []

@@ -286,11 +286,11 @@ class World:
             self._processes.request_exit(idle=self._is_idle)
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """True if all ranks have exited, so that `close` does not wait."""
         if not self.closed and self._owner == os.getpid():
             self._processes.poll(0)
-            return self._processes.gone
+            return self._processes.has_exited
         return True
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
             "own_rows_among_the_constants",
             "gathered_one_by_one_and_joined[2]",
             "own_part_that_is_put_back",
-            "judge_own_parts",
+            "judge_local_parts",
         )
         yield "the shapes of a graph's nodes", (*in_gathers, "how_many_elements_a_mean_is_over")
     if not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):

@@ -656,7 +656,7 @@ def state_loaded_by_one_rank() -> Iterator[nn.Module]:
 
 
 @fault("DDP521", "optimizer.load_state_dict(state)")
-def state_of_one_rank() -> Iterator[nn.Module]:
+def judge_equal_shard_state() -> Iterator[nn.Module]:
     """Every rank loads the optimizer's state that rank 0 has saved, which is that of its shards."""
     yield from resumed(on=lambda rank: True, of=lambda rank: 0)
 

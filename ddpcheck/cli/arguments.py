@@ -20,7 +20,7 @@ from ddpcheck.cli.saved import DOCUMENTS, run_diff, run_render, run_schema
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_USAGE, UsageError
 from ddpcheck.findings.rules import FAMILIES, RULES
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
-from ddpcheck.report.settings import load_rules_of_others
+from ddpcheck.report.settings import load_third_party_rules
 from ddpcheck.run.check_options import Once, add_check_options, add_display_options
 
 EPILOG = """\
@@ -221,7 +221,7 @@ def run_completion(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError as error:
         raise UsageError("completion needs the package shtab, which is not installed: pip install shtab") from error
-    load_rules_of_others()
+    load_third_party_rules()
     parser = make_parser()
     _add_completions(parser, {"file": shtab.FILE, "folder": shtab.DIRECTORY})
     print_out(shtab.complete(parser, arguments.shell).rstrip("\n"))

@@ -17,7 +17,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.recipe.target import load_object
 from ddpcheck.render import FORMATS, MATRIX_FORMATS
-from ddpcheck.report.first_recipe.first_recipe import place_of_recipe
+from ddpcheck.report.first_recipe.first_recipe import recipe_path
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
 
@@ -172,7 +172,7 @@ def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], sourc
 
 def run_init(arguments: argparse.Namespace) -> int:
     """Write a recipe with guessed inputs, check it; return 3 if no guess worked."""
-    path = place_of_recipe(arguments.model, arguments.output)
+    path = recipe_path(arguments.model, arguments.output)
     maker = load_object(arguments.model)  # report a wrong name before an existing file
     if path.exists() and not arguments.force:
         raise UsageError(f"{path} already exists; --force overwrites it, -o FILE writes to another file")

@@ -48,7 +48,7 @@ def run_env(arguments: argparse.Namespace) -> int:
         "pytest plugins": sorted({f"{ep.name} ({ep.value})" for ep in metadata.entry_points(group="pytest11")}),
         "variables": shown_variables(os.environ),
     }
-    width = Medium.of(sys.stdout).width
+    width = Medium.detect(sys.stdout).width
     text = "\n".join(wrapped(line, width, "    ") for line in _lines(environment))
     print_out(json.dumps(environment, indent=2) if arguments.format == "json" else text)
     return EXIT_CLEAN

@@ -20,9 +20,9 @@ from ddpcheck.findings.errors import EXIT_HANG, DDPCheckError
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import examine
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.flight_dumps import prepare
+from ddpcheck.run.flight_dumps import create_dump_folder
 from ddpcheck.run.hang_watch import HangWatch
-from ddpcheck.run.living_ranks import lives
+from ddpcheck.run.live_ranks import lives
 from ddpcheck.run.run_folder import holding
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import read_logs
@@ -35,7 +35,7 @@ def main() -> None:
     """Wait for the ranks, show the report, and remove the log folder."""
     folder, launcher, args = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
     if args.check_flight_recorder is not None:
-        prepare(Path(args.check_flight_recorder))
+        create_dump_folder(Path(args.check_flight_recorder))
     settings, baseline = Settings(), None
     try:
         settings = examine(args)

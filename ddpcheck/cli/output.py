@@ -73,7 +73,7 @@ class ReportOutput(OutputFile):
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
         self._command = getattr(arguments, "command_line", "")
         self._to_stderr = to_stderr
-        medium = Medium() if self._path else Medium.of(sys.stderr if to_stderr else sys.stdout)
+        medium = Medium() if self._path else Medium.detect(sys.stderr if to_stderr else sys.stdout)
         whole = getattr(arguments, "debug", False) or getattr(arguments, "verbose", False)
         colour = {"always": True, "never": False}.get(getattr(arguments, "color", ""), medium.colour)
         medium = replace(medium, whole=whole, quiet=getattr(arguments, "quiet", False), colour=colour)
@@ -89,7 +89,7 @@ class ReportOutput(OutputFile):
                 self.write(text.encode("utf-8", "backslashreplace"))
             except UsageError:
                 if self._to_stderr and isinstance(report, Report):  # do not lose the report of a long run
-                    print_error(renderer_for("text", medium=Medium.of(sys.stderr)).render(report), end="")
+                    print_error(renderer_for("text", medium=Medium.detect(sys.stderr)).render(report), end="")
                 raise
             say(f"{report.summary}{_first_of(report)}, written to {self._path}")
         elif self._to_stderr:
@@ -111,7 +111,7 @@ class Progress:
     """Transient progress line; no output if the stream is not a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._medium = Medium.of(stream)
+        self._medium = Medium.detect(stream)
         self._stream = stream
         self._drawn = False
 
@@ -141,7 +141,7 @@ def print_out(text: str) -> None:
     if sys.stdout is None:
         raise UsageError("cannot write to standard output: it is closed; name a file with -o")
     try:
-        print(Medium.of(sys.stdout).fitted(text), flush=True)
+        print(Medium.detect(sys.stdout).fitted(text), flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # a flush of the buffer would fail again
         if not isinstance(error, BrokenPipeError):  # the reader closed the pipe, as in `| head`: keep the exit code
@@ -187,7 +187,7 @@ def named(error: Exception) -> str:
 
 def _tell(sentence: str, more: str = "") -> None:
     """Print a message to standard error, wrapped on a terminal only."""
-    medium = Medium.of(sys.stderr)
+    medium = Medium.detect(sys.stderr)
     text = wrapped(printable(sentence, "\n"), medium.width if medium.interactive else None)
     text += f"\n{printable(more, chr(10))}" if more else ""
     print_error(medium.fitted(text))

@@ -22,19 +22,19 @@ from ddpcheck.findings.rules import (
     sections_of,
 )
 from ddpcheck.render import Medium
-from ddpcheck.report.settings import load_rules_of_others
+from ddpcheck.report.settings import load_third_party_rules
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Print explanations of rules."""
-    load_rules_of_others()
+    load_third_party_rules()
     rules = {rule.code: rule for pattern in arguments.rules for rule in matching_rules(pattern)}
     print_out("\n\n".join(_explanation(rule) for rule in rules.values()))
     return EXIT_CLEAN
 
 
 def _explanation(rule: Rule) -> str:
-    width = min(Medium.of(sys.stdout).width or 100, 100)
+    width = min(Medium.detect(sys.stdout).width or 100, 100)
     parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", wrapped(rule.summary, width, "")]
     for heading, text in sections_of(rule):
         parts += ["", heading, wrapped(f"  {text}", width)]
@@ -50,7 +50,7 @@ _INTERNAL = ("repeats", "repro", "color")  # fields of a rule that are not writt
 
 def run_rules(arguments: argparse.Namespace) -> int:
     """Print a list of all rules."""
-    load_rules_of_others()
+    load_third_party_rules()
     if arguments.format == "json":
         rules = [
             {name: value for name, value in asdict(rule).items() if not (isinstance(value, bool) or name in _INTERNAL)}
@@ -59,7 +59,7 @@ def run_rules(arguments: argparse.Namespace) -> int:
         ]
         print_out(json.dumps({"schema_version": SCHEMA_VERSION, "families": dict(FAMILIES), "rules": rules}, indent=2))
         return EXIT_CLEAN
-    width = Medium.of(sys.stdout).width
+    width = Medium.detect(sys.stdout).width
     lines: list[str] = []
     for prefix, family in FAMILIES.items():
         lines += ["", f"{prefix}xx {family}"] if lines else [f"{prefix}xx {family}"]

@@ -35,12 +35,12 @@ from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environm
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.flight_dumps import prepare, write_flight_records
-from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent, unmet
+from ddpcheck.run.flight_dumps import create_dump_folder, write_flight_records
+from ddpcheck.run.hang_watch import Hang, HangWatch, NotExited, end_agent, unmet
 from ddpcheck.run.node_link import NodeLink
 from ddpcheck.run.run_folder import holding
 from ddpcheck.stream.entries import WatchingFailed
-from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, last_restart, rank_processes, read_logs
+from ddpcheck.stream.rank_log import FOLDER, SCRIPT, RankTrace, last_restart, rank_processes, read_logs
 from ddpcheck.worlds.failures import has_lost_another
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
     def rendezvous(_agent: Any, group: Any) -> Iterator[None]:
         yield
         if nodes is not None:
-            nodes.meet(group.store, group.group_rank, group.group_world_size)
+            nodes.reconnect(group.store, group.group_rank, group.group_world_size)
 
     return patched(SimpleElasticAgent, "_rendezvous", rendezvous)
 
@@ -223,7 +223,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     if args.check_record is not None:
         load_extra("run_record")  # before the run, if it is not installed
     if args.check_flight_recorder is not None:
-        prepare(Path(args.check_flight_recorder))
+        create_dump_folder(Path(args.check_flight_recorder))
     temp_dir = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
     with temp_dir as folder, holding(Path(folder)), report_output(args) as output:
         Path(folder, SCRIPT).write_text(shlex.join(script))
@@ -246,7 +246,7 @@ def run_script(arguments: argparse.Namespace) -> int:
             return exit_code
         ending, exit_code = collected(nodes, ending), EXIT_USAGE
         try:
-            singles = () if parity is None else run_alone(parity, Path(folder), ending, nodes.size, debug=args.debug)
+            singles = () if parity is None else run_single(parity, Path(folder), ending, nodes.size, debug=args.debug)
             report = show_report(shlex.join(script), ending, Path(folder), args, output, settings, baseline, singles)
             exit_code = ending.exit_code or report.exit_code(settings.fail_on)
         except Exception as error:
@@ -259,7 +259,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, debug: bool) -> tuple[SingleRun, ...]:
+def run_single(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, debug: bool) -> tuple[SingleRun, ...]:
     """Run the script in a single process; a signal ends only this run."""
     from ddpcheck.run.parity_run import INTERRUPTED, SingleRun
 
@@ -276,7 +276,7 @@ def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, d
     return singles
 
 
-def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
+def _compared(parity: ParityRuns, ranks: Sequence[RankTrace], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
     """Run in a single process; if it differs, run again to measure noise."""
     from ddpcheck.run.parity_run import SingleRun
     from ddpcheck.trace.divergences import Parity
@@ -348,7 +348,7 @@ def show_report(
 
 
 def keep_record(
-    path: str, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource, report: Report
+    path: str, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource, report: Report
 ) -> None:
     """Write a run to a file, with pseudonyms; note findings that need real names."""
     try:
@@ -385,10 +385,10 @@ def collected(link: NodeLink, ending: Ending) -> Ending:
             complain(f"the exit of node {number} is not known: {error}", kind="note")
     for number, why in link.refused.items():
         complain(f"the logs of node {number} were not accepted: {why}", kind="note")
-    return together(endings)
+    return merge_endings(endings)
 
 
-def together(endings: list[Ending]) -> Ending:
+def merge_endings(endings: list[Ending]) -> Ending:
     """Merge the endings of several nodes; the first nonzero exit code wins."""
     hangs = [ending.hang for ending in endings if ending.hang is not None]
     unended = [ending.unended for ending in endings if ending.unended is not None]
@@ -401,5 +401,5 @@ def together(endings: list[Ending]) -> Ending:
         exit_codes=exit_codes,
         hang=Hang(max(hang.seconds for hang in hangs), stacks) if hangs else None,
         interrupted=any(ending.interrupted for ending in endings),
-        unended=Unended(max(node.seconds for node in unended), tuple(ranks)) if unended else None,
+        unended=NotExited(max(node.seconds for node in unended), tuple(ranks)) if unended else None,
     )

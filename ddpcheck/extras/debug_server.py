@@ -29,17 +29,17 @@ from ddpcheck.findings.files import MOST_BYTES as _MOST_BYTES
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.stacks import (
     collective_of,
-    has_no_python_left,
-    of_main_thread,
-    own_stack,
+    has_no_python_frames,
+    main_stack,
+    main_thread_dump,
     program_lines,
     region_of,
-    waits_for_others,
+    waits_for_ranks,
     waits_for_result,
 )
 from ddpcheck.findings.wording import counted
 from ddpcheck.report.hang.flight_recorder import as_rank_dump, plain_dump
-from ddpcheck.report.hang.hang_report import said_of_missing
+from ddpcheck.report.hang.hang_report import describe_missing_dump
 from ddpcheck.trace.wait_graph import RanksSeen
 
 PORT = 25999  # default of start_debug_server
@@ -92,7 +92,7 @@ class DebugServer:
         Raises:
             TargetError, UsageError: As in `flight_recorder`.
         """
-        return {rank: of_main_thread(text) for rank, text in self._answers("/stacks")[0].items()}
+        return {rank: main_thread_dump(text) for rank, text in self._answers("/stacks")[0].items()}
 
     def _dump(self, path: str, rank: int, text: str) -> dict[str, Any]:
         try:
@@ -195,7 +195,7 @@ _BETWEEN = 3.0  # seconds between the two looks
 _AS_ANOTHER = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_reduce"}  # what gloo records
 
 
-def look_at_ranks(address: str) -> RanksSeen:
+def fetch_rank_states(address: str) -> RanksSeen:
     """Return the state of the ranks at http://HOST:PORT, from two looks seconds apart.
 
     Raises:
@@ -209,21 +209,23 @@ def look_at_ranks(address: str) -> RanksSeen:
     dumps, problems = _recorders(server)
     stacks = server.stacks()
     if not dumps:
-        raise TargetError(f"no rank has answered the debug server at {server.address} ({said_of_missing(problems)})")
+        raise TargetError(
+            f"no rank has answered the debug server at {server.address} ({describe_missing_dump(problems)})"
+        )
     at_work, doing, over = set(), {}, set()
     for rank, dump in dumps.items():
         stack = stacks.get(rank, "")
-        frames, lines = own_stack(stack), program_lines(stack)
+        frames, lines = main_stack(stack), program_lines(stack)
         where = f" at {lines[0]}" if lines else " in code of a library"
         is_in_call = any(not entry.ended for entry in dump.entries)
         changed = rank in earlier and _states(earlier[rank]) != _states(dump)
         if changed or (stack and stacks_before.get(rank, stack) != stack):
             at_work.add(rank)
             doing[rank] = f"was{where}, and made progress" if frames else "has made progress"
-        elif has_no_python_left(stack):
+        elif has_no_python_frames(stack):
             over.add(rank)
             doing[rank] = "has run to its end"
-        elif frames and not waits_for_others(frames) and not (is_in_call and waits_for_result(frames)):
+        elif frames and not waits_for_ranks(frames) and not (is_in_call and waits_for_result(frames)):
             at_work.add(rank)
             doing[rank] = f"is{where}, and in no collective"
         elif not is_in_call and (collective := collective_of(frames)):  # e.g. the store, which is not recorded
@@ -258,10 +260,10 @@ def _states(dump: RankDump) -> list[tuple[str, int, bool]]:
 
 def _with_line(dump: RankDump, stack: str) -> RankDump:
     """Add stack lines to the last calls of a dump; the JSON lacks lines."""
-    frames, lines = own_stack(stack), program_lines(stack)
+    frames, lines = main_stack(stack), program_lines(stack)
     entries = list(dump.entries)
     last = next((index for index in range(len(entries) - 1, -1, -1) if not entries[index].ended), None)
-    if last is None or not lines or not waits_for_others(frames):
+    if last is None or not lines or not waits_for_ranks(frames):
         return dump
     operation = entries[last].call.operation
     name = collective_of(frames).partition(" ")[0]

@@ -33,7 +33,7 @@ from ddpcheck.findings.report import Report
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.codec import entry_from_fields, fields_of_entry
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 
 _OWN = Path(__file__).parents[1]
 _OF_TORCH = ("nn/modules", "nn/parallel", "nn/utils", "optim", "distributed", "utils/data")
@@ -119,9 +119,7 @@ def _torch_folders() -> Sequence[str]:
     return (torch and torch.submodule_search_locations) or ()
 
 
-def write_record(
-    path: Path, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource
-) -> Report:
+def write_record(path: Path, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource) -> Report:
     """Write a run to `path` (".gz": compressed); return its report; may raise `OSError`.
 
     `source` has the answers on the source of the script that the judges have requested.
@@ -151,18 +149,18 @@ def judge_record(text: str) -> Report:
         raise ValueError(f"it is incomplete, or from another version of ddpcheck: {error}") from error
 
 
-def _fields_of(rank: WatchedRank) -> dict[str, Any]:
+def _fields_of(rank: RankTrace) -> dict[str, Any]:
     """Convert a rank to builtin types, with the type name of each entry."""
     values = {name: getattr(rank, name) for name in rank.__struct_fields__ if name != "entries"}
     fields: dict[str, Any] = msgspec.to_builtins(values)
     return {**fields, "entries": [fields_of_entry(entry) for entry in rank.entries]}
 
 
-def _rank_from_fields(fields: dict[str, Any]) -> WatchedRank:
+def _rank_from_fields(fields: dict[str, Any]) -> RankTrace:
     """Inverse of `_fields_of`; counts the entries that this version cannot read."""
     if not 0 <= fields["started"]["rank"] < fields["started"]["world_size"] <= MOST_RANKS:
         raise ValueError("the rank of a log is none")
-    rank = msgspec.convert({**fields, "entries": []}, WatchedRank, str_keys=True)
+    rank = msgspec.convert({**fields, "entries": []}, RankTrace, str_keys=True)
     entries = [entry_from_fields(kind, entry_fields) for kind, entry_fields in fields["entries"]]
     readable = [entry for entry in entries if entry is not None]
     return replace(rank, entries=readable, unknown=rank.unknown + len(entries) - len(readable))

@@ -86,7 +86,7 @@ def process_stat(task: int | str) -> list[str]:
         return []
 
 
-def is_own_folder(path: Path) -> bool:
+def belongs_to_user(path: Path) -> bool:
     """Check if `path` is a folder of this user, not writable by others."""
     try:
         status = path.lstat()

@@ -32,7 +32,7 @@ def parse(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read(kind: type[Value], data: Any) -> Value:
+def build(kind: type[Value], data: Any) -> Value:
     """Convert the output of `parse` to a dataclass; ignore unknown keys (of newer versions).
 
     Raises ValueError with the path of a field that is missing or has the wrong type.

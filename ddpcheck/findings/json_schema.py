@@ -22,7 +22,7 @@ def schema_of(kind: type, name: str, extra: Mapping[str, Any]) -> dict[str, Any]
     """Return the schema of a document.
 
     Unknown keys are allowed, since newer versions add keys. Fields missing in older versions are not required.
-    `extra` has the schemas of keys that are not fields of `kind`, a dataclass as in `from_json.read`.
+    `extra` has the schemas of keys that are not fields of `kind`, a dataclass as in `from_json.build`.
     """
     definitions: dict[str, Any] = {}
     body = _object(kind, definitions)

@@ -37,11 +37,11 @@ def _spellings(names: str) -> tuple[str, ...]:
 @functools.cache
 def is_wrapper(file: str, function: str) -> bool:
     """Return True if the user has named a function in `wrapper-functions`."""
-    return is_one_of(wrappers, file, function)
+    return matches_name(wrappers, file, function)
 
 
 @functools.cache
-def is_one_of(names: tuple[str, ...], file: str, function: str) -> bool:
+def matches_name(names: tuple[str, ...], file: str, function: str) -> bool:
     """Return True for a function in `names`: "lab.comm.reduce_mean", or any function of "lab/comm.py"."""
     path = os.path.abspath(file)
     dotted = f".{path.removesuffix('.py').removesuffix('/__init__').replace(os.sep, '.')}.{function}."

@@ -70,7 +70,7 @@ class Block:
         return f"{self.path}:{self.line}"
 
 
-def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
+def enclosing_blocks(file: str, shown: str, line: int) -> tuple[Block, ...]:
     """Return the blocks around a line, outermost first; `shown` is the path in reports."""
     blocks = [replace(block, path=shown) for block in _blocks(Path(file)) if block.first <= line <= block.last]
     return tuple(sorted(blocks, key=lambda block: (block.first, -block.last)))
@@ -86,12 +86,14 @@ def blocks_of_lines(
     while pending:
         for line in pending:
             shown, _, number = line.rpartition(":")
-            blocks_by_line[line] = source.ask(blocks_around, (files or {}).get(shown, shown), shown, int(number)) or ()
+            blocks_by_line[line] = (
+                source.ask(enclosing_blocks, (files or {}).get(shown, shown), shown, int(number)) or ()
+            )
         pending = {block.head for line in pending for block in blocks_by_line[line]} - blocks_by_line.keys()
     return blocks_by_line
 
 
-def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, str]) -> list[Block]:
+def skipping_blocks(lines: Sequence[str], done: Sequence[str], files: Mapping[str, str]) -> list[Block]:
     """Return the blocks by which a program may skip `lines` but not `done`.
 
     Both are lines of stacks, innermost first. If the test of exactly one block varies, only this block is returned.
@@ -154,7 +156,7 @@ def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
 
 def _omitted_by(use: ast.expr, method: ast.AST, file: str) -> Location | None:
     shown, nodes = relative_path(file), [*ast.walk(method)]
-    blocks = left_out_by([f"{shown}:{use.lineno}"], [f"{shown}:{getattr(method, 'lineno', 0)}"], {shown: file})
+    blocks = skipping_blocks([f"{shown}:{use.lineno}"], [f"{shown}:{getattr(method, 'lineno', 0)}"], {shown: file})
     parents = [node for node in nodes if use in ast.walk(node)]
     if_exps = [node for node in parents if isinstance(node, ast.IfExp)]
     if not blocks and not if_exps and not any(_selects(node, use) for node in parents):

@@ -24,7 +24,7 @@ from ddpcheck.findings.figures import (
 )
 from ddpcheck.findings.figures import Location as Location
 from ddpcheck.findings.figures import RelatedLocation as RelatedLocation
-from ddpcheck.findings.from_json import added, parse, read
+from ddpcheck.findings.from_json import added, build, parse
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import RULES, is_selected
 from ddpcheck.findings.rules import Severity as Severity
@@ -398,7 +398,7 @@ class Report(Document):
         Raises:
             ValueError: `text` is not a report, or was written by a newer ddpcheck.
         """
-        report = read(cls, checked_version(parse(text), "report"))
+        report = build(cls, checked_version(parse(text), "report"))
         accepted = (replace(entry, finding=without_rules_fix(entry.finding)) for entry in report.accepted)
         findings = tuple(map(without_rules_fix, report.findings))
         return replace(report, findings=findings, accepted=tuple(accepted))

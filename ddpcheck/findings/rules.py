@@ -209,14 +209,14 @@ def _suggestion(text: str) -> str:
     close = (
         [names[name] for name in difflib.get_close_matches(words, names, n=3)]
         or [rule for rule in names.values() if len(words) >= 4 and words in rule.name][:3]
-        or [rule for code, rule in RULES.items() if _is_one_edit(code, text.upper())][:3]
+        or [rule for code, rule in RULES.items() if _differs_by_edit(code, text.upper())][:3]
     )
     if not close:
         return "see `ddpcheck rules`"
     return "did you mean " + " or ".join(f"{rule.code} ({rule.name})" for rule in close) + "?"
 
 
-def _is_one_edit(word: str, target: str) -> bool:
+def _differs_by_edit(word: str, target: str) -> bool:
     """Return True if two words differ by one letter or one swap of letters."""
     shorter, longer = sorted((word, target), key=len)
     if len(shorter) < len(longer):

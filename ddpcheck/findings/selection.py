@@ -164,7 +164,7 @@ def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence
     )
 
 
-def fingerprint(finding: Finding) -> tuple[str, str, tuple[str, ...]]:
+def finding_key(finding: Finding) -> tuple[str, str, tuple[str, ...]]:
     """Return code, file and subjects, which identify a finding even after unrelated edits."""
     return finding.code, finding.location.path if finding.location else "", finding.subjects
 
@@ -173,7 +173,7 @@ def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
     """Map each mark of the findings to the rank of its worst severity."""
     worst_ranks: dict[Mark, int] = {}
     for finding in findings:
-        code, path, subjects = fingerprint(finding)
+        code, path, subjects = finding_key(finding)
         for subject in subjects or ("",):
             mark = (code, path, subject)
             worst_ranks[mark] = min(worst_ranks.get(mark, finding.severity.rank), finding.severity.rank)

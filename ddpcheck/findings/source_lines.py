@@ -90,7 +90,7 @@ def step_location(frame: FrameType | None = None) -> Location | None:
     """Return the line in the configured `step-function` if it is running, else `user_location`."""
     frame = frame or sys._getframe(1)
     for caller in frames_from(frame) if named_functions.step else ():
-        if named_functions.is_one_of(named_functions.step, caller.f_code.co_filename, caller.f_code.co_qualname):
+        if named_functions.matches_name(named_functions.step, caller.f_code.co_filename, caller.f_code.co_qualname):
             return location_of(caller)
     return user_location(frame)
 
@@ -386,7 +386,7 @@ def _targets(tree: ast.AST) -> tuple[tuple[int, str], ...]:
         if isinstance(node, ast.ClassDef)
         for stmt in node.body
         if not isinstance(stmt, ast.AugAssign)
-        for target in targets_of(stmt)
+        for target in assignment_targets(stmt)
     }
     declared |= {child.target for child in ast.walk(tree) if isinstance(child, ast.AnnAssign) and child.value is None}
     stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store))
@@ -402,7 +402,7 @@ def parsed_source(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def targets_of(node: ast.AST) -> list[ast.expr]:
+def assignment_targets(node: ast.AST) -> list[ast.expr]:
     """Return the targets of an assignment statement or expression, else []."""
     if isinstance(node, ast.Assign):
         return node.targets
@@ -412,6 +412,6 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
 def _assigned(nodes: Iterable[ast.AST], wanted: str, path: str) -> Location | None:
     """Return the line of the first node that assigns `wanted`."""
     for node in nodes:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and wanted in map(ast.unparse, targets_of(node)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and wanted in map(ast.unparse, assignment_targets(node)):
             return Location(relative_path(path), node.lineno)
     return None

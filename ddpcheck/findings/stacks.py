@@ -25,7 +25,7 @@ class Frame:
     name: str
 
 
-def own_stack(dump: str) -> tuple[Frame, ...]:
+def main_stack(dump: str) -> tuple[Frame, ...]:
     """Return the user's frames in a `faulthandler` dump, most recent call first.
 
     Uses the thread of ddpcheck's loop, else the thread that wrote the dump, without frames of ddpcheck.
@@ -37,10 +37,10 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
             break
         if is_current:
             stack = frames
-    return _without_own(stack)
+    return _without_ddpcheck(stack)
 
 
-def of_main_thread(dump: str) -> str:
+def main_thread_dump(dump: str) -> str:
     """Return the main thread of a dump, relabelled as the current thread.
 
     Threads are listed from newest to oldest; the oldest is the main thread.
@@ -49,7 +49,7 @@ def of_main_thread(dump: str) -> str:
     return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 
 
-def has_no_python_left(dump: str) -> bool:
+def has_no_python_frames(dump: str) -> bool:
     """Check if the thread that wrote a dump has no Python frames (interpreter shutdown)."""
     return any(is_current and not frames for is_current, frames in _threads(dump))
 
@@ -62,7 +62,7 @@ def has_other_threads(dump: str) -> bool:
 def program_threads(dump: str) -> list[tuple[Frame, ...]]:
     """Return the stacks of other threads that run the program, without ddpcheck frames."""
     stacks = (frames for is_current, frames in _threads(dump) if not is_current)
-    return [_without_own(stack) for stack in stacks if any(is_of_program(frame.file) for frame in stack)]
+    return [_without_ddpcheck(stack) for stack in stacks if any(is_of_program(frame.file) for frame in stack)]
 
 
 _BLANK = re.compile(r"\n\s*\n")
@@ -73,7 +73,7 @@ def _threads(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
     return [(block.lstrip().startswith("Current thread"), frames_of(block)) for block in _BLANK.split(dump)]
 
 
-def _without_own(stack: Sequence[Frame]) -> tuple[Frame, ...]:
+def _without_ddpcheck(stack: Sequence[Frame]) -> tuple[Frame, ...]:
     return tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER))
 
 
@@ -127,7 +127,7 @@ def collectives_of_threads(dump: str) -> list[str]:
 def program_lines(text: str) -> tuple[str, ...]:
     """Return the program's lines in a `faulthandler` dump or traceback, innermost first."""
     is_traceback = "(most recent call last)" in text
-    frames = traceback_stack(text) if is_traceback else own_stack(text)
+    frames = traceback_stack(text) if is_traceback else main_stack(text)
     return tuple(_where(frame) for frame in frames if is_of_program(frame.file) and _is_users(frame))
 
 
@@ -161,7 +161,7 @@ _WAITING = (  # innermost Python frames of ranks that wait in C++; `None`: any f
 )
 
 
-def waits_for_others(frames: Sequence[Frame]) -> bool:
+def waits_for_ranks(frames: Sequence[Frame]) -> bool:
     """Check if the innermost frame is torch code that may wait for ranks."""
     return bool(frames) and any(
         f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
@@ -198,7 +198,7 @@ def work_waited_for(dump: str) -> str:
     """
     innermost = (frames[0] for is_current, frames in _threads(dump) if is_current and frames)
     if any(frame.name == "wait" and frame.file == _RECORDED for frame in innermost):
-        return f"wait(){f' at {location}' if (location := location_of(own_stack(dump))) else ''}"
+        return f"wait(){f' at {location}' if (location := innermost_line(main_stack(dump))) else ''}"
     return ""
 
 
@@ -222,16 +222,16 @@ def waits_for_result(frames: Sequence[Frame]) -> bool:
 
 def is_waiting(failure: RankFailure) -> bool:
     """Check if a stuck rank waits for other ranks, by its collective and stack."""
-    return bool(failure.collective) or waits_for_others(frames_of(failure.stack))
+    return bool(failure.collective) or waits_for_ranks(frames_of(failure.stack))
 
 
-def place_of(frames: Sequence[Frame]) -> str:
+def innermost_frame(frames: Sequence[Frame]) -> str:
     """Return function and line of the innermost user frame, else any frame, or `""`."""
     user_frames = [frame for frame in frames if _is_users(frame)]
     return next((f"{frame.name} at {_where(frame)}" for frame in (*user_frames, *frames)), "")
 
 
-def location_of(frames: Sequence[Frame]) -> str:
+def innermost_line(frames: Sequence[Frame]) -> str:
     """Return the innermost line of user code as "path:line", `""` if none."""
     return next((_where(frame) for frame in frames if _is_users(frame)), "")
 

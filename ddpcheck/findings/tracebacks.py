@@ -25,7 +25,7 @@ import ddpcheck
 from ddpcheck.findings.errors import BugError, DDPCheckError
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import OWN_FOLDER, format_traceback, is_user_file
-from ddpcheck.findings.stacks import frames_of, location_of
+from ddpcheck.findings.stacks import frames_of, innermost_line
 from ddpcheck.findings.wording import counted, join_names
 
 BUG = "this is a bug in ddpcheck"
@@ -154,7 +154,7 @@ def original_of(error: BaseException) -> OriginalException | None:
     match = _TYPE_AND_MESSAGE.match(last[start.start() :].rstrip()) if start is not None else None
     if match is None or start is None:
         return None
-    line = Location.parse(location_of(frames_of(last[: start.start()])[::-1]))
+    line = Location.parse(innermost_line(frames_of(last[: start.start()])[::-1]))
     origin = text.partition("\n")[0].removeprefix("Caught ").partition(" ")[2].rstrip(".")
     return OriginalException(_MAIN_PREFIX.sub("", match["type"]), match["text"] or "", line, origin)
 

@@ -163,7 +163,7 @@ def group_by_value(values: Sequence[Any]) -> tuple[str, ...]:
     return tuple(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
 
 
-def told_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
+def format_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
     """Format values by name and rank: "lr: rank 0: 0.1; rank 1: 0.2"."""
     return [f"{name}: {'; '.join(group_by_value(by_rank))}" for name, by_rank in values.items()]
 
@@ -194,7 +194,7 @@ def printable(text: str, but: str = "") -> str:
     return "".join(c if c.isprintable() or c in but else repr(c)[1:-1] for c in text)
 
 
-def unless_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+def ranks_or_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
     """Return `numbers` (ranks or steps), or () if these are all `count`."""
     return tuple(numbers) if len(numbers) < count else ()
 
@@ -218,16 +218,18 @@ class Names:
         """Return the line of the first of `names` with a known line."""
         return next((self.locations[name] for name in names if name in self.locations), None)
 
-    def one_finding(
+    def new_finding(
         self, code: str, names: Sequence[str], message: str, location: Location | None = None, **more: Any
     ) -> list[Finding]:
         """Return one finding on parameters; `location` defaults to the first parameter's line."""
-        made_at = self.location(names)
-        related = {**more.pop("related", {}), PARAMETER_MADE: made_at}
-        return one_finding(code, self.subjects(names), message, location=location or made_at, related=related, **more)
+        construction_line = self.location(names)
+        related = {**more.pop("related", {}), PARAMETER_MADE: construction_line}
+        return new_finding(
+            code, self.subjects(names), message, location=location or construction_line, related=related, **more
+        )
 
 
-def format_place(finding: Finding) -> str:
+def format_position(finding: Finding) -> str:
     """Format line, ranks and steps: "at train.py:3, on rank 1, in step 2"."""
     line = f"at {finding.location}" if finding.location else ""
     ranks = f"on {format_ranks(finding.ranks)}" if finding.ranks else "on every rank"
@@ -271,7 +273,7 @@ def _in_list(make: Callable[_Args, Finding]) -> Callable[_Args, list[Finding]]:
     return lambda *args, **kwargs: [make(*args, **kwargs)]
 
 
-one_finding = _in_list(make_finding)  # `make_finding` as a list, the return type of judges
+new_finding = _in_list(make_finding)  # `make_finding` as a list, the return type of judges
 
 
 def phrase(failure: RankFailure) -> str:
@@ -290,7 +292,7 @@ def agreeing(phrase: str, ranks: Sequence[int]) -> str:
     return _OF_SEVERAL.get(verb, verb) + space + rest.replace("before its work", "before their work")
 
 
-def told_together(texts: Iterable[tuple[int, str]]) -> list[str]:
+def format_by_text(texts: Iterable[tuple[int, str]]) -> list[str]:
     """Group ranks by equal text: "ranks 1 and 2 have ended"."""
     groups = {text: [rank for rank, _ in pairs] for text, pairs in group_by(texts, lambda pair: pair[1]).items()}
     return [f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in groups.items()]

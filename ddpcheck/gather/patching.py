@@ -82,7 +82,7 @@ def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            OwnErrors.take(error, self)
+            ErrorGuard.take(error, self)
             return nothing()
 
     return call
@@ -93,7 +93,7 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
 
 
-class OwnErrors:
+class ErrorGuard:
     """Handler of errors in ddpcheck's code that torch or a script calls."""
 
     taken_by: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # error handler; None: raise
@@ -123,7 +123,7 @@ def recorder_of(function: Any) -> Recorder:
 def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = None) -> Callable[_Given, _Result | None]:
     """Wrap a hook: an error disables its recorder, and None is returned."""
     mine = recorder or recorder_of(function)
-    errors, is_finalizing = OwnErrors, sys.is_finalizing  # module globals may be cleared at interpreter exit
+    errors, is_finalizing = ErrorGuard, sys.is_finalizing  # module globals may be cleared at interpreter exit
 
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
         if mine.is_off or is_finalizing():
@@ -176,7 +176,7 @@ def accompanied(original: Any, around: Callable[..., Any]) -> Any:
     import torch  # imported late: this module must not require torch
 
     both, is_compiling, mine = inspect.isgeneratorfunction(around), torch.compiler.is_compiling, recorder_of(around)
-    errors, is_finalizing = OwnErrors, sys.is_finalizing  # locals: this frame is on the hot path
+    errors, is_finalizing = ErrorGuard, sys.is_finalizing  # locals: this frame is on the hot path
 
     @functools.wraps(original)
     @passes_on

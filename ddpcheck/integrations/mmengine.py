@@ -23,7 +23,7 @@ from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted
-from ddpcheck.monitor.reporting import WatchOptions, as_text
+from ddpcheck.monitor.reporting import WatchOptions, format_finding
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
 
@@ -35,7 +35,7 @@ _LEVELS = {Severity.ERROR: logging.ERROR, Severity.WARNING: logging.WARNING, Sev
 def log_finding(finding: Finding) -> None:
     """Write a finding to mmengine's log on the main process, as `on_finding="log"` does."""
     if is_main_process():
-        print_log(as_text(finding), logger="current", level=_LEVELS[finding.severity])
+        print_log(format_finding(finding), logger="current", level=_LEVELS[finding.severity])
 
 
 def _resolved(on_finding: OnFinding) -> Any:

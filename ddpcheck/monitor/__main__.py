@@ -52,13 +52,13 @@ def main() -> int:
         pass
     else:
         (folder / SCRIPT).write_text(shlex.join(script))
-        _leave_behind([sys.executable, "-m", _REPORTER, str(folder), str(os.getppid()), json.dumps(vars(args))])
+        _start_detached([sys.executable, "-m", _REPORTER, str(folder), str(os.getppid()), json.dumps(vars(args))])
     flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
     environment = environment_for(RunOptions(str(folder), args.check_every), os.environ)
     os.execve(sys.executable, [sys.executable, *flags, *script], environment)
 
 
-def _leave_behind(command: list[str]) -> None:
+def _start_detached(command: list[str]) -> None:
     """Start a detached process that is not a child of the script."""
     child = os.fork()
     if not child:

@@ -37,7 +37,7 @@ class AlarmBoard:
     """Alarms of a process group's ranks, and exchange of values after an alarm."""
 
     def __init__(self, group: Any, timeout: float) -> None:
-        self._exchange = StoreExchange.over(group, "watch", timeout)
+        self._exchange = StoreExchange.next_exchange(group, "watch", timeout)
         self.rank = self._exchange.rank
         self.ranks = tuple(self._exchange.ranks)
         self.silent: tuple[int, ...] = ()  # ranks that have left or timed out; then this rank stops communicating

@@ -44,7 +44,7 @@ from ddpcheck.rules.replicas.model_parts import judge_model_parts
 from ddpcheck.rules.replicas.steps import judge_replica_states
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
-from ddpcheck.trace.captured import averages_elsewhere
+from ddpcheck.trace.captured import may_average_by_hand
 from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
 
@@ -91,7 +91,7 @@ class ReplicaComparison:
         context = self._recorder.context
         if wrapper is not None:  # hooks may be registered after construction
             context = replace(context, wrapper=replace(context.wrapper, comm_hook=comm_hook_of(wrapper)))
-        if not step and after_backward and averages_elsewhere([replica.values for replica in states], context, step):
+        if not step and after_backward and may_average_by_hand([replica.values for replica in states], context, step):
             self.again = 1  # check that parameters stay equal
         findings = judge_replica_states(states, context, step, after_backward=after_backward, first=not key)
         return repeated + findings
@@ -228,7 +228,7 @@ _FEWEST = 3  # min steps to judge
 _WrittenPart = tuple[PartStep, Inputs | None]
 
 
-class ModelParts(StepListener, Recorder, subjects=("replicas",)):
+class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
     """Comparison of the ranks of a tensor parallel model: the n-th instance of each.
 
     Each rank writes its state before optimizer steps, and judges the steps before its last one: the forward pass since

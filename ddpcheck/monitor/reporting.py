@@ -57,7 +57,7 @@ class FindingWarning(UserWarning):
     """
 
     def __init__(self, finding: Finding | str) -> None:
-        super().__init__(finding if isinstance(finding, str) else as_text(finding))
+        super().__init__(finding if isinstance(finding, str) else format_finding(finding))
         self.finding = None if isinstance(finding, str) else finding
 
     def __reduce__(self) -> tuple[type[FindingWarning], tuple[Finding | str]]:
@@ -69,7 +69,7 @@ _IN_SHORT = "'Expected to have finished reduction ...'"
 """Shortened because Lightning replaces any error text that contains the whole sentence."""
 
 
-def as_text(finding: Finding) -> str:
+def format_finding(finding: Finding) -> str:
     """Format a finding: rule, location, message, ranks, steps, evidence and fix."""
     from ddpcheck.findings.rules import RULES
 
@@ -126,4 +126,4 @@ class FindingReporter:
                 location = user_location() or Location(__file__, 1)  # the line that calls backward, for example
                 warnings.warn_explicit(FindingWarning(finding), FindingWarning, location.path, location.line)
         if errors and self._on_finding == "raise":
-            raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
+            raise FindingsError("\n".join(format_finding(finding) for finding in errors), errors)

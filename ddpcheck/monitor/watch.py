@@ -21,13 +21,13 @@ from ddpcheck.findings.report import CheckResult, Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
 from ddpcheck.findings.wording import PARAMETER_MADE
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
-from ddpcheck.gather.patching import OF_A_WRAPPER, OwnErrors, Recorder, in_a_line
+from ddpcheck.gather.patching import OF_A_WRAPPER, ErrorGuard, Recorder, in_a_line
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.comparisons import ModelParts, OtherMeshes, ReplicaComparison
+from ddpcheck.monitor.comparisons import OtherMeshes, ReplicaComparison, SplitModelComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning, OnFinding, WatchOptions
 from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
-from ddpcheck.record.loop.wrapper_checks import ApartMarks, IgnoredData
+from ddpcheck.record.loop.wrapper_checks import IgnoredData, LocalSgdTracker
 from ddpcheck.record.recording import hold, release
 from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
@@ -116,11 +116,11 @@ class Watch:
         is_first = self._alarms.rank == self._alarms.ranks[0]
         self._reporter = FindingReporter(options, shows_warnings=is_first, locate=self._locate, reported=reported)
         self._report = self._reporter.report
-        self._local_sgd = ApartMarks(lambda: self._recorder, under_no_sync=True)
+        self._local_sgd = LocalSgdTracker(lambda: self._recorder, under_no_sync=True)
         self._ignored = IgnoredData(lambda: self._recorder, lambda entry: self._report(judge_ignored([entry])))
         is_due = functools.partial(_is_due, options.check_consistency_every)
         meshes = OtherMeshes(lambda: self._recorder, is_due, self._report)
-        self._parts = ModelParts(lambda: self._recorder, options.check_consistency_every, self._report)
+        self._parts = SplitModelComparison(lambda: self._recorder, options.check_consistency_every, self._report)
         self._recorder = StepRecorder(
             wrapper,
             self,
@@ -143,7 +143,7 @@ class Watch:
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._attached = True
         self._unwatched: list[CheckResult] = []
-        OwnErrors.taken_by = OwnErrors.taken_by or _unwatched
+        ErrorGuard.taken_by = ErrorGuard.taken_by or _unwatched
         self._recorder.attach()
         self._compilations.begin()
         if self._recorder.is_sharded:
@@ -174,8 +174,8 @@ class Watch:
         self._parts.close()
         self._ignored.close()
         release(self._recorder.module, self)
-        if OwnErrors.taken_by is _unwatched and not any(watch._attached for watch in _at_exit):
-            OwnErrors.taken_by = None
+        if ErrorGuard.taken_by is _unwatched and not any(watch._attached for watch in _at_exit):
+            ErrorGuard.taken_by = None
         if not was_attached:
             return
         if failing:
@@ -196,11 +196,11 @@ class Watch:
 
     def _report_the_rest(self) -> None:
         self._ignored.forward_begins()
-        own_report, settles = self._recorder.last_report(), self._recorder.settles
+        own_report, settles = self._recorder.last_report(), self._recorder.judges_at_end
         if own_report is not None:  # ranks exchange reports if an option is still to be judged after few steps
             reports = self._alarms.gather("close", own_report, at_most=_LAST_WAIT) if settles else [own_report]
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
-        if (marks := self._local_sgd.at_last()) is not None:
+        if (marks := self._local_sgd.final_entry()) is not None:
             marks_by_rank = self._alarms.gather("apart", marks, at_most=_LAST_WAIT)
             self._report(judge_local_sgd([[rank_marks] for rank_marks in marks_by_rank]))
 
@@ -215,7 +215,7 @@ class Watch:
         return self._recorder.step
 
     @property
-    def is_of_living_wrapper(self) -> bool:
+    def has_live_wrapper(self) -> bool:
         """Return True if the wrapper still exists (the module may outlive it)."""
         return self._recorder.wrapper is not None
 
@@ -264,7 +264,7 @@ class Watch:
         """Request an exchange of reports by all ranks after this step."""
         self._alarms.post(step)
 
-    def tell(self, report: RankReport) -> None:
+    def report_now(self, report: RankReport) -> None:
         """Judge and report a fault of this rank, without waiting for the other ranks."""
         self._report(judge_reports([report], self._recorder.context, settled=False))
 

@@ -21,7 +21,7 @@ from ddpcheck.findings.rules import Severity
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options, outermost_sharded
 from ddpcheck.gather.ddp.sharding import refuse_fsdp1
 from ddpcheck.gather.state.module_description import describe
-from ddpcheck.monitor.reporting import FindingReporter, OnFinding, WatchOptions, as_text
+from ddpcheck.monitor.reporting import FindingReporter, OnFinding, WatchOptions, format_finding
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.recording import UnpickledHook
@@ -104,7 +104,7 @@ class CheckedDistributedDataParallel(_DDP):
             reporter.report(findings)
             errors = [finding for finding in findings if finding.severity is Severity.ERROR]
             if impossible and errors:  # also under on_finding="warn"
-                raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
+                raise FindingsError("\n".join(format_finding(finding) for finding in errors), errors)
         super().__init__(module, *args, **kwargs)
         if check_consistency:
             reporter.report(compare_modules(self, group, timeout=check_timeout))

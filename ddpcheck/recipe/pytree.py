@@ -139,7 +139,7 @@ def upcast(nest: Any) -> Any:
     return tree_map(leaf_upcast, nest)
 
 
-def _has_own_constructor(nest: Any) -> bool:
+def _has_custom_constructor(nest: Any) -> bool:
     """Return True for a tuple subclass with a custom `__new__`, such as `PackedSequence`."""
     if not isinstance(nest, tuple) or hasattr(type(nest), "n_sequence_fields"):
         return False
@@ -159,8 +159,8 @@ def _is_splittable(leaf: Any) -> bool:
 
 def batch_size(batch: Any) -> int:
     """Return the number of samples, the size of dim 0; raise `TargetError` if none."""
-    for leaf in tree_leaves(batch, is_leaf=_has_own_constructor):
-        if _has_own_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
+    for leaf in tree_leaves(batch, is_leaf=_has_custom_constructor):
+        if _has_custom_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
             raise _cannot_split(leaf)
     sizes = sorted({int(leaf.shape[0]) for leaf in tree_leaves(batch) if _is_splittable(leaf)})
     if not sizes:

@@ -70,7 +70,7 @@ class Recipe:
         Raises:
             TargetError: `model` raised, or returned no module.
         """
-        module = call("model()", self.model)
+        module = call_user("model()", self.model)
         if not isinstance(module, nn.Module):
             raise TargetError(f"model() returned {kind_of(module)}; it must return a torch.nn.Module")
         return module
@@ -81,7 +81,7 @@ class Recipe:
         Raises:
             TargetError: `batch` raised, or returned no tensor.
         """
-        batch = call(f"batch({step})", self.batch, step)
+        batch = call_user(f"batch({step})", self.batch, step)
         if next(tree_tensors(batch), None) is None:
             raise TargetError(f"batch({step}) returned {kind_of(batch)} without any tensor; return a nest of tensors")
         return batch
@@ -91,7 +91,7 @@ class Recipe:
         if self.shard is None:
             return shard_batch(batch, rank, world_size)
         label = f"shard(batch, rank={rank}, world_size={world_size})"
-        shard = call(label, self.shard, batch, rank, world_size)
+        shard = call_user(label, self.shard, batch, rank, world_size)
         if shard is None:
             raise TargetError(f"{label} returned None; it must return the part of the batch that the rank works on")
         return shard
@@ -100,7 +100,7 @@ class Recipe:
         """Call `optimizer(parameters)`, or create the default SGD."""
         if self.optimizer is None:
             return torch.optim.SGD(parameters, lr=_DEFAULT_LEARNING_RATE)
-        optimizer = call("optimizer(parameters)", self.optimizer, parameters)
+        optimizer = call_user("optimizer(parameters)", self.optimizer, parameters)
         if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
             raise TargetError(f"optimizer(parameters) returned {kind_of(optimizer)}, not a torch optimizer")
         if _needs_closure(optimizer):
@@ -117,13 +117,13 @@ class Recipe:
             TargetError: `wrap` raised, or returned no module.
         """
         if self.wrap is not None:
-            wrapped = call("wrap(module, device)", self.wrap, module, device)
+            wrapped = call_user("wrap(module, device)", self.wrap, module, device)
         else:
             kwargs = dict(self.ddp_kwargs)
             if device.type == "cuda":
                 kwargs.setdefault("device_ids", [device.index])
             wrap = functools.partial(nn.parallel.DistributedDataParallel, module, **kwargs)
-            wrapped = call("DistributedDataParallel(module, **ddp_kwargs)", wrap)
+            wrapped = call_user("DistributedDataParallel(module, **ddp_kwargs)", wrap)
         if not isinstance(wrapped, nn.Module):
             raise TargetError(f"wrap(module, device) returned {kind_of(wrapped)}; it must return a torch.nn.Module")
         return wrapped
@@ -141,7 +141,7 @@ def _needs_closure(optimizer: Any) -> bool:
 
 
 @for_target
-def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
+def call_user(what: str, function: Callable[..., Result], *args: Any) -> Result:
     """Call a user function; convert exceptions other than ddpcheck's to a one-sentence `TargetError`."""
     try:
         return function(*args)
@@ -190,10 +190,10 @@ def blame(what: str, error: BaseException) -> TargetError:
     end = f" (at {location})" if location else ""
     if isinstance(error, SystemExit):
         return TargetError(f"{what} called exit({error.code!r}){end}; remove that call", detail=format_traceback(error))
-    return TargetError(f"{what} raised {summary(error)}{end}", detail=format_traceback(error))
+    return TargetError(f"{what} raised {error_summary(error)}{end}", detail=format_traceback(error))
 
 
-def summary(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Return the class and the first line of the message of `error`."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {shortened(lines[0], _LONGEST_LINE)}" if lines else type(error).__name__

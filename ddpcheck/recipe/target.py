@@ -38,7 +38,7 @@ def load_target(target: str) -> Recipe:
         UsageError: There is no such file, module or attribute, or the object is not a recipe.
         TargetError: The user code raised on import or call.
     """
-    from ddpcheck.recipe.recipe import Recipe, call, kind_of
+    from ddpcheck.recipe.recipe import Recipe, call_user, kind_of
 
     source, attribute = split_target(target)
     if not attribute and is_path(source):
@@ -59,7 +59,7 @@ def load_target(target: str) -> Recipe:
         ) from None
     except ValueError:
         pass  # no signature available: try the call
-    recipe = call(f"{target}()", value)
+    recipe = call_user(f"{target}()", value)
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{target}() returned {kind_of(recipe)}; it must return a ddpcheck.Recipe")
     return recipe

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.gather.autograd.autograd_graph import in_backward
-from ddpcheck.gather.patching import OwnErrors, Recorder, patched, recorder_of
+from ddpcheck.gather.patching import ErrorGuard, Recorder, patched, recorder_of
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import is_probed, is_sampled
 
@@ -34,7 +34,7 @@ class Recording:
         self.add = add  # function that writes an entry to the log
         self.log: Any = log  # log of this rank
         self.every = every  # steps between two comparisons; 0 for never
-        self.watches = WeakList()  # `ScriptWatch` of each wrapper
+        self.watches = WeakList()  # `WrapperRecorder` of each wrapper
         self.wrappers = 0  # number of wrappers constructed so far
         self.steps = 0  # number of optimizer steps, of all optimizers together
         self.rounds = 0  # largest step count of any optimizer
@@ -120,7 +120,7 @@ class UnpickledHook:
         except FindingsError as error:  # hide frames of ddpcheck in the traceback
             raise error.with_traceback(None) from None
         except Exception as error:
-            OwnErrors.take(error, self._recorder)
+            ErrorGuard.take(error, self._recorder)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_nothing,)
@@ -251,7 +251,7 @@ def hold(module: nn.Module, watch: Any) -> None:
         holder = vars(part).get(_KEY)
         if not isinstance(holder, _Held):
             holder = vars(part)[_KEY] = _Held()
-        holder.watches = [watch, *(known_watch for known_watch in holder.watches if known_watch.is_of_living_wrapper)]
+        holder.watches = [watch, *(known_watch for known_watch in holder.watches if known_watch.has_live_wrapper)]
 
 
 def release(module: nn.Module, watch: Any) -> None:

@@ -32,7 +32,7 @@ class Medium:
     quiet: bool = False  # True to show only the verdict
 
     @classmethod
-    def of(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
+    def detect(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
         """Detect from a stream (None if closed) and NO_COLOR, FORCE_COLOR, TERM, COLUMNS."""
         environ = os.environ if environ is None else environ
         terminal = stream is not None and stream.isatty()

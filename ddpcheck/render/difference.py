@@ -8,7 +8,7 @@ from rich.console import RenderableType
 
 from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_place, join_names, limited
+from ddpcheck.findings.wording import format_position, join_names, limited
 from ddpcheck.render import Renderer
 from ddpcheck.render.markdown import code_span, escaped
 from ddpcheck.render.parts import title_of
@@ -56,7 +56,7 @@ class DifferenceMarkdownRenderer(Renderer):
                 lines.append(f"\n### {name}\n")
             for finding in findings[:MOST_FINDINGS]:
                 subjects = ", ".join(map(code_span, finding.subjects[:8]))
-                place_text = f" ({escaped(format_place(finding))})" if name == "new" else ""
+                place_text = f" ({escaped(format_position(finding))})" if name == "new" else ""
                 lines.append(f"- {escaped(_title(finding))} {subjects}: {escaped(finding.message)}{place_text}")
             if len(findings) > MOST_FINDINGS:
                 lines.append(f"- and {len(findings) - MOST_FINDINGS} more")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ddpcheck.findings.report import AcceptedFinding, Finding, Report, Severity
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import counted, format_place
+from ddpcheck.findings.wording import counted, format_position
 from ddpcheck.report.matrix.matrix import Matrix
 
 
@@ -25,7 +25,7 @@ def facts_of(finding: Finding) -> list[Fact]:
     facts = (
         Fact("subjects", finding.subjects),
         Fact("message", (finding.message,)),
-        Fact("place", (format_place(finding),)),
+        Fact("place", (format_position(finding),)),
         Fact("related", tuple(map(str, finding.related))),
         Fact("evidence", finding.evidence),
         Fact("fix", (finding.what_to_do,) if finding.what_to_do else (), "fix"),

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from ddpcheck.findings.report import AcceptedFinding, Finding, Location, Report, Severity
 from ddpcheck.findings.rules import RULES, sections_of
-from ddpcheck.findings.selection import fingerprint
+from ddpcheck.findings.selection import finding_key
 from ddpcheck.findings.wording import PARAMETER_MADE, counted
 from ddpcheck.render import Renderer
 from ddpcheck.render.markdown import prose
@@ -77,7 +77,7 @@ def _invocation(report: Report, left_off: int) -> dict[str, Any]:
 
 def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding | None) -> dict[str, Any]:
     location = finding.location or Location(target.partition("::")[0].partition(" ")[0] or "unknown", 1)
-    code, path, subjects = fingerprint(finding)  # stable if lines or numbers change
+    code, path, subjects = finding_key(finding)  # stable if lines or numbers change
     digest = hashlib.sha256(json.dumps([code, subjects, path]).encode()).hexdigest()
     result: dict[str, Any] = {
         "ruleId": finding.code,
@@ -109,8 +109,10 @@ def _path(finding: Finding) -> list[dict[str, Any]]:
     path = finding.path
     if path is None or not path.steps:
         return []
-    made_at = next((entry.location for entry in finding.related if entry.role == PARAMETER_MADE), finding.location)
-    path_lines = [(made_at, path.parameter), *((step.location, step.operation) for step in path.steps)]
+    construction_line = next(
+        (entry.location for entry in finding.related if entry.role == PARAMETER_MADE), finding.location
+    )
+    path_lines = [(construction_line, path.parameter), *((step.location, step.operation) for step in path.steps)]
     path_lines.append((path.begins_at, f"{path.reason} begins here"))
     locations = [{"location": _location(location, text)} for location, text in path_lines if location is not None]
     return [{"id": f"from {path.parameter} to where its path ends", "locations": locations}] if locations else []

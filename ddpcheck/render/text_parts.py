@@ -41,7 +41,7 @@ class TextRenderer(Renderer):
             emoji=False,
             highlight=False,
             legacy_windows=False,
-            _environ={},  # already read by `Medium.of`
+            _environ={},  # already read by `Medium.detect`
         )
         for section in () if self.medium.quiet else sections:
             parts = list(section)

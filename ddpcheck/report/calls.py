@@ -65,7 +65,7 @@ def try_call(
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        reply = this_rank.describe(error)
+        reply = this_rank.exception_data(error)
         with contextlib.suppress(Exception):  # the single process has no such state
             rank_state.recover()
         text = str(reply["text"]).strip().partition("\n")[0]

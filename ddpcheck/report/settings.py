@@ -84,7 +84,7 @@ def load_settings(
         ConfigError: The environment or a file has an invalid value, or the file names an unknown setting.
     """
     environ = os.environ if environ is None else environ
-    load_rules_of_others(environ=environ, start=start)
+    load_third_party_rules(environ=environ, start=start)
     chosen = _from_pyproject(start or Path.cwd())
     for variable, field in _fields_in(environ).items():
         if field in _PARSERS and environ[variable] != "":
@@ -132,7 +132,7 @@ def _near(field: str) -> str:
     return close[0] if close else next(parts, "")
 
 
-def load_rules_of_others(*, environ: Mapping[str, str] | None = None, start: Path | None = None) -> None:
+def load_third_party_rules(*, environ: Mapping[str, str] | None = None, start: Path | None = None) -> None:
     """Add the rules of installed packages, of `[tool.ddpcheck] rules` and of DDPCHECK_RULES to `RULES`.
 
     Raises:

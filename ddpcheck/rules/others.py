@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.from_json import read
+from ddpcheck.findings.from_json import build
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.rules import FAMILIES, RULES, Rule, parse_rule
@@ -43,7 +43,7 @@ def load_rules(name: str) -> tuple[str, ...]:
         try:
             module = importlib.import_module(name)
         except Exception as error:
-            raise UsageError(f"module {name!r} cannot be imported: {describe(error, spec.origin)}") from error
+            raise UsageError(f"module {name!r} cannot be imported: {describe_exception(error, spec.origin)}") from error
         rules = parse_rules(name, module.__doc__ or "")
         views = _views_of(name, rules)
         for rule in rules:
@@ -87,7 +87,7 @@ def _views_of(name: str, rules: Iterable[Rule]) -> dict[str, set[type[View]]]:
     views: dict[str, set[type[View]]] = {rule.code: set() for rule in rules}
     for view, judge in judges_of_others:
         if judge.__module__ == name:
-            if (code := code_of(judge)) not in views:
+            if (code := code_in_name(judge)) not in views:
                 raise UsageError(f"judge {judge.__name__} in {name} is not named by a rule, as in judge_lab001")
             views[code].add(view)
     if unjudged := [code for code in views if not views[code]]:
@@ -95,20 +95,20 @@ def _views_of(name: str, rules: Iterable[Rule]) -> dict[str, set[type[View]]]:
     return views
 
 
-def code_of(judge: Callable[..., object]) -> str:
+def code_in_name(judge: Callable[..., object]) -> str:
     """Return the code in the name of a judge, or ''."""
     match = _JUDGE.fullmatch(judge.__name__)
     return match[1].upper() if match else ""
 
 
-def describe(error: Exception, file: str) -> str:
+def describe_exception(error: Exception, file: str) -> str:
     """Describe an exception with its last line in a file: "lab_rules.py:12 raised KeyError: 'x'"."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     text = f": {error}" if str(error) else ""
     return f"{Path(file).name}{f':{lines[-1]}' if lines else ''} raised {type(error).__name__}{text}"
 
 
-def judge_by_others(facts: ScriptFacts, severity: Severity) -> tuple[list[tuple[str, Finding]], list[str]]:
+def judge_third_party_rules(facts: ScriptFacts, severity: Severity) -> tuple[list[tuple[str, Finding]], list[str]]:
     """Return (check line, finding) pairs, and a note on each judge that raised.
 
     Args:
@@ -119,15 +119,15 @@ def judge_by_others(facts: ScriptFacts, severity: Severity) -> tuple[list[tuple[
     notes: list[str] = []
     for view_type, judge in judges_of_others:
         is_offered = facts.can_compare or not view_type.needs_all_ranks
-        if code_of(judge) in RULES and is_offered and facts.unwatched.keys().isdisjoint(view_type.checks):
+        if code_in_name(judge) in RULES and is_offered and facts.unwatched.keys().isdisjoint(view_type.checks):
             try:
-                view = view_type.of(facts)
+                view = view_type.from_facts(facts)
                 judged = [] if view is None else judge_view(view, judge, severity)
                 findings += [(view_type.check_of(finding), finding) for finding in judged]
             except Exception as error:
                 is_bug = not isinstance(error, NotRecorded)
-                reason = describe(error, judge.__code__.co_filename) if is_bug else str(error)
-                notes.append(f"{code_of(judge)} was not judged: {' '.join(reason.split())}")
+                reason = describe_exception(error, judge.__code__.co_filename) if is_bug else str(error)
+                notes.append(f"{code_in_name(judge)} was not judged: {' '.join(reason.split())}")
     return findings, notes
 
 
@@ -135,8 +135,8 @@ def judge_view(view: View, judge: Callable[..., Iterable[Finding]], severity: Se
     """Return a judge's findings, capped at `severity`; raise if they are not well-formed."""
     findings = []
     for finding in judge(view):
-        finding = read(Finding, msgspec.to_builtins(finding))
-        if finding.code != code_of(judge):
+        finding = build(Finding, msgspec.to_builtins(finding))
+        if finding.code != code_in_name(judge):
             raise ValueError(f"{judge.__name__} returns a finding of {finding.code}")
         is_allowed = not finding.severity.reaches(severity)
         findings.append(replace(finding, severity=finding.severity if is_allowed else severity, tags=()))

@@ -58,7 +58,7 @@ def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[s
         repeats = {code for code, rule in RULES.items() if view_type.__name__ in rule.repeats}
         dropped = set() if repeats.isdisjoint(finding.code for _, finding in findings) else repeats
         try:
-            view = view_type.of(facts)
+            view = view_type.from_facts(facts)
             view_verdicts = {} if view is None else verdicts_of(view)
         except Exception as error:
             errors |= dict.fromkeys(view_type.checks, error)

@@ -25,20 +25,20 @@ from ddpcheck.findings.stacks import (
     collectives_of_threads,
     is_waiting,
     lock_waited_for,
-    own_stack,
+    main_stack,
     program_lines,
     program_threads,
     region_of,
     traceback_stack,
-    waits_for_others,
+    waits_for_ranks,
 )
 from ddpcheck.findings.wording import join_names
 from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.rules.collectives.first_divergence import first_divergence
 from ddpcheck.rules.collectives.timelines import diverging_calls, timelines
-from ddpcheck.run.hang_watch import Hang, Unended
+from ddpcheck.run.hang_watch import Hang, NotExited
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines_in
-from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
+from ddpcheck.stream.rank_log import RankTrace, comparable_logs
 from ddpcheck.trace.failures import EndedThread, FailureFacts, describe_failure, follows_from_another_rank
 from ddpcheck.trace.positions import EndingFacts, described_call, lines_of
 from ddpcheck.worlds import failures
@@ -53,7 +53,7 @@ class Ending:
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     hang: Hang | None = None  # None if no hang was detected
     interrupted: bool = False  # True if a signal of a user or scheduler ended the script
-    unended: Unended | None = None  # ranks that finished the script but did not exit
+    unended: NotExited | None = None  # ranks that finished the script but did not exit
     # processes that did not return from `init_process_group`, if one raised and none returned
     unmet: tuple[Joining, ...] = ()
     unwatched: tuple[str, ...] = ()  # reasons why ranks are not observed, one sentence each
@@ -63,7 +63,7 @@ class Ending:
 
 
 def judge_ending(
-    ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding], source: ProgramSource | None = None
+    ranks: Sequence[RankTrace], ending: Ending, known: Sequence[Finding], source: ProgramSource | None = None
 ) -> list[Finding]:
     """Return findings DDP401 to 404 on failed ranks, unless a `known` finding explains them."""
     if ending.hang is not None and ending.hang.joining:
@@ -77,17 +77,17 @@ def judge_ending(
 
 
 def _failure_facts(
-    ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding], source: ProgramSource
+    ranks: Sequence[RankTrace], ending: Ending, known: Sequence[Finding], source: ProgramSource
 ) -> FailureFacts:
     """Return facts on the failed ranks, and on ranks that were still computing."""
     failed = failures_of(ranks, ending)
-    ordered = failures.in_order(failed)
+    ordered = failures.sort_failures(failed)
     first = ranks[ordered[0].rank if ordered else 0]
     failed_ranks = {failure.rank for failure in failed}
     at_work = {}
     for number, rank in enumerate(ranks):
-        stack = own_stack(rank.stack)
-        if number not in failed_ranks and not rank.has_ended and stack and not waits_for_others(stack):
+        stack = main_stack(rank.stack)
+        if number not in failed_ranks and not rank.has_ended and stack and not waits_for_ranks(stack):
             locs = program_lines(rank.stack)
             at_work[number] = [loc for loc in locs if loc.rpartition(":")[0] in first.files] or list(locs)
     stacks = {} if ending.hang is None else ending.hang.stacks
@@ -119,11 +119,11 @@ def _failure_facts(
 _CHECKPOINTS = ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable")
 
 
-def _ended_threads(ranks: Sequence[WatchedRank], ending: Ending) -> list[EndedThread]:
+def _ended_threads(ranks: Sequence[RankTrace], ending: Ending) -> list[EndedThread]:
     threads = []
     for rank in ranks:
         dump = rank.stack if ending.hang is None else ending.hang.stacks.get(rank.started.rank, "")
-        lock = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
+        lock = "" if program_threads(dump) else lock_waited_for(main_stack(dump))
         for error in rank.thread_errors:
             threads.append(EndedThread(error.thread, failures.raised(rank.started.rank, dict(error.reply)), lock))
     return threads
@@ -134,7 +134,7 @@ def _with_option_of_run(finding: Finding) -> Finding:
     return finding if advice == finding.what_to_do else replace(finding, fix=advice)
 
 
-def _positions(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> EndingFacts:
+def _positions(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource) -> EndingFacts:
     """Return where ranks were when the job stopped, and code blocks around these lines."""
     at_end = ranks_at_end(ranks, ending, source)
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
@@ -144,7 +144,7 @@ def _positions(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSour
     return EndingFacts(at_end, blocks_of_lines(lines, files, source))
 
 
-def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[RankAtEnd]:
+def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource) -> list[RankAtEnd]:
     """Return where each rank was when the job stopped."""
     failures_by_rank = {failed.rank: failed for failed in failures_of(ranks, ending)}
     at_end = []
@@ -163,7 +163,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
             if failure.kind == "stuck" and rank.waits_for is not None:
                 waits_for, doing = rank.waits_for, f"waits in {rank.waits_for}"
             log = _with_forward(log, failure, lines)
-            if for_worker := region_of(own_stack(stacks.get(failure.rank, ""))) == WORKERS:
+            if for_worker := region_of(main_stack(stacks.get(failure.rank, ""))) == WORKERS:
                 doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
         elif rank.has_ended or rank.exit is not None:
             exit_at = _exit_of(rank, ending, source)
@@ -173,7 +173,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
                 doing += f", as {join_names(list(map(str, places)), most=4)} may"
             for error in rank.thread_errors[-1:]:
                 doing = f"raised {error.reply['type']} in a thread at {error.reply['location']}, and {doing}"
-        elif lines and not waits_for_others(own_stack(rank.stack)):  # computing when ended
+        elif lines and not waits_for_ranks(main_stack(rank.stack)):  # computing when ended
             doing, follows = f"was at work at {lines[0]}", False
         else:
             doing = f"was in {described_call(log[-1])}" if log else "has reached no collective"
@@ -184,13 +184,13 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
         dump = stacks.get(number, "")
-        in_threads = tuple(collectives_of_threads(dump)) if waits_for_others(own_stack(dump)) else ()
+        in_threads = tuple(collectives_of_threads(dump)) if waits_for_ranks(main_stack(dump)) else ()
         fields = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for, rank.constructs)
         at_end.append(RankAtEnd(number, log, first_call, *fields, in_threads))
     return at_end
 
 
-def _exit_of(rank: WatchedRank, ending: Ending, source: ProgramSource) -> str:
+def _exit_of(rank: RankTrace, ending: Ending, source: ProgramSource) -> str:
     """Return the exit call of a rank ("sys.exit at train.py:41"), or ""."""
     if rank.exit is None:
         return SYSTEM_EXIT if ending.exit_codes.get(rank.started.rank, 0) > 0 else ""  # only exit calls have such codes
@@ -208,13 +208,13 @@ def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, .
     in_forward = failure.collective.startswith(FORWARD)
     if failure.kind == "raised" and follows_from_another_rank(failure):
         frames = traceback_stack(failure.traceback)
-        in_forward = region_of(frames) == FORWARD and waits_for_others(frames)
+        in_forward = region_of(frames) == FORWARD and waits_for_ranks(frames)
     if not in_forward or not backward_calls or not lines or log[-1].operation == DDP_FORWARD:
         return log
     return [*log, replace(backward_calls[-1], operation=DDP_FORWARD, place="", location=lines[0], callers=lines)]
 
 
-def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
+def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]:
     """Return the failures of ranks, except ranks that torchrun ended after another failure."""
     failed, vanished = list[RankFailure](), list[RankFailure]()
     # SIGKILL of ranks that the script started itself; torchrun reports an exit code for its own
@@ -245,7 +245,7 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
     return [failure for failure in failed if not _was_ended(failure, failed, is_only_death=is_only_death)]
 
 
-def _died(rank: WatchedRank, code: int) -> RankFailure:
+def _died(rank: RankTrace, code: int) -> RankFailure:
     """Return the failure of a rank that ended by a signal or `os._exit`."""
     number = rank.started.rank
     failure = _with_last_call(failures.died(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank)
@@ -255,37 +255,37 @@ def _died(rank: WatchedRank, code: int) -> RankFailure:
     return replace(failure, message=message, location=rank.exit.lines[0])
 
 
-def _with_last_call(failure: RankFailure, rank: WatchedRank) -> RankFailure:
+def _with_last_call(failure: RankFailure, rank: RankTrace) -> RankFailure:
     """Mention the last logged collective in a failure whose line is unknown."""
     if failure.location or not rank.calls:
         return failure
     return replace(failure, noticed=f"the last collective of rank {failure.rank} was {described_call(rank.calls[-1])}")
 
 
-def call_of_ddp(rank: WatchedRank, stack: str) -> str:
+def call_of_ddp(rank: RankTrace, stack: str) -> str:
     """Describe the DDP collective in which a rank waits; "" for other collectives."""
     operations = {"backward": DDP_BACKWARD, FORWARD: DDP_FORWARD}
-    frames = own_stack(stack)
+    frames = main_stack(stack)
     region = region_of(frames)
     last = rank.calls[-1] if rank.calls else None
     if last is not None and last.operation == operations.get(region):
         return described_call(last)
     if region not in (*operations, CONSTRUCTOR) or collective_of(frames):
         return ""
-    if region != CONSTRUCTOR and not waits_for_others(frames):
+    if region != CONSTRUCTOR and not waits_for_ranks(frames):
         return ""
     lines = program_lines(stack)  # DDP does not log the sync of bucket order and initial weights
     return f"{region}{f' at {lines[0]}' if lines else ''}"
 
 
-def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
+def still_in_a_call(ranks: Sequence[RankTrace], ending: Ending) -> set[int]:
     """Return the ranks whose last collective is not known to have completed."""
     killed_or_waiting = {failure.rank for failure in failures_of(ranks, ending) if follows_from_another_rank(failure)}
     return killed_or_waiting | {rank for rank, code in ending.exit_codes.items() if code < 0}
 
 
 def timelines_of(
-    ranks: Sequence[WatchedRank], ending: Ending, findings: Sequence[Finding]
+    ranks: Sequence[RankTrace], ending: Ending, findings: Sequence[Finding]
 ) -> tuple[CollectiveTimeline, ...]:
     """Return the last collectives of all ranks, if a rank failed or collectives diverged."""
     rank_failures = failures_of(ranks, ending)
@@ -312,6 +312,6 @@ def _was_ended(failure: RankFailure, failed: Sequence[RankFailure], *, is_only_d
     not_ended = [item for item in failed if item not in killed and item.exit_code != -15]
     if failure in killed:  # a killed rank may also be the first failure, which breaks the connections of the others
         return any(not follows_from_another_rank(item) for item in not_ended)
-    if not_ended and is_only_death and all(map(failures.looks_fallen, not_ended)):
+    if not_ended and is_only_death and all(map(failures.lost_connection, not_ended)):
         return False
     return failure.exit_code == -15 and len(not_ended) + len(killed) > 0

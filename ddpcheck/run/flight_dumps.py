@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.report.hang.flight_recorder import CALL_KEY, DTYPES
 from ddpcheck.run.ending import Ending, still_in_a_call
-from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
+from ddpcheck.stream.rank_log import RankTrace, comparable_logs
 
 _VERSION = "2.10"  # version of Flight Recorder in torch 2.13
 _OPERATIONS = (  # names in Flight Recorder, which are prefixes of names in torch.distributed
@@ -28,7 +28,7 @@ _PAYLOAD = re.compile(r"(\w+) of shape \(([\d, ]*)\)")
 _RECORDED_DTYPES = {name: recorded for recorded, name in DTYPES.items()} | {"bfloat16": "BFloat16"}
 
 
-def prepare(folder: Path) -> None:
+def create_dump_folder(folder: Path) -> None:
     """Create the folder for the dumps.
 
     Raises:
@@ -42,7 +42,7 @@ def prepare(folder: Path) -> None:
         raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
 
 
-def write_flight_records(folder: Path, ranks: Sequence[WatchedRank], ending: Ending) -> None:
+def write_flight_records(folder: Path, ranks: Sequence[RankTrace], ending: Ending) -> None:
     """Write the last collectives of each rank as a Flight Recorder dump (`rank_0`)."""
     open_ranks = still_in_a_call(ranks, ending)
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):

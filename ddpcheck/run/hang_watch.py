@@ -24,18 +24,18 @@ import msgspec
 from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.stacks import (
     WORKERS,
-    has_no_python_left,
+    has_no_python_frames,
     lock_waited_for,
-    own_stack,
+    main_stack,
     program_threads,
     region_of,
-    waits_for_others,
+    waits_for_ranks,
 )
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.record.rank.started_processes import RAISED, SUFFIX
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
-from ddpcheck.run import living_ranks
-from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used
+from ddpcheck.run import live_ranks
+from ddpcheck.run.live_ranks import LiveRanks, RankFacts, Used
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
@@ -60,7 +60,7 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
-class Unended:
+class NotExited:
     """Ranks that finished the script but whose processes did not exit."""
 
     seconds: float
@@ -95,9 +95,9 @@ class HangWatch:
             limit: Seconds after which the ranks are ended in any case.
         """
         self.hang: Hang | None = None
-        self.unended: Unended | None = None
+        self.unended: NotExited | None = None
         self._folder = folder
-        self._ranks = LivingRanks(folder)
+        self._ranks = LiveRanks(folder)
         self._timeout = timeout
         self._limit = limit
         self._end = end
@@ -122,21 +122,21 @@ class HangWatch:
 
     def _look(self) -> None:
         seen: dict[str, bytes] = {}
-        meeting = _MeetingWatch(self._folder)
+        meeting = _RendezvousWatch(self._folder)
         progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
         latest = time.monotonic() + self._limit
         while not self._over.wait(_INTERVAL):
             try:
-                ranks, are_all_here = self._ranks.living()
+                ranks, are_all_here = self._ranks.live_pids()
                 self._report_raised(ranks)
                 now, last = time.monotonic(), seen
                 seen = self._ranks.progress()
                 if not ranks or seen != last:
-                    progress, since, before, is_stuck = now, now, living_ranks.used(ranks), False
+                    progress, since, before, is_stuck = now, now, live_ranks.used(ranks), False
                 elif is_stuck and not all(
                     state.may_wait for state in self._ranks.facts(ranks, before, now - since).values()
                 ):
-                    since, before, is_stuck = now, living_ranks.used(ranks), False
+                    since, before, is_stuck = now, live_ranks.used(ranks), False
                 elif now - since >= self._timeout or (
                     now - since >= _MISMATCH
                     and are_all_here
@@ -147,8 +147,8 @@ class HangWatch:
                     facts = self._ranks.facts(ranks, before, now - since, diverged=diverged)
                     is_stuck = self._are_hung(ranks, facts, now - progress, are_all_here)
                     self._report_stopped(ranks)
-                    since, before = now, living_ranks.used(ranks)
-                if not ranks and (waiting := meeting.in_vain(now, self._timeout)):
+                    since, before = now, live_ranks.used(ranks)
+                if not ranks and (waiting := meeting.waiting_in_vain(now, self._timeout)):
                     self.hang = Hang(self._timeout, {}, waiting)
                     ranks = {index: joining.pid for index, joining in enumerate(waiting)}
                 if now >= latest and self.hang is None:
@@ -176,7 +176,7 @@ class HangWatch:
                 self._tell(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
 
     def _report_stopped(self, living: dict[int, int]) -> None:
-        stopped = {rank: pid for rank, pid in living.items() if living_ranks.is_stopped(pid)}
+        stopped = {rank: pid for rank, pid in living.items() if live_ranks.is_stopped(pid)}
         if stopped and not self._has_reported_stopped:
             self._has_reported_stopped = True
             who, pids = f"{format_ranks(stopped)} {agreeing('was', [*stopped])}", " ".join(map(str, stopped.values()))
@@ -203,18 +203,18 @@ class HangWatch:
             if facts[rank].is_idle
             and logs[rank].has_left
             and (
-                (logs[rank].has_ended and has_no_python_left(stacks.get(rank, ""))) or living_ranks.gloo_wants_gil(pid)
+                (logs[rank].has_ended and has_no_python_frames(stacks.get(rank, ""))) or live_ranks.gloo_wants_gil(pid)
             )
         }
         waiting = {rank: stacks.get(rank, "") for rank in ranks if rank not in unended}
-        elsewhere = [rank for rank, stack in waiting.items() if not facts[rank].waits(own_stack(stack))]
+        elsewhere = [rank for rank, stack in waiting.items() if not facts[rank].waits(main_stack(stack))]
         for rank in elsewhere:
             has_thread_error = bool(logs[rank].thread_errors)
             by_thread = self._waits_for_threads(ranks[rank], waiting[rank], has_thread_error=has_thread_error)
             if not by_thread and not self._waits_for_locked_worker(ranks[rank], waiting[rank]):
                 return False  # a slow read of a file is no hang
         if not waiting:
-            self.unended = Unended(seconds, tuple(sorted(unended)))
+            self.unended = NotExited(seconds, tuple(sorted(unended)))
         elif are_all_here:
             self.hang = Hang(seconds, waiting)
         elif self._nodes is not None and self._nodes.is_joined:
@@ -230,7 +230,7 @@ class HangWatch:
             return False
         ranks, world_size = self._ranks.joined()
         standing: Standing = "stuck" if is_stuck else "on" if living or not ranks else "ended"
-        self._nodes.stands(standing, tuple(ranks), world_size)
+        self._nodes.publish_state(standing, tuple(ranks), world_size)
         if not self._nodes.must_end():
             return False
         if self._nodes.number == 0:  # ending rank 0 first would make the other nodes fail
@@ -251,22 +251,22 @@ class HangWatch:
 
     def _waits_for_locked_worker(self, pid: int, stack: str) -> bool:
         """Return True if a rank waits for a deadlocked data loader worker."""
-        if region_of(own_stack(stack)) != WORKERS:
+        if region_of(main_stack(stack)) != WORKERS:
             return False
-        locked = living_ranks.locked_children(pid)
+        locked = live_ranks.locked_children(pid)
         self._over.wait(_LOCKED if locked else 0.0)
-        return bool(locked.items() & living_ranks.locked_children(pid).items())
+        return bool(locked.items() & live_ranks.locked_children(pid).items())
 
     def _waits_for_threads(self, pid: int, stack: str, *, has_thread_error: bool) -> bool:
         """Return True if the main thread waits for failed threads, or threads awaiting ranks."""
         threads = program_threads(stack)
-        if not lock_waited_for(own_stack(stack)) or not (has_thread_error or any(map(waits_for_others, threads))):
+        if not lock_waited_for(main_stack(stack)) or not (has_thread_error or any(map(waits_for_ranks, threads))):
             return False
-        if not all(waits_for_others(thread) or lock_waited_for(thread) for thread in threads):
+        if not all(waits_for_ranks(thread) or lock_waited_for(thread) for thread in threads):
             return False
-        before = living_ranks.switches(f"{pid}/task/{pid}")
+        before = live_ranks.switches(f"{pid}/task/{pid}")
         self._over.wait(_LOCKED)
-        return living_ranks.switches(f"{pid}/task/{pid}") == before
+        return live_ranks.switches(f"{pid}/task/{pid}") == before
 
     def _end_ranks(self, ranks: dict[int, int]) -> None:
         """End the ranks; kill ranks blocked in C++, which never handle SIGTERM."""
@@ -274,12 +274,12 @@ class HangWatch:
             if self._over.is_set():
                 return
             self._end()
-        while living := {rank: pid for rank, pid in ranks.items() if living_ranks.lives(pid)}:
+        while living := {rank: pid for rank, pid in ranks.items() if live_ranks.lives(pid)}:
             before = {pid: processor_seconds(pid) for pid in living.values()}
             if is_over := self._over.wait(_GRACE):  # the launcher ended before the ranks
                 time.sleep(_INTERVAL)
             for pid in living.values():
-                if living_ranks.lives(pid) and living_ranks.is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
+                if live_ranks.lives(pid) and live_ranks.is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             if is_over:
@@ -305,7 +305,7 @@ def _notes(folder: Path, *suffixes: str) -> list[Joining]:
     return sorted(notes, key=lambda note: (note.rank, note.pid))
 
 
-class _MeetingWatch:
+class _RendezvousWatch:
     """Detect that processes in `init_process_group` wait for processes that have ended."""
 
     def __init__(self, folder: Path) -> None:
@@ -313,23 +313,23 @@ class _MeetingWatch:
         self._since = 0.0
         self._before: dict[int, float] = {}
 
-    def in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
+    def waiting_in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
         """Return the processes that have waited in vain for `timeout` seconds, or ()."""
-        notes = tuple(note for note in _notes(self._folder, SUFFIX) if living_ranks.lives(note.pid))
+        notes = tuple(note for note in _notes(self._folder, SUFFIX) if live_ranks.lives(note.pid))
         if self._before.keys() != {note.pid for note in notes}:
             self._begin(notes, now)
         if not notes or now - self._since < timeout:
             return ()
         seconds = now - self._since
         waiting = all(
-            living_ranks.is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes
+            live_ranks.is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes
         )
         self._begin(notes, now)
         needed = max(note.started or note.world_size for note in notes)
         missing = needed - len(notes)
         if missing > 0 and all(note.started for note in notes):
             pids = {note.pid for note in notes}
-            missing = sum(pid not in pids and living_ranks.lives(pid) for pid in living_ranks.children_of(os.getpid()))
+            missing = sum(pid not in pids and live_ranks.lives(pid) for pid in live_ranks.children_of(os.getpid()))
         return notes if waiting and needed > 0 >= missing else ()
 
     def _begin(self, notes: tuple[Joining, ...], now: float) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ddpcheck.stream.rank_log import LARGEST_PART, FilePart, ReceivedFolder, parts_of
+from ddpcheck.stream.rank_log import LARGEST_PART, FilePart, ReceivedFolder, file_parts
 from ddpcheck.worlds.launchers.store import LauncherStore, connect
 from ddpcheck.worlds.starting import wait_until
 
@@ -80,7 +80,7 @@ class _Node:
         return self.ending is not None or bool(self.refused)
 
     @property
-    def listens(self) -> bool:
+    def is_recent(self) -> bool:
         return self.state is not None and not self.state.has_left and time.monotonic() - self.heard_at < _FRESH
 
 
@@ -113,7 +113,7 @@ class NodeLink:
 
     # Called by the launching process
 
-    def meet(self, store: Any, number: int, size: int) -> None:
+    def reconnect(self, store: Any, number: int, size: int) -> None:
         """Restart the link on the store of a rendezvous, if it is a TCPStore."""
         self.close()
         self._over = threading.Event()
@@ -135,7 +135,7 @@ class NodeLink:
         """Return True if there are other nodes and the link is active."""
         return self._thread is not None and self.size > 1
 
-    def stands(self, standing: Standing, ranks: tuple[int, ...], world_size: int) -> None:
+    def publish_state(self, standing: Standing, ranks: tuple[int, ...], world_size: int) -> None:
         """Set the state of this node's ranks, to be published."""
         self._state.world_size, self._state.ranks, self._state.standing = world_size, ranks, standing
 
@@ -176,7 +176,7 @@ class NodeLink:
         `None` if the first node did not take the logs; 0 if there is no report yet.
         """
         since = time.monotonic()
-        self._parts, self._sends = chain(parts_of(self._folder), [NodeEnd(ending)]), True
+        self._parts, self._sends = chain(file_parts(self._folder), [NodeEnd(ending)]), True
         while not self._gone and self._first.exit_code is None:
             now = time.monotonic()
             wait = WAIT if self._is_linked else _FRESH  # the first node may be under torchrun itself
@@ -190,7 +190,7 @@ class NodeLink:
     def finish(self, exit_code: int) -> None:
         """Publish the exit code of the report, let other nodes read it, then close."""
         self._first.exit_code = exit_code
-        wait_until(lambda: self._gone or not any(node.listens for node in self._nodes.values()), _FAREWELL, _BUSY)
+        wait_until(lambda: self._gone or not any(node.is_recent for node in self._nodes.values()), _FAREWELL, _BUSY)
         self.close()
 
     def close(self) -> None:

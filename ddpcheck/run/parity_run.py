@@ -21,7 +21,7 @@ from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environm
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.run_folder import holding
 from ddpcheck.stream.entries import RankRaised, WatchingFailed
-from ddpcheck.stream.rank_log import FOLDER, RESTARTED, WatchedRank, read_logs
+from ddpcheck.stream.rank_log import FOLDER, RESTARTED, RankTrace, read_logs
 from ddpcheck.trace.rank_params import RankParams
 from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.worlds import failures
@@ -42,7 +42,7 @@ _MEMORY = (
 class SingleRun:
     """Result of a run in a single process."""
 
-    ranks: Sequence[WatchedRank] = ()
+    ranks: Sequence[RankTrace] = ()
     why_not: str = ""  # reason why the run cannot be compared; "" if it can
     output: str = ""  # tail of the printed output
     has_raised: bool = False  # True after an exception or a nonzero exit code
@@ -60,9 +60,9 @@ class ParityRuns:
         self._environ = dict(os.environ)
         self._began = time.time()
         self._limit = 0.0
-        self._draws, self._in_turn = True, False
+        self._draws, self._join_alternating = True, False
 
-    def why_not(self, ranks: Sequence[WatchedRank], ending: Ending, nodes: int = 1) -> str:
+    def why_not(self, ranks: Sequence[RankTrace], ending: Ending, nodes: int = 1) -> str:
         """Return why the run on ranks cannot be compared; "" if comparable."""
         if ending.hang is not None:
             return "the ranks waited for each other"
@@ -85,7 +85,7 @@ class ParityRuns:
             (f"samples are not recorded: {end.why_full}" for end in ends if end.why_full and not end.full_at), ""
         )
 
-    def begin(self, ranks: Sequence[WatchedRank]) -> str:
+    def begin(self, ranks: Sequence[RankTrace]) -> str:
         """Set the time limit of the single process; return a message announcing it."""
         elapsed = time.time() - self._began
         self._limit = max(self._args.check_timeout, _TIMES * len(ranks) * elapsed)
@@ -97,7 +97,7 @@ class ParityRuns:
         message = f"the script runs again in a single process, which holds {holds}"
         return f"{message}, for {self._limit:.0f} s at most; its output is not shown"
 
-    def run(self, ranks: Sequence[WatchedRank], *, measures_noise: bool = False, as_rank: int = 0) -> SingleRun:
+    def run(self, ranks: Sequence[RankTrace], *, measures_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process on the samples of the ranks.
 
         If the script fails with the random numbers of the ranks, it runs again with its own. If it accumulates more
@@ -105,7 +105,7 @@ class ParityRuns:
         """
         result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):
-            self._in_turn = True
+            self._join_alternating = True
             result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if result.has_raised and result.ranks and self._draws and not as_rank:
             self._draws = False
@@ -113,7 +113,7 @@ class ParityRuns:
             result = result if retried.has_raised else retried
         return result
 
-    def _run_once(self, ranks: Sequence[WatchedRank], *, measures_noise: bool, as_rank: int) -> SingleRun:
+    def _run_once(self, ranks: Sequence[RankTrace], *, measures_noise: bool, as_rank: int) -> SingleRun:
         try:
             temp_dir = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
             with temp_dir as folder, holding(Path(folder)):
@@ -123,7 +123,7 @@ class ParityRuns:
                 why_not=f"its folder in {tempfile.gettempdir()} cannot be written: {error.strerror or error}"
             )
 
-    def _run_in(self, folder: Path, ranks: Sequence[WatchedRank], *, measures_noise: bool, as_rank: int) -> SingleRun:
+    def _run_in(self, folder: Path, ranks: Sequence[RankTrace], *, measures_noise: bool, as_rank: int) -> SingleRun:
         size = ranks[0].started.world_size
         full = [entry.full_at for rank in ranks for entry in entries_of(rank, ParityEnded) if entry.why_full]
         options = ParityOptions(
@@ -132,7 +132,7 @@ class ParityRuns:
             order=tuple(reversed(range(size))) if measures_noise else tuple(range(size)),
             backwards=min(full, default=0),
             steps=self._args.check_parity_steps,
-            in_turn=self._in_turn,
+            in_turn=self._join_alternating,
             draws=self._draws,
             since=max([self._began, *(path.stat().st_mtime for path in self._folder.glob(f"{RESTARTED}*"))]),
             is_noise=measures_noise,
@@ -166,7 +166,7 @@ def _signal_of(ending: Ending) -> int:
     return -code if code < 0 else ending.exit_code - 128 if ending.exit_code == 128 + signal.SIGKILL else 0
 
 
-def _why_ended(ending: Ending, logs: Sequence[WatchedRank], output: str, limit: float) -> str:
+def _why_ended(ending: Ending, logs: Sequence[RankTrace], output: str, limit: float) -> str:
     if ending.interrupted:
         return INTERRUPTED
     if ending.hang is not None:
@@ -184,7 +184,7 @@ def _why_ended(ending: Ending, logs: Sequence[WatchedRank], output: str, limit: 
     return ""
 
 
-def _trains(ranks: Sequence[WatchedRank]) -> bool:
+def _trains(ranks: Sequence[RankTrace]) -> bool:
     return any(entries_of(rank, ParityStep) for rank in ranks)
 
 
@@ -192,7 +192,7 @@ def _line_in(stacks: Iterable[str]) -> str:
     return "".join(f" at {line}" for stack in stacks for line in program_lines(stack)[:1])
 
 
-def _last_words(logs: Sequence[WatchedRank], output: str) -> str:
+def _last_words(logs: Sequence[RankTrace], output: str) -> str:
     """Return the exception that ended a process, or the last printed line."""
     for entry in (item for rank in logs for item in entries_of(rank, RankRaised)):
         failure = failures.raised(0, dict(entry.reply))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.files import is_own_folder, read_file
+from ddpcheck.findings.files import belongs_to_user, read_file
 from ddpcheck.stream.rank_log import FOLDER
 from ddpcheck.worlds.launchers.rendezvous import this_machine
 
@@ -28,20 +28,20 @@ def shared_folder(name: str) -> Path:
         folder = Path(tempfile.gettempdir(), f"{FOLDER}{name}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        if is_own_folder(folder):
+        if belongs_to_user(folder):
             return folder
     raise UsageError(f"another user created {folder}; set TMPDIR to a folder in which no other user can write")
 
 
-def own_folders() -> list[Path]:
+def user_log_folders() -> list[Path]:
     """Return the log folders owned by this user."""
-    return [path for path in sorted(Path(tempfile.gettempdir()).glob(f"{FOLDER}*")) if is_own_folder(path)]
+    return [path for path in sorted(Path(tempfile.gettempdir()).glob(f"{FOLDER}*")) if belongs_to_user(path)]
 
 
 @contextlib.contextmanager
 def holding(folder: Path) -> Iterator[None]:
     """Remove folders that have no owner, then own `folder` while the block runs."""
-    for old_folder in own_folders():
+    for old_folder in user_log_folders():
         with contextlib.suppress(OSError):
             processes = list(Path("/proc").glob("[0-9]*"))  # empty if not on Linux
             is_local = bool(processes) and read_file(old_folder / _MACHINE, own=True).decode() == this_machine()

@@ -15,28 +15,28 @@ from typing import Any
 from ddpcheck import __version__
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.script import FileUsed
-from ddpcheck.findings.files import is_own_folder
+from ddpcheck.findings.files import belongs_to_user
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, Severity
 from ddpcheck.findings.rules import is_selected, rules_of_check
 from ddpcheck.findings.selection import sort_out
-from ddpcheck.findings.stacks import own_stack, program_lines
+from ddpcheck.findings.stacks import main_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
-from ddpcheck.findings.wording import counted, format_ranks, join_names, told_together
+from ddpcheck.findings.wording import counted, format_by_text, format_ranks, join_names
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
-from ddpcheck.rules.others import judge_by_others
+from ddpcheck.rules.others import judge_third_party_rules
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_all, verdicts_of
 from ddpcheck.rules.script_table import HEADINGS, views_of
 from ddpcheck.rules.verdict import Judged, Told, Verdict, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
-from ddpcheck.run.hang_watch import Hang, Unended
-from ddpcheck.run.living_ranks import LivingRanks, used
+from ddpcheck.run.hang_watch import Hang, NotExited
+from ddpcheck.run.live_ranks import LiveRanks, used
 from ddpcheck.run.parity_run import SingleRun
-from ddpcheck.run.run_folder import own_folders
+from ddpcheck.run.run_folder import user_log_folders
 from ddpcheck.stream.entries import SCHEMA, UNNUMBERED, NotCompared
-from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
+from ddpcheck.stream.rank_log import FOLDER, SCRIPT, RankTrace, read_logs
 from ddpcheck.trace.divergences import Parity
 from ddpcheck.trace.failures import describe_failure
 from ddpcheck.trace.parity_curves import curves
@@ -52,7 +52,7 @@ _WITHOUT_RANK_PARAMS = ("replicas", "reducer", "optimizers")  # check lines that
 def report_on_script(
     script: str,
     ending: Ending,
-    ranks: Sequence[WatchedRank],
+    ranks: Sequence[RankTrace],
     settings: Settings = _USUAL,
     *,
     baseline: Report | None = None,
@@ -76,12 +76,12 @@ def report_on_script(
     facts = ScriptFacts(ranks, ended=ended, source=source, rank_params=rank_params)
     judged = judge_all(facts, views_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
-    judged = judged.adding("collectives", locate_restored_file(at_end, facts.of(FileUsed)))
+    judged = judged.adding("collectives", locate_restored_file(at_end, facts.events(FileUsed)))
     parity = _parity(comparison := _comparison(ranks, singles), singles)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     equal = {} if comparison is None or isinstance(parity, Exception) else comparison.confirmed
     judged, cause = _add_parity(judged, parity, script, settings)
-    findings_of_others, notes_of_others = judge_by_others(facts, settings.rules_severity)
+    findings_of_others, notes_of_others = judge_third_party_rules(facts, settings.rules_severity)
     for heading, finding in findings_of_others:
         judged = judged.adding(heading, [finding])
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
@@ -89,7 +89,9 @@ def report_on_script(
     checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail + rank_params.left_out)]
     for heading in HEADINGS:
         if heading == "parity" and heading not in facts.unwatched:
-            check = None if parity is None else _of_parity(parity, judged.causes.get(heading, ()), chosen.kept, cause)
+            check = (
+                None if parity is None else _parity_verdict(parity, judged.causes.get(heading, ()), chosen.kept, cause)
+            )
         else:
             check = _check_of(heading, facts, judged, chosen.kept, equal)
         if check is not None:
@@ -127,7 +129,7 @@ def _check_of(
     if (why := facts.unwatched.get(heading)) is not None:
         return "error", why
     if heading == "collectives":
-        return _of_collectives(facts, judged.causes.get(heading, ()), kept)
+        return _collectives_verdict(facts, judged.causes.get(heading, ()), kept)
     if (error := judged.errors.get(heading)) is not None:
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
     check = judged.status_of(heading, kept)
@@ -137,7 +139,7 @@ def _check_of(
 
 def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
     if ending.unended is not None:
-        yield _of_unended(ending.unended)
+        yield _describe_not_exited(ending.unended)
     if facts.ranks and (restart := facts.ranks[0].started.restart) < ending.restart:
         yield (
             f"torchrun has started the ranks {counted(ending.restart + 1, 'time')}: this is the report on start "
@@ -152,7 +154,7 @@ def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
         yield "one rank: nothing is compared between ranks; start two with --standalone --nproc-per-node 2"
 
 
-def _comparison(ranks: Sequence[WatchedRank], singles: Sequence[SingleRun]) -> Parity | None:
+def _comparison(ranks: Sequence[RankTrace], singles: Sequence[SingleRun]) -> Parity | None:
     if not singles or singles[0].why_not:
         return None
     others = [None if run.why_not else run.ranks[0] for run in singles[1:]]
@@ -168,7 +170,7 @@ def _parity(comparison: Parity | None, singles: Sequence[SingleRun]) -> Verdict 
         return error
 
 
-def _of_parity(
+def _parity_verdict(
     verdict: Verdict | Exception, explained: Sequence[Told], kept: Sequence[Finding], others: str
 ) -> tuple[CheckStatus, str] | None:
     if isinstance(verdict, Exception):
@@ -186,10 +188,10 @@ def _world(facts: ScriptFacts, ending: Ending, more_notes: Sequence[str]) -> dic
     return {"world_size": facts.world_size, "steps": steps, **({"notes": notes} if notes else {})}
 
 
-def _script_check(ranks: Sequence[WatchedRank], ending: Ending) -> list[CheckResult]:
+def _script_check(ranks: Sequence[RankTrace], ending: Ending) -> list[CheckResult]:
     """Return a check line if the script still runs or ended early, else []."""
     if ending.doing:
-        activities = "; ".join(told_together(ending.doing.items()))
+        activities = "; ".join(format_by_text(ending.doing.items()))
         if ending.hang is None:
             return [CheckResult("script", "skipped", detail=f"it is still running: {activities}")]
         waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"
@@ -198,7 +200,7 @@ def _script_check(ranks: Sequence[WatchedRank], ending: Ending) -> list[CheckRes
     return [CheckResult("script", "error", detail=why)] if why else []
 
 
-def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:
+def _why_ended(ranks: Sequence[RankTrace], ending: Ending) -> str:
     """Return the reason why a script ended early; "" if the script finished."""
     if ending.hang is not None:
         return f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
@@ -215,7 +217,7 @@ def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:
     return f"it exited with code {ending.exit_code}; nothing after that was checked" if ending.exit_code else ""
 
 
-def _of_unended(unended: Unended) -> str:
+def _describe_not_exited(unended: NotExited) -> str:
     have, them = ("has", "it") if len(unended.ranks) == 1 else ("have", "them")
     return (
         f"{format_ranks(unended.ranks)} {have} run all of the script, but did not exit for {unended.seconds:.0f} s, so "
@@ -224,7 +226,7 @@ def _of_unended(unended: Unended) -> str:
     )
 
 
-def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
+def _aborted_at_exit(ranks: Sequence[RankTrace], ending: Ending) -> list[int]:
     """Return the ranks that aborted after the script finished; [] if any failed differently."""
     to_the_end = {rank.started.rank for rank in ranks if rank.has_ended}
     aborted = sorted(rank for rank, code in ending.exit_codes.items() if code == -signal.SIGABRT)
@@ -249,7 +251,7 @@ def _entered(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str]:
         return _none_entered(ending)
     if why := facts.unwatched.get("ranks"):
         return "error", why
-    if missing := facts.elsewhere:
+    if missing := facts.remote_ranks:
         why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
         return "skipped", f"{size - len(missing)} of {counted(size, 'rank')}: {why}"
     if unknown := sum(rank.unknown for rank in ranks):
@@ -282,14 +284,14 @@ def _wrappers(facts: ScriptFacts) -> str:
     return ", ".join(f"{times} times {name}" if times > 1 else name for name, times in counts.items())
 
 
-def _of_collectives(
+def _collectives_verdict(
     facts: ScriptFacts, explained: Sequence[Told], kept: Sequence[Finding]
 ) -> tuple[CheckStatus, str] | None:
     """Return status and detail of the "collectives" check; `None` without collectives."""
     calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
     if not calls and not explained:
         return None
-    lacking = describe_missing_ranks(facts.elsewhere) or (
+    lacking = describe_missing_ranks(facts.remote_ranks) or (
         "" if facts.ended else "the ranks have not reached the end of the script"
     )
     passed = "" if lacking else f"{counted(calls, 'call')} of each rank pair up"
@@ -301,24 +303,24 @@ _BETWEEN = 3.0  # seconds between two looks at the ranks of an active run
 
 def report_on_run(folder: Path, settings: Settings) -> Report:
     """Report on an active run after about 4 s; raise `UsageError` without live rank."""
-    processes = LivingRanks(folder)
-    before, since, progress = used(processes.living()[0]), time.monotonic(), processes.progress()
+    processes = LiveRanks(folder)
+    before, since, progress = used(processes.live_pids()[0]), time.monotonic(), processes.progress()
     time.sleep(_BETWEEN)
-    ranks, are_all_here = processes.living()
+    ranks, are_all_here = processes.live_pids()
     if not ranks:
         raise UsageError(f"no live rank has a log in {folder}: is it the folder of a `ddpcheck run`?")
     seconds = time.monotonic() - since
     facts, stacks = processes.facts(ranks, before, seconds), processes.stacks(ranks)
     moving = {int(name.split("-")[1]) for name, state in processes.progress().items() if progress.get(name) != state}
     logs = read_logs(folder)
-    waiting = {rank: stacks.get(rank, "") for rank in ranks if facts[rank].waits(own_stack(stacks.get(rank, "")))}
+    waiting = {rank: stacks.get(rank, "") for rank in ranks if facts[rank].waits(main_stack(stacks.get(rank, "")))}
     hangs = are_all_here and not moving and len(waiting) == len(ranks)
     doing = {log.started.rank: _doing(log, stacks, moving, waiting) for log in logs if log.started.rank in ranks}
     ending = Ending(hang=Hang(seconds, waiting) if hangs else None, doing=doing)
     return report_on_script((folder / SCRIPT).read_text(), ending, logs, settings)
 
 
-def _doing(log: WatchedRank, stacks: dict[int, str], moving: set[int], waiting: dict[int, str]) -> str:
+def _doing(log: RankTrace, stacks: dict[int, str], moving: set[int], waiting: dict[int, str]) -> str:
     rank = log.started.rank
     lines = program_lines(stacks.get(rank, ""))
     where = f" at {lines[0]}" if lines else " in code of a library"
@@ -339,10 +341,10 @@ def the_run(folder: str | None) -> Path:
     if sys.platform != "linux":
         raise UsageError("ddpcheck live looks at processes by /proc, which only Linux has")
     if folder is not None:
-        if not is_own_folder(Path(folder)) or not (Path(folder) / SCRIPT).is_file():
+        if not belongs_to_user(Path(folder)) or not (Path(folder) / SCRIPT).is_file():
             raise UsageError(f"{folder} is not the folder of an active `ddpcheck run`")
         return Path(folder)
-    runs = [path for path in own_folders() if (path / SCRIPT).exists() and LivingRanks(path).living()[0]]
+    runs = [path for path in user_log_folders() if (path / SCRIPT).exists() and LiveRanks(path).live_pids()[0]]
     if len(runs) == 1:
         return runs[0]
     where = f"{tempfile.gettempdir()}/{FOLDER}*"

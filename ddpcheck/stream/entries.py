@@ -179,7 +179,7 @@ class NotCompared(Entry, frozen=True):
     why: str
 
 
-class TrainedApart(Entry, frozen=True):
+class LocalSgdEnd(Entry, frozen=True):
     """End of independent training of a wrapper's ranks (post-local SGD communication hook)."""
 
     wrapper: int  # number of the wrapper

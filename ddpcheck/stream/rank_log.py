@@ -34,7 +34,7 @@ from ddpcheck.stream.entries import (
     WatchingFailed,
     WrapperMade,
 )
-from ddpcheck.stream.held_file import CallRing, Counters, HeldFile, read_calls, read_counters, read_wait
+from ddpcheck.stream.log_file import CallRing, Counters, LogFile, read_calls, read_counters, read_wait
 
 _MOST_CALLERS = 4096
 
@@ -59,13 +59,13 @@ class RankLog:
         self.forwards = 0  # forward passes of wrappers that may train
         self.waited = False  # True if this rank waited in another way for ranks since the last of these collectives
         self.loads = 0  # files read by `torch.load`
-        self._file = HeldFile(self.path)
-        self._stacks: HeldFile | None = None
+        self._file = LogFile(self.path)
+        self._stacks: LogFile | None = None
         self.add(started)
 
     def hold_stacks(self, use: Callable[[int], object]) -> None:
         """Open the file of stacks; `use` gets its descriptor, also after each reopening."""
-        self._stacks = HeldFile(self.path.with_suffix(".stack"), use)
+        self._stacks = LogFile(self.path.with_suffix(".stack"), use)
 
     def add(self, entry: Entry) -> None:
         """Write an entry; stop logging on failure (the folder may be gone)."""
@@ -83,9 +83,9 @@ class RankLog:
         """Write a collective that is about to be made."""
         if os.getpid() != self._process:
             return
-        of_all = len(call.members) == self._world_size
-        self.collectives += of_all
-        self.waited = not of_all
+        current_params = len(call.members) == self._world_size
+        self.collectives += current_params
+        self.waited = not current_params
         if (call.group, False) not in self._groups:
             self._groups.add((call.group, False))
             self.add(GroupUsed(call.group, call.members, words=call.group_words))
@@ -134,7 +134,7 @@ class FilePart(Struct, frozen=True, tag=True):
     data: bytes
 
 
-def parts_of(folder: Path) -> Iterator[FilePart]:
+def file_parts(folder: Path) -> Iterator[FilePart]:
     """Yield the files of all ranks in a folder, in parts."""
     for path in sorted(folder.iterdir()):
         if _NAME.fullmatch(path.name):
@@ -171,7 +171,7 @@ RESTARTED = "restarted-"  # prefix of an empty file whose name has the restart c
 SCRIPT = "script"  # file with the command line of the script
 
 
-class WatchedRank(Struct, frozen=True):
+class RankTrace(Struct, frozen=True):
     """Log and counters of a rank."""
 
     started: RankStarted  # first entry
@@ -258,27 +258,27 @@ def last_restart(folder: Path) -> int:
     return max((int(path.name.removeprefix(RESTARTED)) for path in folder.glob(f"{RESTARTED}*")), default=0)
 
 
-def read_logs(folder: Path) -> list[WatchedRank]:
+def read_logs(folder: Path) -> list[RankTrace]:
     """Return the logs since the last restart, in rank order; subfolders are other nodes."""
     nodes = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     ranks = {log.started.rank: log for node in reversed(nodes) for log in _read_node(node)}
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def _read_node(folder: Path) -> list[WatchedRank]:
+def _read_node(folder: Path) -> list[RankTrace]:
     paths = (path for path in sorted(folder.glob("*.log")) if _NAME.fullmatch(path.name))
     logs = [log for path in paths if (log := _read(path)) is not None]
     latest = max((log.started.restart for log in logs), default=0)  # nodes may count restarts independently
     return [log for log in logs if log.started.restart == latest]
 
 
-def comparable_logs(ranks: Sequence[WatchedRank]) -> list[Sequence[Call]]:
+def comparable_logs(ranks: Sequence[RankTrace]) -> list[Sequence[Call]]:
     """Return each rank's last collectives, from the first that is known on every rank."""
     first = max((rank.first_call for rank in ranks), default=0)
     return [rank.calls[first - rank.first_call :] for rank in ranks]
 
 
-def _read(path: Path) -> WatchedRank | None:
+def _read(path: Path) -> RankTrace | None:
     entries, unknown = decoded(read_file(path))
     if not entries or not isinstance(entries[0], RankStarted) or entries[0].world_size > MOST_RANKS:
         return None
@@ -295,4 +295,4 @@ def _read(path: Path) -> WatchedRank | None:
     lines = [line for line, count in forwards if count]
     forwards_by_line = {line: count for line, count in forwards if lines.count(line) == 1}
     wait = read_wait(path.with_suffix(".calls"))
-    return WatchedRank(entries[0], entries[1:], counts, first, calls, text, batches, forwards_by_line, unknown, wait)
+    return RankTrace(entries[0], entries[1:], counts, first, calls, text, batches, forwards_by_line, unknown, wait)

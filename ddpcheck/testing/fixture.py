@@ -97,7 +97,7 @@ class DDPWorld:
                 f"The first argument of ddp_world.run must be a function, got {type(fn).__qualname__}."
             )
         try:
-            results, verdict, failed = self._lease.run(rank_side.call, fn, args, kwargs, timeout=timeout)
+            results, verdict, failed = self._lease.run(rank_side.call_on_rank, fn, args, kwargs, timeout=timeout)
         except DDPCheckError as error:
             raise _naming_argument(error, fn, args, kwargs).with_traceback(None) from None  # hide ddpcheck frames
         if verdict.how == "skipped":

@@ -20,7 +20,7 @@ from ddpcheck.findings.wording import format_ranks
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks
 from ddpcheck.testing.leases import LAUNCHED, PATIENCE
-from ddpcheck.testing.outcome import as_pytest_shows, judge, to_raise
+from ddpcheck.testing.outcome import as_pytest_shows, merge_outcomes, to_raise
 from ddpcheck.testing.rank_side import Ended, RankArtifacts, add_coverage
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv, detect
@@ -80,7 +80,7 @@ class InStep:
             self._settings = marks.settings(self._config, self._options)
         except DDPCheckError:
             return  # reported by the tests that need the settings
-        needs_ranks = any(map(self._is_ours, items)) or any(map(self._may_be_ours, self._uncollected))
+        needs_ranks = any(map(self._is_ours, items)) or any(map(self._may_need_ranks, self._uncollected))
         if self._settings.launcher == "off" or not (needs_ranks or self._settings.launcher == "on"):
             return
         if self._config.getoption("usepdb", False) or self._config.getoption("trace", False):
@@ -95,7 +95,7 @@ class InStep:
         if self._launch.rank:
             silence_files(self._config, self._launch.rank)
 
-    def _may_be_ours(self, uncollected: str) -> bool:
+    def _may_need_ranks(self, uncollected: str) -> bool:
         """Return True if a file that failed collection mentions tests that need ranks."""
         try:
             text = (self._config.rootpath / uncollected.partition(":")[0]).read_text(errors="replace")
@@ -126,7 +126,7 @@ class InStep:
         if len({digest for digest, _ in entries}) == 1:
             return ""
         lists = launched.gather("comparing tests", (tests, self._uncollected), timeout=STARTUP)
-        return _say_difference(self._launch.launcher, lists)
+        return _report_difference(self._launch.launcher, lists)
 
     def _stop(self, sentence: str) -> None:
         self._going = True
@@ -188,7 +188,7 @@ class InStep:
         caused = any(end.reply is not None and not end.fell for end in ends)
         rank_failures = [_failure(rank, end, caused) for rank, end in enumerate(ends) if end.reply is not None]
         error = failures.error(rank_failures) if rank_failures else None
-        verdict = judge({rank: end.ended for rank, end in enumerate(ends) if end.ended is not None}, error)
+        verdict = merge_outcomes({rank: end.ended for rank, end in enumerate(ends) if end.ended is not None}, error)
         if verdict.how == "xfailed":
             return pytest.xfail.Exception(verdict.headline)
         reprs = {rank: RankArtifacts(failure=wire.loads(end.shown)) for rank, end in enumerate(ends) if end.shown}
@@ -202,7 +202,7 @@ class InStep:
         if not self._is_ours(item):
             return PATIENCE
         try:
-            timeout = marks.read(item).get("timeout", self._settings.timeout)
+            timeout = marks.merged_options(item).get("timeout", self._settings.timeout)
         except UsageError:
             timeout = self._settings.timeout
         return float(timeout) + STARTUP
@@ -307,7 +307,7 @@ def _failure(rank: int, end: _PhaseEnd, caused: bool) -> RankFailure:
     return failure
 
 
-def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]]) -> str:
+def _report_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]]) -> str:
     tests, uncollected = lists[0]
     ranks = [rank for rank, pair in enumerate(lists) if pair != lists[0]]
     other_tests, other_uncollected = lists[ranks[0]]

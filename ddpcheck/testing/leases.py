@@ -18,7 +18,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.gather.collectives.collective_log import read_log
 from ddpcheck.harness import Watch, World, start_world
 from ddpcheck.rules.collectives.diagnose import explain_by_mismatch
-from ddpcheck.testing.outcome import TestOutcome, judge, sections
+from ddpcheck.testing.outcome import TestOutcome, merge_outcomes, sections
 from ddpcheck.testing.rank_fixtures import OnRank
 from ddpcheck.testing.rank_side import Ended, RankArtifacts, TestConditions, add_coverage
 from ddpcheck.testing.remote_pdb import PdbTerminal
@@ -271,7 +271,7 @@ class WorldLease:
         """
         world = self.world
         debugger = self._session_ranks.terminal is not None
-        conditions = TestConditions.of(self._record.item, since=self._record.seeds, debugger=debugger)
+        conditions = TestConditions.from_item(self._record.item, since=self._record.seeds, debugger=debugger)
         error: RankError | None = None
         try:
             returned = dict(enumerate(world.run(function, *args, conditions, timeout=timeout)))
@@ -281,7 +281,7 @@ class WorldLease:
             self._show(world, last=True)
             self.attachment = self._record.unpack(world)
         ended = {rank: value if isinstance(value, Ended) else Ended("passed") for rank, value in returned.items()}
-        return returned, judge(ended, error, _mismatch(world, error)), error
+        return returned, merge_outcomes(ended, error, _mismatch(world, error)), error
 
     def explained(self, error: RankError, verdict: TestOutcome) -> RankError:
         """Record report sections for an error of the last run; return `error`."""

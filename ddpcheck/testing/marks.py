@@ -35,7 +35,7 @@ def settings(config: pytest.Config, options: Iterable[str], **defaults: Any) -> 
     )
 
 
-def read(item: pytest.Item) -> dict[str, Any]:
+def merged_options(item: pytest.Item) -> dict[str, Any]:
     """Return the merged options of a test's marks; the closest mark wins."""
     merged: dict[str, Any] = {}
     for mark in item.iter_markers(MARKER):
@@ -59,7 +59,7 @@ def read(item: pytest.Item) -> dict[str, Any]:
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Parametrize a test over the world sizes listed in its mark."""
     try:
-        sizes = read(metafunc.definition).get("world_size")
+        sizes = merged_options(metafunc.definition).get("world_size")
     except UsageError:
         return  # reported when the test runs, so that the other tests are collected
     if isinstance(sizes, list | tuple):

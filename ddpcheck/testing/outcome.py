@@ -15,7 +15,7 @@ import pytest
 
 from ddpcheck.findings.errors import RankError, RankFailure, UsageError
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.wording import agreeing, format_ranks, phrase, told_together
+from ddpcheck.findings.wording import agreeing, format_by_text, format_ranks, phrase
 from ddpcheck.testing.rank_side import Ended, RankArtifacts, text_of
 
 REPORT_FOLDER = "--ddp-report"
@@ -57,7 +57,7 @@ class TestOutcome:
     mismatch: Finding | None = None  # DDP403, if it caused the failure
 
 
-def judge(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding | None = None) -> TestOutcome:
+def merge_outcomes(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding | None = None) -> TestOutcome:
     """Merge the outcomes of ranks without failure (`ended`) and of failed ranks (`error`)."""
     ended = dict(ended)
     failures = list(error.failures) if error is not None else []
@@ -106,7 +106,7 @@ def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None
 
 def _disagreement(ended: Mapping[int, Ended]) -> str:
     ordered = sorted(ended.items(), key=lambda pair: (pair[1].how == "passed", pair[0]))
-    return f"ranks disagree: {', '.join(told_together((rank, _describe_end(outcome)) for rank, outcome in ordered))}"
+    return f"ranks disagree: {', '.join(format_by_text((rank, _describe_end(outcome)) for rank, outcome in ordered))}"
 
 
 def _describe_end(ended: Ended) -> str:

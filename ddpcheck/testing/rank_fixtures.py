@@ -105,7 +105,7 @@ def converted(name: str, value: Any) -> Any:
     return value
 
 
-def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[OnRank]) -> bytes:
+def pack_test(test: str, arguments: Mapping[str, Any], function: Any, setups: list[OnRank]) -> bytes:
     """Pickle function, arguments and fixtures of a test together; shared objects stay shared.
 
     Raises:

@@ -62,7 +62,7 @@ class TestConditions:
     post_mortem: bool  # True if a failure opens the debugger (`--pdb`)
 
     @classmethod
-    def of(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
+    def from_item(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
         config = item.config
         per_test = config.getoption("cov_context", None) == "test"
         return cls(
@@ -114,7 +114,7 @@ class Ended:
     returned: str = ""  # repr of the type of a return value other than None
 
 
-def call(
+def call_on_rank(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
 ) -> Any:
     """Call a function for `ddp_world.run`; return its value, or `Ended` on skip or xfail."""
@@ -123,7 +123,7 @@ def call(
 
 
 def perform(body: bytes, conditions: TestConditions) -> Ended:
-    """Run a test body packed by `rank_fixtures.pack`; return skip and xfail, raise other exceptions."""
+    """Run a test body packed by `rank_fixtures.pack_test`; return skip and xfail, raise other exceptions."""
     with _applied(conditions) as attachment:
         result = _outcome_of(functools.partial(_with_fixtures, body, attachment))
         if isinstance(result, Ended):
@@ -167,7 +167,7 @@ def _applied(conditions: TestConditions) -> Iterator[RankArtifacts]:
             _logging(log, conditions),
             remote_pdb.available(conditions.debugger),
             warnings.catch_warnings(record=True) as caught,
-            measured(conditions.coverage, attachment),
+            measure_coverage(conditions.coverage, attachment),
         ):
             assert caught is not None
             warnings.resetwarnings()
@@ -342,7 +342,7 @@ class CoverageOptions:
 
 
 @contextlib.contextmanager
-def measured(how: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[None]:
+def measure_coverage(how: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[None]:
     """Measure coverage of the block into `artifacts`; no-op if `how` is `None`."""
     if how is None:
         yield

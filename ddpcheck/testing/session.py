@@ -111,7 +111,7 @@ class Session:
     def _options(self, item: pytest.Item) -> dict[str, Any]:
         """Return the world options of a test: marks first, then settings."""
         try:
-            test_options = marks.read(item)
+            test_options = marks.merged_options(item)
             parameters = getattr(getattr(item, "callspec", None), "params", {})
             if "world_size" in parameters:
                 test_options["world_size"] = parameters["world_size"]
@@ -184,7 +184,7 @@ def _packed(item: pytest.Function, record: Record) -> bytes:
         )
     names = item._fixtureinfo.argnames
     arguments = {name: rank_fixtures.converted(name, item.funcargs[name]) for name in names}
-    return rank_fixtures.pack(item.name, arguments, function, record.setups)
+    return rank_fixtures.pack_test(item.name, arguments, function, record.setups)
 
 
 def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:

@@ -132,7 +132,7 @@ class WorldPool:
             WorldPool.__init__(self)
         for _ in range(len(self._closing)):
             world = self._closing.popleft()
-            if world.gone or len(self._closing) >= _CLOSING:
+            if world.has_exited or len(self._closing) >= _CLOSING:
                 world.close()
             else:
                 self._closing.append(world)

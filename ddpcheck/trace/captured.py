@@ -19,7 +19,7 @@ from ddpcheck.trace.replicas import differing_names
 _Value = TypeVar("_Value")
 
 
-def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
+def may_average_by_hand(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
     """Return True if a comm hook may leave gradients for the script to average.
 
     The evidence is that parameters stay equal on all ranks. In step 0, this shows nothing, and True is returned.
@@ -52,7 +52,7 @@ def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCap
     return with_values(replicas, lambda values: replace(values, parameters={**values.parameters, **rounded}))
 
 
-def without_alike_later(
+def without_later_equal(
     replicas: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
 ) -> Sequence[ReplicaCaptured]:
     """Drop buffers that are equal on all ranks again before the next step.
@@ -85,7 +85,7 @@ def without_prefixes(replica: ReplicaCaptured) -> ReplicaCaptured:
     return replace(replica, state=replace(replica.state, values=replace(values, **by_name)), **fields)
 
 
-def against_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+def compare_with_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
     """Compare reduced gradients, possibly sharded, with the mean of local gradients, by rank."""
     if replicas[0].shard < 0:
         return differences_from_average(replicas)

@@ -11,11 +11,11 @@ from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference, Fit, S
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import Names, group_by, one_finding
+from ddpcheck.findings.wording import Names, group_by, new_finding
 from ddpcheck.trace.factors import name_world_factor
 
 
-def is_one_over_world(facts: SingleProcessFacts, ratio: float) -> bool:
+def is_inverse_world_size(facts: SingleProcessFacts, ratio: float) -> bool:
     return abs(ratio * facts.known.world_size - 1) <= SMALLEST_FACTOR
 
 
@@ -129,7 +129,7 @@ class SingleProcessFacts:
         return self.is_factor(self.analysis.against_global)
 
     @property
-    def has_one_factor(self) -> bool:
+    def has_common_factor(self) -> bool:
         """Check if a constant factor explains the difference, without collectives on tensors."""
         exchanges_tensors = any(call.elements > 1 for call in self.suspect_calls)
         return self.scaled and not exchanges_tensors and (not self.ran or self.world_changed)
@@ -160,7 +160,7 @@ class SingleProcessFacts:
         rounding = max(LOOSEST_FIT * off, min(self.tolerance, off / 5))
         return off > max(self.tolerance, SMALLEST_FACTOR) and fit.residual <= rounding
 
-    def one_finding(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
+    def new_finding(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
         """Create a finding on the loss, with the size of the mismatch."""
         subjects = more.pop("subjects", ("loss",))
-        return one_finding(code, subjects, message, steps=self.steps, evidence=[*evidence, *self.evidence], **more)
+        return new_finding(code, subjects, message, steps=self.steps, evidence=[*evidence, *self.evidence], **more)

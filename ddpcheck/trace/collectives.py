@@ -76,5 +76,5 @@ class AsyncHandles(View):
     written: Sequence[Sequence[TensorOfWorkWritten]]
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        return cls(facts.of(WorkDropped), facts.of(WorkUsed), facts.of(TensorOfWorkWritten))
+    def from_facts(cls, facts: ScriptFacts) -> Self:
+        return cls(facts.events(WorkDropped), facts.events(WorkUsed), facts.events(TensorOfWorkWritten))

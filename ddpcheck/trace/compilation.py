@@ -32,9 +32,9 @@ class Compilations(View):
     steps: int  # number of steps of the wrapper with the most steps
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self | None:
+    def from_facts(cls, facts: ScriptFacts) -> Self | None:
         whole = any(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
-        return cls(facts.of(FunctionCompiled), facts.steps) if whole and not facts.model_groups else None
+        return cls(facts.events(FunctionCompiled), facts.steps) if whole and not facts.model_groups else None
 
     @property
     def functions(self) -> list[CompilationsByRank]:

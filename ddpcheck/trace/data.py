@@ -21,8 +21,8 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, group_by, one_finding
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.findings.wording import counted, group_by, new_finding
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.replicas import aligned, common_values
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
 from ddpcheck.trace.unwrapped_params import Steps
@@ -115,7 +115,7 @@ def _has_equal_samples(first: LoaderPass, second: LoaderPass) -> bool:
     return bool(first.samples) and first.samples == second.samples and 2 * shared >= common >= FEWEST_ROWS
 
 
-def describe_left_out(local: Sequence[LocalStep]) -> str:
+def describe_unused_samples(local: Sequence[LocalStep]) -> str:
     """Describe how many samples of the batch are on no rank, or return ''."""
     batch = Counter(local[0].global_sample_fingerprints)
     on_ranks = Counter(sample for item in local for sample in item.sample_fingerprints)
@@ -123,7 +123,7 @@ def describe_left_out(local: Sequence[LocalStep]) -> str:
     return f"{missing} of {batch.total()} samples of the global batch are on no rank" if missing else ""
 
 
-def is_whole_pass(loader: LoaderPass) -> bool:
+def is_complete_pass(loader: LoaderPass) -> bool:
     """Return True if all batches were taken (loop exhausted or `expected` reached)."""
     return loader.exhausted or loader.batches == loader.expected > 0
 
@@ -232,7 +232,7 @@ def finding_on_loader(
     """Create a finding at `line`, else at the construction of the sampler or loader."""
     location = line or loader.made or loader.location
     related = {"loop over the loader": loader.location, f"{loader.sampler or 'loader'} made": loader.made}
-    return one_finding(code, (loader.dataset,), message, location=location, related=related, **more)
+    return new_finding(code, (loader.dataset,), message, location=location, related=related, **more)
 
 
 class LoaderGroup(NamedTuple):
@@ -268,8 +268,8 @@ class Data(View):
     compares_gradients: bool = False  # if gradients are known from before the script averages them
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self | None:
-        if facts.trains_apart:
+    def from_facts(cls, facts: ScriptFacts) -> Self | None:
+        if facts.trains_separate_models:
             return None
         ranks = facts.training_groups[0] if facts.model_groups or facts.stages or facts.sample_groups else facts.ranks
         orders = [tuple(tuple(entry.indices) for entry in rank.passes if entry.trains) for rank in ranks]
@@ -281,8 +281,8 @@ class Data(View):
             wrappers.append(
                 WrapperSamples(
                     {rank.started.rank: entries_of(rank, StepDraw) for rank in wrapper.ranks},
-                    dict(zip(numbers, wrapper.of(Inputs), strict=True)),
-                    dict(zip(numbers, wrapper.of(Evaluated), strict=True)),
+                    dict(zip(numbers, wrapper.events(Inputs), strict=True)),
+                    dict(zip(numbers, wrapper.events(Evaluated), strict=True)),
                 )
             )
         by_hand = not facts.wrappers and not facts.model_groups and not facts.sample_groups
@@ -296,9 +296,9 @@ class Data(View):
             [entries_of(rank, Inputs) for rank in ranks],
             len(set(orders)) == len(orders),
             wrappers,
-            [] if facts.model_groups else facts.of(LossDifferentiated),
+            [] if facts.model_groups else facts.events(LossDifferentiated),
             [optimizer.steps for optimizer in facts.optimizers] if by_hand else [],
-            facts.of(DerivedTable),
+            facts.events(DerivedTable),
             by_hand and any(step.given for step in entries_of(facts.ranks[0], OptimizerStep)),
         )
 
@@ -320,13 +320,13 @@ class Data(View):
             yield f"no fault in {compared}"
 
 
-def _takes_slices(ranks: Sequence[WatchedRank]) -> bool:
+def _takes_slices(ranks: Sequence[RankTrace]) -> bool:
     rows = [len(entry.samples) for entry in entries_of(ranks[0], Inputs)]
     sizes = [entry.batch_size for entry in ranks[0].passes if entry.trains]
     return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
 
 
-def is_taken_by_each_worker(loader: LoaderPass) -> bool:
+def is_repeated_by_workers(loader: LoaderPass) -> bool:
     """Return True if each loader worker iterates over the whole stream.
 
     False if each worker iterates over only its part, even repeatedly. In an unfinished pass, the order decides.

@@ -12,11 +12,11 @@ from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParitySt
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, group_by, join_names
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.parity import EQUAL, MULTIPLE, Comparison, Quantity, saved_states, values_that_differ
 from ddpcheck.trace.script_facts import entries_of
-from ddpcheck.trace.shown_numbers import Shown, first_unequal, line_of_number, shown_numbers
+from ddpcheck.trace.shown_numbers import ShownPair, first_unequal, line_of_number, shown_numbers
 from ddpcheck.trace.view import NotRecorded, View
 
 _SLOWEST = 0.75  # smallest relative noise of times and throughputs
@@ -30,7 +30,7 @@ _MOST_MISSING = 0.75  # an epoch on ranks with a smaller fraction of the single 
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class ParityDivergence:
     """The first difference in one kind of quantity."""
 
     kind: str  # "gradients", "clip", "update", "steps", "shown", "saved", "schedule" or "samples"
@@ -47,12 +47,12 @@ class Parity(Comparison, View):
     checks = ("parity",)
 
     @cached_property
-    def shown(self) -> list[Shown]:
+    def shown(self) -> list[ShownPair]:
         """Numbers that both runs print, log or save, in order."""
         return shown_numbers(self)
 
     @cached_property
-    def divergences(self) -> list[Divergence]:
+    def divergences(self) -> list[ParityDivergence]:
         """All divergences except consequences of diverging gradients or updates."""
         diverged = [*_gradient_divergences(self)]
         until = diverged[0].step if diverged else math.inf
@@ -163,7 +163,7 @@ class Parity(Comparison, View):
         return "; ".join(messages)
 
 
-def _gradient_divergences(parity: Parity) -> Iterator[Divergence]:
+def _gradient_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     sizes = parity.gradients
     first = next((n for n, size in enumerate(sizes) if size.differs), None)
     if first is None:
@@ -193,13 +193,15 @@ def _gradient_divergences(parity: Parity) -> Iterator[Divergence]:
             f"they are clipped to {clip[1]:.6g} and {expected[1]:.6g}; the norm before is {clip[0]:.6g} in both"
         )
         clips = [entry.location for entry in entries_of(parity.ranks[0], GradientsClipped)]
-        yield Divergence("clip", single.count, next(iter(clips), rank_steps[0].location), message, tuple(evidence))
+        yield ParityDivergence(
+            "clip", single.count, next(iter(clips), rank_steps[0].location), message, tuple(evidence)
+        )
         return
     location = _loss_line(parity.ranks[0], rank_steps[0]) or rank_steps[0].loss_at or rank_steps[0].location
-    yield Divergence("gradients", rank_steps[0].count, location, message, tuple(evidence))
+    yield ParityDivergence("gradients", rank_steps[0].count, location, message, tuple(evidence))
 
 
-def _update_divergences(parity: Parity) -> Iterator[Divergence]:
+def _update_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     """Compare the parameters after steps with equal gradients."""
     steps = [*parity.steps, *parity.next_steps]
     triples = itertools.zip_longest(steps, parity.parameters, parity.gradients)
@@ -221,7 +223,7 @@ def _update_divergences(parity: Parity) -> Iterator[Divergence]:
             evidence = [f"norm of {name}: {a:.6g} and {b:.6g}" for a, b, name in pairs[:3]]
             if parity.noise is not None:
                 evidence.append(f"rounding and random numbers change them by {quantity.noise:.1g}")
-            yield Divergence("update", single.count, location, message, tuple(evidence))
+            yield ParityDivergence("update", single.count, location, message, tuple(evidence))
         if quantity.differs or not (gradient is None or gradient.is_equal):
             return
 
@@ -242,14 +244,14 @@ def _factor(ratios: Sequence[float], world_size: int) -> str:
     return f"{ratios[0]:.4g}" if is_constant else ""
 
 
-def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
+def _loss_line(rank: RankTrace, step: ParityStep) -> Location | None:
     """Return the line that computes the loss in the step nearest to `step`."""
     losses = [loss for loss in entries_of(rank, LossDifferentiated) if loss.made is not None]
     near = sorted(losses, key=lambda loss: abs(loss.step - step.count))
     return near[0].made if near else None
 
 
-def _step_divergences(parity: Parity) -> Iterator[Divergence]:
+def _step_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     """Compare the number of optimizer steps, if both runs completed."""
     ends = [end for rank in (parity.ranks[0], parity.single) for end in entries_of(rank, ParityEnded)]
     if len(ends) < 2 or any(end.why for end in ends):
@@ -261,10 +263,10 @@ def _step_divergences(parity: Parity) -> Iterator[Divergence]:
         if line := first_unequal(parity, range(min(on_ranks, single) + 1)):
             location = line[0]
         message = f"The ranks make {counted(on_ranks, 'optimizer step')}, a single process makes {single}."
-        yield Divergence("steps", min(on_ranks, single), location, message)
+        yield ParityDivergence("steps", min(on_ranks, single), location, message)
 
 
-def _sample_divergences(parity: Parity) -> Iterator[Divergence]:
+def _sample_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     """Compare the number of samples of an epoch, if loaders were exhausted."""
     passes = [group_by(entries_of(rank, PassTaken), lambda entry: entry.loader) for rank in parity.ranks]
     for epoch in entries_of(parity.single, PassTaken):
@@ -277,11 +279,11 @@ def _sample_divergences(parity: Parity) -> Iterator[Divergence]:
             message = (
                 f"An epoch has {rows} samples on {parity.world_size} ranks, and {epoch.chosen} in a single process."
             )
-            yield Divergence("samples", 0, location, message)
+            yield ParityDivergence("samples", 0, location, message)
             return
 
 
-def _schedule_divergences(parity: Parity) -> Iterator[Divergence]:
+def _schedule_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     """Compare learning rates relative to their peaks, since scripts may scale all rates."""
     if any(end.steps_schedules for end in entries_of(parity.single, ParityEnded)):
         return  # a single process makes world-size times as many (smaller) steps, as the schedule expects
@@ -294,12 +296,12 @@ def _schedule_divergences(parity: Parity) -> Iterator[Divergence]:
         if len(lrs) < _FEWEST_FACTORS or not all(map(max, zip(*lrs, strict=True))):
             continue
         rank_lrs, single_lrs, noise_lrs = (list(column) for column in zip(*lrs, strict=True))
-        if not _have_one_shape(single_lrs, noise_lrs):
+        if not _have_equal_shape(single_lrs, noise_lrs):
             continue  # driven by a metric
         tops, ends = (max(rank_lrs), max(single_lrs)), (rank_lrs[-1], single_lrs[-1])
         shares = [end / top for end, top in zip(ends, tops, strict=True)]
-        end_alike = math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_one_floor(tops, ends)
-        if end_alike and _have_one_shape(rank_lrs, single_lrs):
+        end_alike = math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_equal_minimum(tops, ends)
+        if end_alike and _have_equal_shape(rank_lrs, single_lrs):
             continue
         n = [math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b, _ in lrs].index(False)
         if end_alike:
@@ -310,10 +312,10 @@ def _schedule_divergences(parity: Parity) -> Iterator[Divergence]:
         message += f"process at {shares[1]:.3g}."
         lines = [step.rate for step in entries_of(parity.ranks[0], OptimizerStep) if step.optimizer == number]
         location = next(filter(None, lines), None) or steps[n][0][0].location
-        yield Divergence("schedule", n, location, message)
+        yield ParityDivergence("schedule", n, location, message)
 
 
-def _have_one_shape(lrs: Sequence[float], others: Sequence[float]) -> bool:
+def _have_equal_shape(lrs: Sequence[float], others: Sequence[float]) -> bool:
     """Check if two schedules peak within one step and decay in the same way.
 
     Peaks are compared if both schedules rise. Earlier rates are not: all world sizes may begin to warm up at one rate.
@@ -332,13 +334,13 @@ def _have_one_shape(lrs: Sequence[float], others: Sequence[float]) -> bool:
     return all(abs(a - b) <= _NEAR_SHAPE for a, b in zip(*falls, strict=True))
 
 
-def _have_one_floor(tops: Sequence[float], ends: Sequence[float]) -> bool:
+def _have_equal_minimum(tops: Sequence[float], ends: Sequence[float]) -> bool:
     """Check if two schedules decay towards the same minimum (`min_lr`), which is not scaled."""
     denominator = ends[0] + tops[1] - ends[1] - tops[0]
     return bool(denominator) and 0 <= (ends[0] * tops[1] - ends[1] * tops[0]) / denominator <= min(ends)
 
 
-def _shown_divergences(parity: Parity) -> Iterator[Divergence]:
+def _shown_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     """Compare the numbers of evaluations; of other numbers, report only world size factors."""
     by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
     for (location, _, _), items in by_line.items():
@@ -369,10 +371,10 @@ def _shown_divergences(parity: Parity) -> Iterator[Divergence]:
                 f"{line[1]} of {line[0]} is the first number that differs; it is {first.entry.how} at {location}"
             )
             location = line[0]
-        yield Divergence("shown", first.entry.steps, location, message, tuple(evidence))
+        yield ParityDivergence("shown", first.entry.steps, location, message, tuple(evidence))
 
 
-def _saved_divergences(parity: Parity) -> Iterator[Divergence]:
+def _saved_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     states, single_states = (saved_states(rank) for rank in (parity.ranks[0], parity.single))
     noise = saved_states(parity.noise) if parity.noise is not None else {}
     for key, state in states.items():
@@ -390,7 +392,7 @@ def _saved_divergences(parity: Parity) -> Iterator[Divergence]:
             detail = [f"{n}: {state.shapes[n]} and {single.shapes[n]}" for n in shapes[:3]]
             detail += [f"norm of {n}: {state.norms[n][0]:.6g} and {single.norms[n][0]:.6g}" for n in values[:3]]
             line = first_unequal(parity, range(state.steps + 1))
-            yield Divergence("saved", state.steps, line[0] if line else state.location, text, tuple(detail))
+            yield ParityDivergence("saved", state.steps, line[0] if line else state.location, text, tuple(detail))
             return
 
 
@@ -399,7 +401,7 @@ def _is_undecided(quantity: Quantity) -> bool:
     return not quantity.differs and not quantity.is_equal and not _SLOWEST < quantity.noise < _FASTEST
 
 
-def _evaluated(parity: Parity) -> list[Shown]:
+def _evaluated(parity: Parity) -> list[ShownPair]:
     """Return decimal numbers shown after an evaluation, except saved numbers."""
     shown = (number for number in parity.shown if number.entry.evaluates and number.entry.how != "saved")
     return [number for number in shown if "." in number.text]

@@ -22,7 +22,7 @@ _FEWEST_DIGITS = 3  # printed digits needed to identify a number by its text
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class RankEvaluation:
     """Evaluation on one rank, and what follows until training continues (its round)."""
 
     loader: LoaderPass
@@ -42,7 +42,7 @@ class Evaluated:
         return max(self.loader.batch_size, -(-self.samples // max(1, self.loader.batches)))
 
 
-def are_other_data(evals: Sequence[Evaluated]) -> bool:
+def data_differ(evals: Sequence[RankEvaluation]) -> bool:
     """Return True if an index is a different sample on another rank."""
     first, *rest = (ev.loader for ev in evals)
     for loader in rest:
@@ -79,7 +79,7 @@ class Gathered:
     values: Sequence[Sequence[tuple[float, ...]]] = ()
 
 
-def _lines(evals: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
+def _lines(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
     """Yield each line's collective calls, by rank, if all ranks made equally many."""
     keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
     for key in keys:
@@ -88,7 +88,7 @@ def _lines(evals: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
             yield calls
 
 
-def shard_numbers(evals: Sequence[Evaluated]) -> Iterator[ExchangedNumbers]:
+def shard_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]:
     """Yield numbers that every rank passed to a collective, summed over a loop's batches."""
     for calls in _lines(evals):
         first = calls[0][0]
@@ -106,13 +106,13 @@ def shard_numbers(evals: Sequence[Evaluated]) -> Iterator[ExchangedNumbers]:
                 yield ExchangedNumbers(list(zip(*call_numbers, strict=True)), first)
 
 
-def _are_of_samples(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
+def _are_of_samples(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
     """Return True if the ranks pass one label per sample."""
     pairs = [(len(rank_calls[0].rows), ev) for rank_calls, ev in zip(calls, evals, strict=True)]
     return all(1 < rows and rows in (ev.samples, min(ev.batch, ev.samples)) for rows, ev in pairs)
 
 
-def gathered_labels(evals: Sequence[Evaluated]) -> list[Gathered]:
+def gathered_labels(evals: Sequence[RankEvaluation]) -> list[Gathered]:
     """Return gathered rows with one label for each sample of each rank."""
     lines: dict[tuple[str, Location | None], list[list[ResultExchanged]]] = {}
     for number, ev in enumerate(evals):
@@ -122,7 +122,7 @@ def gathered_labels(evals: Sequence[Evaluated]) -> list[Gathered]:
     return [gathered for calls in lines.values() for gathered in _gathered_at(evals, calls)]
 
 
-def _gathered_at(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+def _gathered_at(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
     """Return the gathered rows of the calls of one line."""
     during = [[call for call in rank_calls if call.during] for rank_calls in calls]
     if any(during):
@@ -135,13 +135,17 @@ def _gathered_at(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExch
             ]
             for rank_calls, ev in zip(calls, evals, strict=True)
         ]
-        return _in_turn(evals, whole) or _in_turn(evals, during)
+        return _join_alternating(evals, whole) or _join_alternating(evals, during)
     if len(set(map(len, calls))) > 1:
         return []
-    return [gathered for group in zip(*calls, strict=True) for gathered in _in_turn(evals, [[call] for call in group])]
+    return [
+        gathered
+        for group in zip(*calls, strict=True)
+        for gathered in _join_alternating(evals, [[call] for call in group])
+    ]
 
 
-def _in_turn(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+def _join_alternating(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
     """Join the calls that gather one quantity; quantities may alternate (predictions, labels)."""
     quantities = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
     gathered = []
@@ -158,24 +162,24 @@ def _in_turn(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchange
             for _ in call.rows
         ]
         by_rank = sorted(by_call)
-        values = [[value for call in rank_calls for value in _by_row(call)] for rank_calls in chunks]
+        values = [[value for call in rank_calls for value in _row_numbers(call)] for rank_calls in chunks]
         gathered.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank), values))
     return gathered
 
 
-def _by_row(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
+def _row_numbers(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
     """Yield the floating-point numbers of each row."""
     width, rest = divmod(len(call.values), max(1, len(call.rows)))
     return (tuple(call.values[n * width : (n + 1) * width]) for n in range(len(call.rows) if width and not rest else 0))
 
 
-def numbers_shown(ev: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
+def numbers_shown(ev: RankEvaluation) -> Iterator[tuple[MetricShown, ShownNumber]]:
     """Yield the numbers that a rank shows, each with the output that contains it."""
     return ((shown, number) for shown in ev.shown for number in shown.numbers)
 
 
 def first_shown(
-    evals: Sequence[Evaluated], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
+    evals: Sequence[RankEvaluation], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
 ) -> MetricShown | None:
     """Return the output that shows `wrong`; None if an output shows a `right` value."""
     if any(is_close(wrong, value) or record_showing(evals, value, digits) for value in right):
@@ -183,7 +187,7 @@ def first_shown(
     return record_showing(evals, wrong, digits)
 
 
-def record_showing(evals: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> MetricShown | None:
+def record_showing(evals: Sequence[RankEvaluation], value: float, digits: int = _FEWEST_DIGITS) -> MetricShown | None:
     """Return the first output that shows `value`, unchanged or in percent, or None."""
     pairs = (pair for ev in evals for pair in numbers_shown(ev))
     scales = value, 100 * value

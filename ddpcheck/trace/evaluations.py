@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.evaluation import (
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, join_names
-from ddpcheck.trace.evaluation import Evaluated, gathered_labels, shows
+from ddpcheck.trace.evaluation import RankEvaluation, gathered_labels, shows
 from ddpcheck.trace.metrics import Evaluation, evaluations_of
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
@@ -42,14 +42,14 @@ class Evaluations(View):
     losses: Sequence[Sequence[LossDifferentiated]] = ()
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self | None:
-        if facts.trains_apart:
+    def from_facts(cls, facts: ScriptFacts) -> Self | None:
+        if facts.trains_separate_models:
             return None
-        shown = facts.of(MetricShown)
-        exchanged, compared = facts.of(ResultExchanged), facts.of(RowsCompared)
-        evaluations = evaluations_of(facts.passes, facts.of(EvaluationPass), exchanged, shown, compared)
-        targets, losses = facts.of(GatheredTargets), facts.of(LossDifferentiated)
-        return cls(evaluations, facts.passes, shown, facts.of(SumsReduced), targets, losses)
+        shown = facts.events(MetricShown)
+        exchanged, compared = facts.events(ResultExchanged), facts.events(RowsCompared)
+        evaluations = evaluations_of(facts.passes, facts.events(EvaluationPass), exchanged, shown, compared)
+        targets, losses = facts.events(GatheredTargets), facts.events(LossDifferentiated)
+        return cls(evaluations, facts.passes, shown, facts.events(SumsReduced), targets, losses)
 
     def first_findings(self, judge: Callable[[Evaluation], list[Finding]]) -> list[Finding]:
         """Return the first finding of `judge` on any complete evaluation, or []."""
@@ -93,12 +93,12 @@ def _is_traced(
             continue
         if any(metric.evidence(number) >= _FEWEST_BITS for metric in evaluation.metrics):
             return True
-        if any(shows(number, value) for value in _of_gathered(evals)):
+        if any(shows(number, value) for value in _gathered_metrics(evals)):
             return True
     return False
 
 
-def _of_gathered(evals: Sequence[Evaluated]) -> Iterator[float]:
+def _gathered_metrics(evals: Sequence[RankEvaluation]) -> Iterator[float]:
     """Yield accuracies of pairs of gathered labels, and means of gathered numbers."""
     gathered = gathered_labels(evals)
     for call, other_call in itertools.combinations(gathered, 2):

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.stacks import is_waiting
-from ddpcheck.findings.wording import agreeing, format_ranks, group_by, one_finding, phrase, unless_all
+from ddpcheck.findings.wording import agreeing, format_ranks, group_by, new_finding, phrase, ranks_or_all
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.positions import EndingFacts
@@ -92,14 +92,14 @@ class FailureFacts:
         lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in ranks_by_text]
         return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
 
-    def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
+    def new_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
         """Create a finding with the raising line and ranks, which `more` may override."""
-        first, ranks = self.first, unless_all(self.ranks, len(self.logs))
+        first, ranks = self.first, ranks_or_all(self.ranks, len(self.logs))
         raised = Location.parse(first.location)
         defaults = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
-        return one_finding(code, subjects, message, **{**defaults, **more})
+        return new_finding(code, subjects, message, **{**defaults, **more})
 
-    def first_ended_finding(self, code: str, **more: Any) -> list[Finding]:
+    def new_ended_finding(self, code: str, **more: Any) -> list[Finding]:
         """Create a finding on the first rank that ended, and ranks with equal failures."""
         first = self.ended[0]
         alike = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
@@ -112,11 +112,11 @@ class FailureFacts:
         else:
             text = f"{format_ranks(ranks).capitalize()} {agreeing(outcome, ranks)}"
         evidence = [first.noticed, *(self.evidence if len(self.evidence) > 1 else [])]
-        return one_finding(
+        return new_finding(
             code,
             (first.place or "run",),
             f"{text.rstrip('.')}{f', in {first.place}' if first.place else ''}.",
-            ranks=unless_all(ranks, len(self.logs)),
+            ranks=ranks_or_all(ranks, len(self.logs)),
             location=Location.parse(first.location),
             evidence=[*evidence, *(stack_lines([first]) if first.kind != "raised" else ())],
             **more,
@@ -199,18 +199,18 @@ class WrapperErrorFacts:
     def raised_on(self) -> tuple[int, ...]:
         """Ranks that raised; () for all ranks."""
         raised = sorted(failure.rank for failure in self.failures if failure.kind == "raised")
-        return unless_all(raised, self.known.world_size)
+        return ranks_or_all(raised, self.known.world_size)
 
-    def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
+    def new_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
         """Create a finding on the ranks that raised, with the first message as evidence."""
-        return one_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
+        return new_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
 
     def finding_of_error(self, code: str, message: str, *sentences: str) -> list[Finding]:
         """Create a finding on the error's parameters if it has one of torch's `sentences`."""
         if not any(sentence in self.text for sentence in sentences):
             return []
         subjects = self.known.names.subjects(parameters_in(self.text)) or ("backward",)
-        return self.one_finding(code, subjects, f"{message}, in {self.failures[0].place or 'the step'}.")
+        return self.new_finding(code, subjects, f"{message}, in {self.failures[0].place or 'the step'}.")
 
 
 def parameters_in(error: str) -> tuple[str, ...]:

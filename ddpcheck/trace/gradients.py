@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.script import GradientsClipped
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, ShardedStep
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import capitalized, format_ranks, one_finding, unless_all
+from ddpcheck.findings.wording import capitalized, format_ranks, new_finding, ranks_or_all
 from ddpcheck.stream.ledger import Contribution, Ledger
 from ddpcheck.trace.check_context import JudgeContext, group_by_step, worst_first
 from ddpcheck.trace.replicas import differing_names
@@ -48,7 +48,7 @@ class ReducerFacts:
     known: JudgeContext  # further facts
 
     @classmethod
-    def of(cls, evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> ReducerFacts:
+    def from_evidence(cls, evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> ReducerFacts:
         """Compare gradients between ranks, and with the average of local gradients."""
         unequal: dict[str, list[int]] = {}
         wrong: dict[str, dict[int, Difference]] = {}
@@ -116,7 +116,7 @@ class ReducerFacts:
         steps = sorted({step for by_step in self.mismatched.values() for step in by_step})
         facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
         more = {"subjects": self.known.names.subjects(names), "location": self.known.names.location(names), **more}
-        return one_finding(code, message=message, steps=unless_all(steps, self.step_count), evidence=facts, **more)
+        return new_finding(code, message=message, steps=ranks_or_all(steps, self.step_count), evidence=facts, **more)
 
 
 def paired(entries: Sequence[Sequence[_Entry]], key: Callable[[_Entry], Hashable]) -> list[Sequence[_Entry]]:
@@ -134,6 +134,6 @@ def ranks_and_steps(contributions: Sequence[tuple[DdpStepEvidence, Contribution]
     """Return the ranks and steps of contributions, as fields of a finding."""
     ranks, steps = {item.rank for item, _ in contributions}, {item.step for item, _ in contributions}
     return {
-        "ranks": unless_all(sorted(ranks), len({item.rank for item, _ in ledgers})),
-        "steps": unless_all(sorted(steps), len({item.step for item, _ in ledgers})),
+        "ranks": ranks_or_all(sorted(ranks), len({item.rank for item, _ in ledgers})),
+        "steps": ranks_or_all(sorted(steps), len({item.step for item, _ in ledgers})),
     }

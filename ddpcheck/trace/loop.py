@@ -9,9 +9,9 @@ from typing import Self
 from ddpcheck.findings.evidence.loop import (
     MAX_PACE_RUNS,
     GradientsChanged,
-    GradientsLeft,
     GradientsTaken,
     PaceRun,
+    StaleGradients,
     WrapperPace,
 )
 from ddpcheck.findings.evidence.script import (
@@ -41,12 +41,12 @@ class Loop(View):
     reduced_in_place: Sequence[Sequence[ReducedInPlace]] = ()  # collectives on tensors that backward needs
     accumulates: bool = False  # if an optimizer step follows several backward passes
     taken: Sequence[Sequence[Sequence[GradientsTaken]]] = ()  # torch.autograd.grad calls, by wrapper and rank
-    stale: Sequence[Sequence[GradientsLeft]] = ()  # gradients of earlier steps
+    stale: Sequence[Sequence[StaleGradients]] = ()  # gradients of earlier steps
     paces: Sequence[Sequence[WrapperPace]] = ()  # forward passes and batches per reduction, by wrapper and rank
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        taken = facts.of(GradientsTaken)
+    def from_facts(cls, facts: ScriptFacts) -> Self:
+        taken = facts.events(GradientsTaken)
         by_wrapper = [
             [calls for entries in taken if (calls := [entry for entry in entries if entry.wrapper == number])]
             for number in sorted({entry.wrapper for entries in taken for entry in entries})
@@ -54,18 +54,18 @@ class Loop(View):
         paces = [
             [
                 WrapperPace(tuple(runs), rank.counts[wrapper.number][1])
-                for rank, runs in zip(wrapper.ranks, wrapper.of(PaceRun), strict=True)
+                for rank, runs in zip(wrapper.ranks, wrapper.events(PaceRun), strict=True)
                 if 0 < len(runs) < MAX_PACE_RUNS
             ]
             for wrapper in facts.wrappers
         ]
         return cls(
             facts.world_size,
-            facts.of(GradientsZeroed),
-            facts.of(ReducedInPlace),
-            any(step.reductions > step.count + 1 for steps in facts.of(OptimizerStep) for step in steps),
+            facts.events(GradientsZeroed),
+            facts.events(ReducedInPlace),
+            any(step.reductions > step.count + 1 for steps in facts.events(OptimizerStep) for step in steps),
             by_wrapper,
-            facts.of(GradientsLeft),
+            facts.events(StaleGradients),
             [p for wrapper, p in zip(facts.wrappers, paces, strict=True) if len(p) == len(wrapper.made.ranks)],
         )
 
@@ -83,15 +83,15 @@ class GradientChanges(View):
     losses: Sequence[Sequence[LossDifferentiated]] = ()
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
+    def from_facts(cls, facts: ScriptFacts) -> Self:
         steps = [optimizer.steps for optimizer in facts.optimizers]
         reduced = [
             [[*steps_with_reductions(rank, [step[n] for step in opt_steps])] for n, rank in enumerate(facts.ranks)]
             for opt_steps in steps
             if all(len(step) == len(facts.ranks) for step in opt_steps)
         ]
-        clips, changed = facts.of(GradientsClipped), facts.of(GradientsChanged)
-        return cls(clips, changed, steps, reduced, facts.of(LossDifferentiated))
+        clips, changed = facts.events(GradientsClipped), facts.events(GradientsChanged)
+        return cls(clips, changed, steps, reduced, facts.events(LossDifferentiated))
 
     @property
     def local_clips(self) -> list[Sequence[GradientsClipped]]:

@@ -15,12 +15,12 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep,
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, group_by
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import MicroBatch
-from ddpcheck.trace.captured import against_average
+from ddpcheck.trace.captured import compare_with_average
 from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
 from ddpcheck.trace.replicas import aligned
-from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of, steps_with_reductions
+from ddpcheck.trace.script_facts import ScriptFacts, WrapperTrace, entries_of, steps_with_reductions
 from ddpcheck.trace.view import NotRecorded, View
 
 LossesByRank = Sequence[Sequence[LossDifferentiated]]  # in order of time
@@ -56,7 +56,7 @@ class Losses(View):
     are_rescaled: bool = False  # if steps multiply averaged gradients by the world size or its inverse
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
+    def from_facts(cls, facts: ScriptFacts) -> Self:
         ranks = facts.training_groups[0] if facts.model_groups else facts.ranks
         classes = [step.options.get("class", "") for step in entries_of(facts.ranks[0], OptimizerStep)]
         return cls(
@@ -65,7 +65,7 @@ class Losses(View):
                 for losses in (entries_of(rank, LossDifferentiated) for rank in ranks)
             ],
             [entries_of(rank, OwnPartPutBack) for rank in ranks],
-            facts.of(GatheredConstant),
+            facts.events(GatheredConstant),
             len(next(iter(facts.model_groups), (0,))),
             any(map(sums_rightly, facts.wrappers)),
             not all(name.startswith(SCALE_FREE) for name in classes),
@@ -85,7 +85,7 @@ class Losses(View):
         return any(loss.step in whole for by_rank in passes for loss, whole in zip(by_rank, steps, strict=False))
 
     @cached_property
-    def own_parts(self) -> list[list[OwnPartPutBack]]:
+    def local_parts(self) -> list[list[OwnPartPutBack]]:
         """Gathers that pass unscaled gradients to the rank's own features only; by step."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
@@ -97,18 +97,18 @@ class Losses(View):
     @property
     def gathered_gradients_differ(self) -> bool:
         """Check if gradients of gathered features show that ranks compute different losses."""
-        return min(_distances(self.own_parts)) > _OTHER_LOSS
+        return min(_distances(self.local_parts)) > _OTHER_LOSS
 
     @property
-    def own_parts_lack_factor(self) -> bool:
+    def local_parts_lack_factor(self) -> bool:
         """Check if DDP averages partial gradients of one global loss that should be summed.
 
         This matters if optimizer steps depend on the scale of gradients, or the loss also uses the features directly.
         """
-        steps = {by_rank[0].step for by_rank in self.own_parts}
+        steps = {by_rank[0].step for by_rank in self.local_parts}
         terms = [term for losses in self.by_rank for loss in losses if loss.step in steps for term in loss.terms]
         is_mixed = self.uses_features_directly
-        if max(_distances(self.own_parts)) > SCALE_TOLERANCE or not (self.scale_matters or is_mixed) or not terms:
+        if max(_distances(self.local_parts)) > SCALE_TOLERANCE or not (self.scale_matters or is_mixed) or not terms:
             return False
         return all(
             (is_mixed or (term.kind == "mean" and abs(term.factor) < 1 + SCALE_TOLERANCE))
@@ -119,7 +119,7 @@ class Losses(View):
     @property
     def uses_features_directly(self) -> bool:
         """Check if losses on gathered features have terms of the features themselves."""
-        return all(part.besides for by_rank in self.own_parts for part in by_rank)
+        return all(part.besides for by_rank in self.local_parts for part in by_rank)
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         averaged = [[loss for loss in rank_losses if loss.terms and loss.wrappers] for rank_losses in self.by_rank]
@@ -136,7 +136,7 @@ class Losses(View):
             raise NotRecorded(summary)
 
 
-def _are_rescaled(rank: WatchedRank) -> bool:
+def _are_rescaled(rank: RankTrace) -> bool:
     """Check if steps rescale averaged gradients by the world size or its inverse."""
     for step, replica in steps_with_reductions(rank, entries_of(rank, OptimizerStep)):
         averaged_norm = math.hypot(*itertools.chain.from_iterable(replica.averaged.values()))
@@ -155,19 +155,19 @@ def _distances(steps: Sequence[Sequence[OwnPartPutBack]]) -> list[float]:
     return distances
 
 
-def sums_rightly(wrapper: WatchedWrapper) -> bool:
+def sums_rightly(wrapper: WrapperTrace) -> bool:
     """Return True if a wrapper sums gradients and the loss is scaled for sums.
 
     An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
     """
     steps = wrapper.compared.values()
-    checks = [check for replicas in steps for rank_checks in against_average(replicas) for check in rank_checks]
+    checks = [check for replicas in steps for rank_checks in compare_with_average(replicas) for check in rank_checks]
     wrong, size = [check for check in checks if check.bad], len(wrapper.ranks)
     if not wrong or any(abs(check.ratio - size) + check.residual > check.tolerance * size for check in wrong):
         return False
     if any(loss.terms for losses in wrapper.losses for loss in losses):
         return are_for_sums(wrapper.losses, wrapper.number)
-    return any(change.what == "scale" for changes in wrapper.of(ModuleChanged) for change in changes)
+    return any(change.what == "scale" for changes in wrapper.events(ModuleChanged) for change in changes)
 
 
 def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:

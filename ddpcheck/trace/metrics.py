@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.evaluation import (
     ShownNumber,
 )
 from ddpcheck.findings.evidence.script import LoaderPass
-from ddpcheck.trace.evaluation import Evaluated, is_close, is_exact, shows, significant_digits
+from ddpcheck.trace.evaluation import RankEvaluation, is_close, is_exact, shows, significant_digits
 from ddpcheck.trace.replicas import common_values
 
 Row = tuple[float, ...]
@@ -186,10 +186,10 @@ class Evaluation:
     """One evaluation, by rank."""
 
     loop: tuple[object, ...]  # (line of the loop, line that creates the loader, dataset)
-    by_rank: Mapping[int, Evaluated]
+    by_rank: Mapping[int, RankEvaluation]
 
     @property
-    def evals(self) -> list[Evaluated]:
+    def evals(self) -> list[RankEvaluation]:
         """Evaluations of all ranks."""
         return [*self.by_rank.values()]
 
@@ -198,7 +198,12 @@ class Evaluation:
         """Metrics of the ranks' sums, tables and rows, most common first."""
         if min(ev.samples for ev in self.evals) < 1:
             return []
-        return [*_of_sums(self.evals), *_of_tables(self.evals), *_of_rows(self.evals), *_of_ratios(self.evals)]
+        return [
+            *_sum_metrics(self.evals),
+            *_table_metrics(self.evals),
+            *_row_metrics(self.evals),
+            *_ratio_metrics(self.evals),
+        ]
 
 
 def bits_of(number: float) -> float:
@@ -227,7 +232,7 @@ def _scaled(
         yield RankMetric(key, label, scaled, total, value_bits, tries)
 
 
-def _sums(evals: Sequence[Evaluated]) -> dict[str, list[float]]:
+def _sums(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
     """Return numbers that all ranks have, except sums and traces of their tables."""
     tables = [key.partition(".") for key in common_values([ev.results.tables for ev in evals])]
     parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
@@ -235,7 +240,7 @@ def _sums(evals: Sequence[Evaluated]) -> dict[str, list[float]]:
     return {key: counts for key, counts in numbers.items() if key not in parts}
 
 
-def _of_sums(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
+def _sum_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
     """Yield sums divided by samples, batches or dataset size, and running means unchanged."""
     samples, batches = [float(ev.samples) for ev in evals], [float(ev.loader.batches) for ev in evals]
     sizes = [float(ev.loader.size) for ev in evals]
@@ -255,7 +260,7 @@ def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
-def _of_ratios(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
+def _ratio_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
     """Yield quotients of two numbers of one function, e.g. sum / token count."""
     sums = _sums(evals)
     for key, divisor_key in itertools.permutations(sums, 2) if len(sums) <= _MOST_OF_RATIOS else ():
@@ -274,16 +279,16 @@ def _container(key: str) -> str:
     return key.rpartition("[")[0] if key.endswith("]") and key.rpartition("[")[2][:-1].isdigit() else ""
 
 
-def _of_tables(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
+def _table_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
     """Yield metrics of confusion matrices (targets by predictions)."""
     for key, tables in common_values([ev.results.tables for ev in evals]).items():
         if len(set(map(len, tables))) == 1:
-            yield from _of_each(
+            yield from _metrics_by_key(
                 key, [table_metrics(table) for table in tables], table_metrics([*map(sum, zip(*tables, strict=True))])
             )
 
 
-def _of_rows(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
+def _row_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
     """Yield metrics of two per-sample sequences of each rank, e.g. scores and labels."""
     rows = common_values([ev.results.rows for ev in evals])
     for key, label_key in itertools.permutations(rows, 2):
@@ -291,10 +296,12 @@ def _of_rows(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
         if any(len(rank_pairs) != ev.samples for rank_pairs, ev in zip(pairs, evals, strict=True)):
             continue
         all_pairs = list(itertools.chain.from_iterable(pairs))
-        yield from _of_each(f"{key}, {label_key.partition('.')[2]}", [*map(_of_pairs, pairs)], _of_pairs(all_pairs))
+        yield from _metrics_by_key(
+            f"{key}, {label_key.partition('.')[2]}", [*map(_pair_metrics, pairs)], _pair_metrics(all_pairs)
+        )
 
 
-def _of_pairs(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+def _pair_metrics(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Return metrics, by name, of pairs of a prediction and a label or target."""
     classes = sorted({number for pair in pairs for number in pair})
     if len(classes) <= _MOST_COUNTED_CLASSES and all(number >= 0 == number % 1 for number in classes):
@@ -308,7 +315,9 @@ def _of_pairs(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     return {name: metric(rows) for name, metric in (OF_SCORES if labels <= {0, 1} else OF_NUMBERS).items()}
 
 
-def _of_each(key: str, by_rank: Sequence[Mapping[str, float]], overall: Mapping[str, float]) -> Iterator[RankMetric]:
+def _metrics_by_key(
+    key: str, by_rank: Sequence[Mapping[str, float]], overall: Mapping[str, float]
+) -> Iterator[RankMetric]:
     for name, pooled in overall.items():
         values = [metrics.get(name, math.nan) for metrics in by_rank]
         if all(map(math.isfinite, (*values, pooled))):
@@ -323,7 +332,7 @@ def evaluations_of(
     compared: Sequence[Sequence[RowsCompared]],
 ) -> list[Evaluation]:
     """Return evaluations with the results of their rounds; arguments are by rank."""
-    by_key: dict[tuple[object, ...], dict[int, Evaluated]] = {}
+    by_key: dict[tuple[object, ...], dict[int, RankEvaluation]] = {}
     records = zip(loaders, passes, exchanged, shown, compared or [()] * len(loaders), strict=True)
     for rank, (rank_loaders, rank_passes, rank_calls, rank_outputs, rank_rows) in enumerate(records):
         by_pass = {(loader.loader, loader.number): loader for loader in rank_loaders}
@@ -333,7 +342,7 @@ def evaluations_of(
             if (loader := by_pass.get((eval_pass.loader, eval_pass.number))) is not None and loader.exhausted:
                 key = (loader.location, loader.made, loader.dataset, loader.number)
                 counts[key] += 1
-                by_key.setdefault((*key, counts[key]), {})[rank] = Evaluated(
+                by_key.setdefault((*key, counts[key]), {})[rank] = RankEvaluation(
                     loader,
                     eval_pass,
                     [

@@ -12,14 +12,14 @@ from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, group_by
 from ddpcheck.stream.entries import GroupUsed
-from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper, entries_of
+from ddpcheck.stream.rank_log import RankTrace
+from ddpcheck.trace.script_facts import PartSteps, WrapperTrace, entries_of
 from ddpcheck.trace.view import ScriptView
 
 _FEWEST_INPUTS = 2
 
 
-def hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[int, ...], Location]:
+def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[int, ...], Location]:
     """Map groups of ranks that compute one model to the line of their collective."""
     first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
     ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
@@ -41,7 +41,7 @@ def hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> dict[tupl
     return across if sorted(itertools.chain(*across)) == sorted(ranks) else {}
 
 
-def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
+def _given_alike(ranks: Sequence[RankTrace], wrapper: int) -> bool:
     samples = [[inputs.samples for inputs in entries_of(rank, Inputs) if inputs.wrapper == wrapper] for rank in ranks]
     return min(map(len, samples)) >= _FEWEST_INPUTS and all(rank_samples == samples[0] for rank_samples in samples)
 
@@ -53,7 +53,7 @@ class HandSplit(ScriptView):
     checks = ("replicas",)
 
     @property
-    def wrappers(self) -> list[list[WatchedWrapper]]:
+    def wrappers(self) -> list[list[WrapperTrace]]:
         """Wrappers of split models, grouped by construction number."""
         by_number = group_by(() if self.facts.model_groups else self.facts.wrappers, lambda wrapper: wrapper.number)
         return [wrappers for wrappers in by_number.values() if hand_split(wrappers, self.facts.world_size)]

@@ -10,7 +10,7 @@ from ddpcheck.findings.evidence.script import MetricUsed, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names
-from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
+from ddpcheck.trace.script_facts import ScriptFacts, WrapperTrace, first_steps
 from ddpcheck.trace.unwrapped_params import Steps, any_gradient_differs, are_local, differing
 from ddpcheck.trace.view import NotRecorded, ScriptView, View
 
@@ -82,18 +82,18 @@ class OptimizedParameters(View):
     moved: Mapping[str, bool]  # True if the values change, by name of the wrapped parameter
     names: Collection[str]  # parameters that optimizers hold
     made: Location | None = None  # line that constructs an optimizer
-    in_vain: bool = False  # if no parameter of an optimizer has a gradient
-    wrappers: Sequence[WatchedWrapper] = ()
+    waiting_in_vain: bool = False  # if no parameter of an optimizer has a gradient
+    wrappers: Sequence[WrapperTrace] = ()
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self | None:
+    def from_facts(cls, facts: ScriptFacts) -> Self | None:
         if not facts.wrappers:
             return None
-        steps = [step for rank_steps in facts.of(OptimizerStep) for step in rank_steps]
+        steps = [step for rank_steps in facts.events(OptimizerStep) for step in rank_steps]
         names = {name for step in steps for name in (*step.held, *step.idle)}
         made = next((step.made for step in steps if step.held or not names), None)
-        in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
-        return cls(facts.moved, names, made, in_vain, facts.wrappers)
+        waiting_in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
+        return cls(facts.moved, names, made, waiting_in_vain, facts.wrappers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,6 @@ class Metrics(View):
     uses: Sequence[Sequence[MetricUsed]]  # by rank, in order of time
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
+    def from_facts(cls, facts: ScriptFacts) -> Self:
         local = {opt.steps[0][0].optimizer for opt in facts.optimizers if opt.steps and are_local(opt.steps)}
-        return cls([[use for use in uses if use.optimizer not in local] for uses in facts.of(MetricUsed)])
+        return cls([[use for use in uses if use.optimizer not in local] for uses in facts.events(MetricUsed)])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import Names, counted, format_ranks, format_steps, join_names, plural_verb, unless_all
+from ddpcheck.findings.wording import Names, counted, format_ranks, format_steps, join_names, plural_verb, ranks_or_all
 
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
 SPARSE_REFUSED = (
@@ -46,7 +46,7 @@ class ParameterFacts:
     missing: Mapping[str, Sequence[StepEvidence]]  # where each parameter is missing; without explained parameters
 
     @classmethod
-    def of(
+    def from_evidence(
         cls,
         evidence: Sequence[StepEvidence],
         wrapper: WrapperFacts,
@@ -77,7 +77,7 @@ class ParameterFacts:
         """Parameters that contributed on some ranks or in some steps only."""
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
 
-    def others_take_turns(self, names: Sequence[str]) -> bool:
+    def similar_params_alternate(self, names: Sequence[str]) -> bool:
         """Return True if items of the same lists contribute on some ranks or steps."""
         families = set(map(_without_indices, self.sometimes_missing))
         return all(_without_indices(name) in families for name in names)
@@ -119,7 +119,7 @@ class MissingGroup:
         """Line and module of the last operation on the path, in words."""
         return f"{self.end.at} (in module {self.end.module})" if self.end.module else self.end.at
 
-    def one_finding(self, code: str, message: str, evidence: Sequence[str] = (), fix: str = "") -> list[Finding]:
+    def new_finding(self, code: str, message: str, evidence: Sequence[str] = (), fix: str = "") -> list[Finding]:
         """Report these parameters, with the consequences under the wrapper's options."""
         facts, severity = self.facts, None
         if self.compiled_on:
@@ -130,11 +130,11 @@ class MissingGroup:
             if severity is not None:
                 fix = "Use the parameter in the loss, remove it, or freeze it with requires_grad_(False)."
             fix = SPARSE_ADVICE if self.names[0] in facts.wrapper.sparse else fix
-        return facts.names.one_finding(
+        return facts.names.new_finding(
             code,
             self.names,
             message,
-            ranks=unless_all(self.compiled_on, facts.world_size),
+            ranks=ranks_or_all(self.compiled_on, facts.world_size),
             severity=severity,
             evidence=evidence,
             fix=fix,
@@ -156,7 +156,7 @@ class MissingGroup:
             option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
             note = "fully_shard says nothing of it" if wrapper.sharded else f"{option}=True keeps DDP from stopping"
             notes.append(f"{note}; nothing has trained {self.them} in {counted(num_steps, 'step')}")
-        take_turns = self.end.cause == "unused" and facts.others_take_turns(self.names)
+        take_turns = self.end.cause == "unused" and facts.similar_params_alternate(self.names)
         if take_turns:
             notes.append(
                 "others of the same list contribute in some steps or on some ranks only: check more steps (--steps)"
@@ -189,7 +189,7 @@ class ConditionalUse:
         """Steps in which the parameters were missing on any rank."""
         return sorted({step for absence in self.absences for step in absence.steps})
 
-    def one_finding(self, code: str, message: str, evidence: Sequence[str], ranks: Sequence[int] = ()) -> list[Finding]:
+    def new_finding(self, code: str, message: str, evidence: Sequence[str], ranks: Sequence[int] = ()) -> list[Finding]:
         """Report these parameters, with the consequences under the wrapper's options."""
         facts, wrapper, name = self.facts, self.facts.wrapper, self.parameters[0]
         ends = [item.path_ends[name] for item in facts.missing[name] if name in item.path_ends]
@@ -198,12 +198,12 @@ class ConditionalUse:
         notes += [UNDER_SHARDING] if wrapper.sharded else []
         if wrapper.static_graph:
             notes.append("static_graph=True promises that the set of used parameters never changes")
-        return facts.names.one_finding(
+        return facts.names.new_finding(
             code,
             self.parameters,
             message,
-            ranks=unless_all(ranks, facts.world_size),
-            steps=unless_all(self.steps, len(facts.steps)),
+            ranks=ranks_or_all(ranks, facts.world_size),
+            steps=ranks_or_all(self.steps, len(facts.steps)),
             evidence=[*evidence, *notes],
             fix=SPARSE_ADVICE if sparse else ADVICE_UNDER_SHARDING if wrapper.sharded else "",
             location=next((end.edit_at for end in ends if end.edit_at), None),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ddpcheck.findings.evidence.parity import NotReplayed, ParityStep, PassTaken, TensorsSaved
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.script_facts import entries_of
 
@@ -60,10 +60,10 @@ class Quantity:
 class Comparison:
     """Two runs of one script, and optionally a third run that measures noise."""
 
-    ranks: Sequence[WatchedRank]
-    single: WatchedRank
-    noise: WatchedRank | None = None
-    other_rank: WatchedRank | None = None  # single process with another rank number
+    ranks: Sequence[RankTrace]
+    single: RankTrace
+    noise: RankTrace | None = None
+    other_rank: RankTrace | None = None  # single process with another rank number
 
     @cached_property
     def steps(self) -> list[_Step]:
@@ -166,7 +166,7 @@ class Comparison:
             quantities.append(Quantity(actual.norm, expected.norm, _distance(actual, expected), largest))
         return quantities
 
-    def _gradients_of(self, ranks: Sequence[WatchedRank], steps: Sequence[ParityStep]) -> _Gradients:
+    def _gradients_of(self, ranks: Sequence[RankTrace], steps: Sequence[ParityStep]) -> _Gradients:
         """Return the gradients of one step on some ranks, with shards combined."""
         norms: dict[str, float] = {}
         count = sum(not norm < 0 for norm in steps[0].norms)
@@ -186,7 +186,7 @@ class Comparison:
 
         return name_world_factor(self.world_size, fits)
 
-    def names_of(self, rank: WatchedRank, optimizer: int) -> tuple[str, ...]:
+    def names_of(self, rank: RankTrace, optimizer: int) -> tuple[str, ...]:
         """Return the names of an optimizer's parameters."""
         return self._names.get((rank.started.rank, rank.started.world_size, optimizer), ())
 
@@ -229,7 +229,7 @@ def _distance(actual: _Gradients, expected: _Gradients) -> float:
     return difference / scale if scale else 0.0
 
 
-def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:
+def saved_states(rank: RankTrace) -> dict[tuple[str, int], TensorsSaved]:
     """Return a rank's saved tensors, by line and number of earlier saves there."""
     states: dict[tuple[str, int], TensorsSaved] = {}
     for entry in entries_of(rank, TensorsSaved):

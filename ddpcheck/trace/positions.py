@@ -9,7 +9,7 @@ from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
-from ddpcheck.findings.wording import counted, told_together
+from ddpcheck.findings.wording import counted, format_by_text
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, SHARD_FORWARD, Backward, backward_of, lines_in
 
 
@@ -45,23 +45,23 @@ class EndingFacts:
         """Evidence: what each rank does or did last."""
         return [f"rank {rank.rank}: {rank.doing}" for rank in self.ranks]
 
-    def around(self, lines: Sequence[str], *kinds: str) -> list[Block]:
+    def enclosing(self, lines: Sequence[str], *kinds: str) -> list[Block]:
         """Return the blocks of `kinds` around the lines of a stack, outermost first."""
         return [block for line in reversed(lines) for block in self.blocks.get(line, ()) if block.kind in kinds]
 
     def loops(self, lines: Sequence[str]) -> list[Block]:
         """Return the loops around the lines of a stack, outermost first."""
-        return self.around(lines, "loop")
+        return self.enclosing(lines, "loop")
 
     def has_been_in(self, rank: RankAtEnd, block: Block) -> bool:
         """Return True if a rank called a collective inside a block."""
-        return any(block in self.around(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
+        return any(block in self.enclosing(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
     def has_left(self, side: Position, loop: Block) -> bool:
         """Return True if `side` called the last common collective inside `loop`."""
         return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
-    def now(self, rank: RankAtEnd) -> tuple[str, ...]:
+    def current_stack(self, rank: RankAtEnd) -> tuple[str, ...]:
         """Return the current stack of a rank, else the lines of its last collective."""
         return rank.lines or (lines_of(rank.calls[-1]) if rank.calls and not rank.ended else ())
 
@@ -79,8 +79,10 @@ def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[B
 
 def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
     """Return (line, word) of each early exit from a loop, including enclosing `try` blocks."""
-    exited = [] if leaver.state.ended else facts.around(leaver.lines, "try")
-    tries = [] if leaver.state.ended else [block for block in facts.around(stayer.lines, "try") if block not in exited]
+    exited = [] if leaver.state.ended else facts.enclosing(leaver.lines, "try")
+    tries = (
+        [] if leaver.state.ended else [block for block in facts.enclosing(stayer.lines, "try") if block not in exited]
+    )
     enclosing = [b for b in tries if b.path == loop.path and b.first <= loop.first and b.last >= loop.last]
     return [*loop.exits, *((b.line, b.word) for b in enclosing)]
 
@@ -93,11 +95,13 @@ def local_branches(facts: EndingFacts, position: Position, peer: Position) -> li
     """
     if loops_left(facts, position, peer) and not set(facts.loops(position.lines)) & set(facts.loops(peer.lines)):
         return []
-    peer_blocks = facts.around(peer.lines, "branch", "rest", "function", "loop")
+    peer_blocks = facts.enclosing(peer.lines, "branch", "rest", "function", "loop")
     scopes = {"return": "function", "break": "loop", "raise": "function"}
     branches = []
-    for block in dict.fromkeys(reversed(facts.around(position.lines, "branch", "rest"))):  # comprehensions have frames
-        outer = facts.around(position.lines, scopes.get(block.word, "")) if block.kind == "rest" else []
+    for block in dict.fromkeys(
+        reversed(facts.enclosing(position.lines, "branch", "rest"))
+    ):  # comprehensions have frames
+        outer = facts.enclosing(position.lines, scopes.get(block.word, "")) if block.kind == "rest" else []
         exited = [b for b in outer if b.path == block.path and b.first <= block.first and b.last >= block.last][-1:]
         if block not in peer_blocks and not set(exited) & set(peer_blocks) and not facts.has_been_in(peer.state, block):
             branches.append(block)
@@ -123,10 +127,10 @@ _NAMES = {
 
 def doing(facts: EndingFacts, ranks: Sequence[int]) -> str:
     """Describe what each of `ranks` does."""
-    return ", ".join(told_together((rank.rank, rank.doing) for rank in facts.ranks if rank.rank in ranks))
+    return ", ".join(format_by_text((rank.rank, rank.doing) for rank in facts.ranks if rank.rank in ranks))
 
 
-def calls_there(position: Position, peer: Position) -> list[str]:
+def divergence_evidence(position: Position, peer: Position) -> list[str]:
     """Return evidence: the diverging collective and the final state of each rank."""
     sides = sorted((position, peer), key=lambda side: side.state.rank)
     return [

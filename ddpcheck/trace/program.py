@@ -25,10 +25,10 @@ class Program(View):
     ended: bool = True  # if the script has reached its end
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        sizes = [item for entries in facts.of(FilesLeft) for entry in entries for item in entry.sizes.items()]
+    def from_facts(cls, facts: ScriptFacts) -> Self:
+        sizes = [item for entries in facts.events(FilesLeft) for entry in entries for item in entry.sizes.items()]
         empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
-        return cls(facts.of(FileUsed), empty, facts.of(NothingLoaded), facts.ended)
+        return cls(facts.events(FileUsed), empty, facts.events(NothingLoaded), facts.ended)
 
     def require_end(self, subject: str) -> None:
         """Raise `NotRecorded` if the script may have used more files later."""
@@ -48,5 +48,5 @@ class Statistics(View):
     by_rank: Sequence[Sequence[RunningStatistic]]
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        return cls(facts.of(RunningStatistic))
+    def from_facts(cls, facts: ScriptFacts) -> Self:
+        return cls(facts.events(RunningStatistic))

@@ -15,13 +15,13 @@ from ddpcheck.findings.evidence.script import OptimizerStep, StateHeld
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import join_names
-from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported, TrainedApart
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.entries import BuffersKept, LocalSgdEnd, ReplicaCaptured, StepsReported
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import RankReport, ReplicaState
 
 _Facts = TypeVar("_Facts", bound=Struct)
 _KEY = re.compile(r"(?:\d+/|optimizer )?([^\s:]+)")  # "0/fc.weight", "0/fc.weight: exp_avg", "optimizer fc.weight step"
-_COMPARED = (BuffersKept, OptimizerStep, ReplicaCaptured, StateHeld, StepsReported, TrainedApart)  # have values by name
+_COMPARED = (BuffersKept, OptimizerStep, ReplicaCaptured, StateHeld, StepsReported, LocalSgdEnd)  # have values by name
 _NOT_VALUES = ("options", "held")  # `OptimizerStep.held`: optimizers are matched between ranks by all names
 
 
@@ -33,7 +33,7 @@ class RankParams:
         self.names: dict[str, list[str]] = {}  # patterns by name of a parameter or buffer that was left out
         self._has_compared = False
 
-    def left_out_of(self, ranks: Sequence[WatchedRank]) -> Sequence[WatchedRank]:
+    def left_out_of(self, ranks: Sequence[RankTrace]) -> Sequence[RankTrace]:
         """Return logs without values, gradients and optimizer state of these parameters."""
         if not self.patterns:
             return ranks

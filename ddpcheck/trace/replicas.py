@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.wording import format_ranks, minority_ranks, unless_all
+from ddpcheck.findings.wording import format_ranks, minority_ranks, ranks_or_all
 from ddpcheck.trace.check_context import JudgeContext
 
 _Key = TypeVar("_Key")
@@ -135,12 +135,12 @@ class ReplicaFacts:
         if any(len({values[name] for values in after.values()}) > 1 for name in names):
             before = {rank: {**values, **previous.get(rank, {})} for rank, values in after.items()}
             changed = [rank for rank, values in after.items() if any(values[n] != before[rank][n] for n in names)]
-            return replace(divergence, before_optimizer=True, changed_ranks=unless_all(changed, len(items)))
+            return replace(divergence, before_optimizer=True, changed_ranks=ranks_or_all(changed, len(items)))
         skipped = [item.rank for item in items if all(after[item.rank][n] == item.parameters.get(n) for n in names)]
-        return replace(divergence, skipped_ranks=unless_all(skipped, len(items)))
+        return replace(divergence, skipped_ranks=ranks_or_all(skipped, len(items)))
 
 
-def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
+def steps_with_equal_end(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
     """Return steps with equal parameters on all ranks before the next update."""
     after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
     before = {

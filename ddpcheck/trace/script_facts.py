@@ -17,7 +17,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
 from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, WatchingFailed, WrapperMade
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.rank_params import RankParams
 from ddpcheck.trace.replicas import aligned, differing_names
 from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, diverge_for_good
@@ -29,12 +29,12 @@ PartSteps = Sequence[PartStep]
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedWrapper:
+class WrapperTrace:
     """A wrapper on the ranks of its process group."""
 
     number: int  # in construction order on each rank, from 0
     made: WrapperMade  # its construction on the first of `ranks`
-    ranks: Sequence[WatchedRank]  # ranks of the group whose logs are on this machine
+    ranks: Sequence[RankTrace]  # ranks of the group whose logs are on this machine
 
     @property
     def missing(self) -> set[int]:
@@ -46,14 +46,14 @@ class WatchedWrapper:
         """Number of steps completed on every rank."""
         return min(rank.counts[self.number][1] for rank in self.ranks)
 
-    def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
+    def events(self, kind: type[_Kind]) -> list[list[_Kind]]:
         """Return log entries of type `kind` about this wrapper, by rank of its group."""
         return [[entry for entry in entries_of(rank, kind) if _is_on(entry, self.number)] for rank in self.ranks]
 
     @property
     def captured(self) -> dict[int, list[ReplicaCaptured]]:
         """Recorded replicas after backward passes, by step."""
-        return group_by(itertools.chain.from_iterable(self.of(ReplicaCaptured)), lambda replica: replica.step)
+        return group_by(itertools.chain.from_iterable(self.events(ReplicaCaptured)), lambda replica: replica.step)
 
     @property
     def compared(self) -> dict[int, list[ReplicaCaptured]]:
@@ -89,7 +89,7 @@ class Optimizer:
     ends: Sequence[OptimizerEnd]  # final states, from the ranks that recorded one
 
 
-def entries_of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:
+def entries_of(rank: RankTrace, kind: type[_Kind]) -> list[_Kind]:
     """Return a rank's log entries of type `kind`, in order."""
     return [entry for entry in rank.entries if isinstance(entry, kind)]
 
@@ -99,7 +99,7 @@ class ScriptFacts:
 
     def __init__(
         self,
-        ranks: Sequence[WatchedRank],
+        ranks: Sequence[RankTrace],
         *,
         ended: bool,
         source: ProgramSource | None = None,
@@ -109,7 +109,7 @@ class ScriptFacts:
         self.ended = ended
         self.source = source or ProgramSource()
 
-    def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
+    def events(self, kind: type[_Kind]) -> list[list[_Kind]]:
         """Return the log entries of type `kind`, by rank."""
         return [entries_of(rank, kind) for rank in self.ranks]
 
@@ -119,7 +119,7 @@ class ScriptFacts:
         return max((rank.started.world_size for rank in self.ranks), default=0)
 
     @cached_property
-    def elsewhere(self) -> list[int]:
+    def remote_ranks(self) -> list[int]:
         """Ranks whose logs are not on this machine."""
         return sorted(set(range(self.world_size)) - {rank.started.rank for rank in self.ranks})
 
@@ -139,7 +139,7 @@ class ScriptFacts:
     @property
     def can_compare(self) -> bool:
         """Check if there are several ranks, and all their logs are on this machine."""
-        return len(self.ranks) > 1 and not self.elsewhere
+        return len(self.ranks) > 1 and not self.remote_ranks
 
     @cached_property
     def passes(self) -> list[list[LoaderPass]]:
@@ -149,13 +149,13 @@ class ScriptFacts:
     # Wrappers
 
     @cached_property
-    def wrappers(self) -> list[WatchedWrapper]:
+    def wrappers(self) -> list[WrapperTrace]:
         """Wrappers of all ranks, in construction order."""
-        groups: dict[tuple[int, tuple[int, ...]], list[WatchedRank]] = {}
+        groups: dict[tuple[int, tuple[int, ...]], list[RankTrace]] = {}
         for rank in self.ranks:
             for number, wrapper in enumerate(rank.wrappers):
                 groups.setdefault((number, wrapper.ranks), []).append(rank)
-        return [WatchedWrapper(key[0], group[0].wrappers[key[0]], group) for key, group in sorted(groups.items())]
+        return [WrapperTrace(key[0], group[0].wrappers[key[0]], group) for key, group in sorted(groups.items())]
 
     @cached_property
     def steps(self) -> int:
@@ -168,7 +168,7 @@ class ScriptFacts:
         return by_group({rank.started.rank: entries_of(rank, ModelSplit) for rank in self.ranks})
 
     @cached_property
-    def training_groups(self) -> list[list[WatchedRank]]:
+    def training_groups(self) -> list[list[RankTrace]]:
         """Data parallel groups: ranks that train together on different samples."""
         if models := self.model_groups or self.sample_groups:
             by_number = {rank.started.rank: rank for rank in self.ranks}
@@ -206,7 +206,7 @@ class ScriptFacts:
         by_number = {rank.started.rank: rank for rank in self.ranks}
         for rank, peers in received.items():
             for peer in sorted(peers & received.keys()):
-                if models[rank] is not models[peer] and not _step_alike(by_number[rank], by_number[peer]):
+                if models[rank] is not models[peer] and not _share_gradient(by_number[rank], by_number[peer]):
                     models[rank] |= models[peer]
                     models |= dict.fromkeys(models[peer], models[rank])
         whole = {tuple(sorted(model)) for model in models.values()}
@@ -238,7 +238,7 @@ class ScriptFacts:
 
     def captured(self, wrapper: int) -> dict[int, list[ReplicaCaptured]]:
         """Return the recorded replicas of a wrapper, by step."""
-        replicas = itertools.chain.from_iterable(self.of(ReplicaCaptured))
+        replicas = itertools.chain.from_iterable(self.events(ReplicaCaptured))
         return group_by((replica for replica in replicas if replica.wrapper == wrapper), lambda replica: replica.step)
 
     # Optimizers
@@ -272,7 +272,7 @@ class ScriptFacts:
                 ]
                 yield Optimizer(_in_step(list(steps_by_rank.values())), ends)
 
-    def _replicas_of(self, rank: WatchedRank) -> tuple[int, ...]:
+    def _replicas_of(self, rank: RankTrace) -> tuple[int, ...]:
         """Return the ranks that train the same unwrapped parameters as `rank`, including itself."""
         groups = self.training_groups if self.stages and not self.wrappers and not self.model_groups else []
         members = (tuple(member.started.rank for member in group) for group in groups if rank in group)
@@ -318,7 +318,7 @@ class ScriptFacts:
         return ""
 
     @cached_property
-    def trains_apart(self) -> bool:
+    def trains_separate_models(self) -> bool:
         """Check if each rank trains a separate model, without any wrapper."""
         return not self.wrappers and not self.model_groups and diverge_for_good([opt.steps for opt in self.optimizers])
 
@@ -333,18 +333,18 @@ class ScriptFacts:
             for rank_steps in optimizer.steps
             if any(name.startswith(f"{wrapper}/") for name in rank_steps[0].norms)
         ]
-        if not self.hook_that_leaves_own(wrapper):
+        if not self.non_averaging_hook(wrapper):
             steps = [rank_steps for rank_steps in steps if not any(step.averaged for step in rank_steps)]
         return len(steps) > 1 and all(map(all_gradients_agree, steps))
 
-    def hook_that_leaves_own(self, wrapper: int) -> str:
+    def non_averaging_hook(self, wrapper: int) -> str:
         """Return the communication hook that leaves different gradients on ranks, or ''."""
         hooked = [group for group in self.captured(wrapper).values() if group[0].hook]
         unequal = (group for group in hooked if differing_names([replica.state.values.gradients for replica in group]))
         return next((group[0].hook for group in unequal), "")
 
 
-def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
+def _share_by_right(ranks: Sequence[RankTrace], dealt: bool) -> bool:
     """Check if ranks share samples on purpose (`dealt`: samplers split data between groups)."""
     group = tuple(rank.started.rank for rank in ranks)
     used = [use.members for rank in ranks for use in entries_of(rank, GroupUsed) if use.differentiated_at is not None]
@@ -357,7 +357,7 @@ def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
     return bool(steps) and in_parts and (dealt or group in used or not peers.isdisjoint(group))
 
 
-def _step_alike(rank: WatchedRank, peer: WatchedRank) -> bool:
+def _share_gradient(rank: RankTrace, peer: RankTrace) -> bool:
     """Check if two ranks use an equal nonzero gradient in any optimizer step."""
     steps = {(step.optimizer, step.count): step.gradients for step in entries_of(peer, OptimizerStep)}
     pairs = ((step.gradients, steps.get((step.optimizer, step.count), {})) for step in entries_of(rank, OptimizerStep))
@@ -369,7 +369,7 @@ def _step_alike(rank: WatchedRank, peer: WatchedRank) -> bool:
 
 
 def steps_with_reductions(
-    rank: WatchedRank, steps: Sequence[OptimizerStep]
+    rank: RankTrace, steps: Sequence[OptimizerStep]
 ) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
     """Yield each optimizer step with the reduction before it, if that was recorded."""
     reduced = {(entry.wrapper, entry.step + 1): entry for entry in entries_of(rank, ReplicaCaptured) if entry.averaged}
@@ -380,12 +380,12 @@ def steps_with_reductions(
             yield step, replica
 
 
-def first_steps(rank: WatchedRank) -> list[OptimizerStep]:
+def first_steps(rank: RankTrace) -> list[OptimizerStep]:
     """Return the first step of each optimizer on a rank."""
     return [step for step in entries_of(rank, OptimizerStep) if not step.count]
 
 
-def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) -> OptimizerEnd:
+def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: RankTrace) -> OptimizerEnd:
     """Fill in the number of reductions of an optimizer that was freed early."""
     if end.reductions >= 0 or last.reductions < 0:
         return end

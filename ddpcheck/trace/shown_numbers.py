@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.parity import EvaluationTraced, NumbersShown, ParityStep
 from ddpcheck.findings.report import Location
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.parity import FLOOR, MULTIPLE, NEAR, SMALL, Comparison, Quantity
 from ddpcheck.trace.script_facts import entries_of
 
@@ -19,7 +19,7 @@ _Line = tuple[int, str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownPair:
     """A number that both runs show at the same place."""
 
     entry: NumbersShown  # of rank 0
@@ -38,11 +38,11 @@ class Shown:
         return str(self.entry.location), self.entry.text, self.index
 
 
-def shown_numbers(comparison: Comparison) -> list[Shown]:
+def shown_numbers(comparison: Comparison) -> list[ShownPair]:
     """Return the numbers that both runs show, in order."""
-    entries, single_entries = _by_place(comparison.ranks[0]), _by_place(comparison.single)
-    noise = _by_place(comparison.noise) if comparison.noise is not None else {}
-    other_ranks = [_by_place(rank) for rank in comparison.ranks[1:]]
+    entries, single_entries = _by_occurrence(comparison.ranks[0]), _by_occurrence(comparison.single)
+    noise = _by_occurrence(comparison.noise) if comparison.noise is not None else {}
+    other_ranks = [_by_occurrence(rank) for rank in comparison.ranks[1:]]
     losses = [(s.count, loss) for s in entries_of(comparison.ranks[0], ParityStep) for loss in s.losses]
     runs = comparison.ranks[0], comparison.single
     rates = [[rate for step in entries_of(run, ParityStep) for rate in step.rates] for run in runs]
@@ -61,11 +61,11 @@ def shown_numbers(comparison: Comparison) -> list[Shown]:
             texts = [rank_entries[key].numbers[index] for rank_entries in other_ranks if key in rank_entries]
             local = any(rank_text != text for rank_text in texts) or _is_of_losses(text, window) or index in entry.known
             padding = comparison.padding if entry.evaluates else 0.0
-            shown.append(Shown(entry, index, _quantity(text, single, noise_text, padding), local))
+            shown.append(ShownPair(entry, index, _quantity(text, single, noise_text, padding), local))
     return shown
 
 
-def _by_place(rank: WatchedRank) -> dict[_Key, NumbersShown]:
+def _by_occurrence(rank: RankTrace) -> dict[_Key, NumbersShown]:
     """Return entries by line, text and number of earlier occurrences."""
     entries: dict[_Key, NumbersShown] = {}
     for entry in entries_of(rank, NumbersShown):
@@ -141,7 +141,7 @@ def first_unequal(comparison: Comparison, steps: range, difference: float = NEAR
     return None
 
 
-def line_of_number(rank: WatchedRank, steps: range, text: str) -> tuple[Location, str] | None:
+def line_of_number(rank: RankTrace, steps: range, text: str) -> tuple[Location, str] | None:
     """Return the evaluation line and variable that first compute a shown number."""
     digit = _last_digit(text)
     for (_, path, line, _, name), value in _last_values(rank, steps).items():
@@ -150,7 +150,7 @@ def line_of_number(rank: WatchedRank, steps: range, text: str) -> tuple[Location
     return None
 
 
-def _last_values(rank: WatchedRank, steps: range) -> dict[_Line, tuple[float, ...]]:
+def _last_values(rank: RankTrace, steps: range) -> dict[_Line, tuple[float, ...]]:
     """Return the last value of each variable by evaluation line, in order.
 
     Earlier values are dropped: loops assign a variable a different number of times on each rank.

@@ -33,10 +33,10 @@ class Training(View):
     wrappers: Sequence[TrainedWrapper] = ()
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
+    def from_facts(cls, facts: ScriptFacts) -> Self:
         wrappers = []
         for wrapper in facts.wrappers:
-            entries = [entry for entries in wrapper.of(AttributesSet) for entry in entries]
+            entries = [entry for entries in wrapper.events(AttributesSet) for entry in entries]
             names = sorted({name for entry in entries for name in entry.names})
             line = next((entry.location for entry in entries if names[0] in entry.names), None)
             wrappers.append(TrainedWrapper(wrapper.made.module, wrapper.made.location, names, line))

@@ -30,7 +30,7 @@ class View:
     needs_all_ranks: ClassVar[bool] = True  # if False, the view may lack the logs of some ranks
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self | None:
+    def from_facts(cls, facts: ScriptFacts) -> Self | None:
         """Return the view of a script, or None without facts of the subject."""
         raise NotImplementedError
 
@@ -53,5 +53,5 @@ class ScriptView(View):
     facts: ScriptFacts
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self | None:
+    def from_facts(cls, facts: ScriptFacts) -> Self | None:
         return cls(facts)

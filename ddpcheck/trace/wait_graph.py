@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankDump, RecordedCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import capitalized, format_ranks, group_by, one_finding, plural_verb
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, new_finding, plural_verb
 from ddpcheck.trace.collectives import ROOTED
 
 
@@ -176,7 +176,7 @@ class WaitGraph:
         calls = [call] if call is not None else [call for _, call, _ in self.waits_on(roots)]
         others = "the other " if len(waiting) + len(roots) == len(self.dumps.keys() | self.missing) else ""
         who = f"{others}{len(waiting)} ranks wait" if len(waiting) > 1 else f"{format_ranks(waiting)} waits"
-        return one_finding(
+        return new_finding(
             code,
             sorted({call.call.operation.partition(" ")[0] for call in calls}),
             f"{capitalized(cause)}{f', and {who} for that' if waiting else ''}.",

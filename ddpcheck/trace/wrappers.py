@@ -18,7 +18,7 @@ from ddpcheck.trace.captured import without_rounding
 from ddpcheck.trace.gradients import UNEQUAL
 from ddpcheck.trace.losses import sums_rightly
 from ddpcheck.trace.replicas import Changes
-from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper
+from ddpcheck.trace.script_facts import ScriptFacts, WrapperTrace
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
 from ddpcheck.trace.view import NotRecorded, ScriptView, View
 
@@ -53,7 +53,7 @@ class Wrappers(ScriptView):
             raise NotRecorded(describe_missing_ranks(missing))
         steps = counted(facts.steps, "step")
         if check == "parameters":
-            reports = [entry.report for wrapper in facts.wrappers for entry in chain(*wrapper.of(StepsReported))]
+            reports = [entry.report for wrapper in facts.wrappers for entry in chain(*wrapper.events(StepsReported))]
             may_miss = any(report.missing or report.sometimes_missing or report.never_used for report in reports)
             unused = ", except those that may be unused" if may_miss else ""
             yield f"every trainable parameter contributed to the loss in {steps}{unused}"
@@ -72,14 +72,14 @@ class Wrappers(ScriptView):
     def _compare_replicas(self, findings: Sequence[Finding]) -> Iterator[str]:
         """Yield what matches between ranks."""
         facts = self.facts
-        count = max(sum(map(len, w.of(ReplicaCaptured))) // len(w.ranks) for w in facts.wrappers)
+        count = max(sum(map(len, w.events(ReplicaCaptured))) // len(w.ranks) for w in facts.wrappers)
         if count and all(RULES[finding.code].buffers_only for finding in findings):
             subjects = "modules, parameters, buffers and gradients"
             if self._are_sharded:
                 built = [(context.values_built, wrapper) for wrapper in facts.wrappers for context in wrapper.sharded]
                 is_known = all(values.keys() >= {*wrapper.made.context.trainable} for values, wrapper in built)
                 subjects = f"modules and buffers{', and values before fully_shard,' if is_known else ''}"
-            elif any(facts.hook_that_leaves_own(wrapper.number) for wrapper in facts.wrappers):
+            elif any(facts.non_averaging_hook(wrapper.number) for wrapper in facts.wrappers):
                 subjects = "modules and buffers"
             yield f"{subjects} match between ranks, compared {counted(count, 'time')}"
         self._require_all_steps(count)
@@ -87,16 +87,16 @@ class Wrappers(ScriptView):
     def _compare_gradients(self, findings: Sequence[Finding]) -> Iterator[str]:
         """Yield how gradients compare with the average."""
         facts = self.facts
-        captured = [replicas for wrapper in facts.wrappers for replicas in wrapper.of(ReplicaCaptured)]
+        captured = [replicas for wrapper in facts.wrappers for replicas in wrapper.events(ReplicaCaptured)]
         lossy = [[r.hook for r in replicas if max(r.eps.values(), default=0.0) >= LOSSY_HOOK] for replicas in captured]
         reasons = [f"gradients that {hook} compresses are not compared" for hook in dict.fromkeys(chain(*lossy))]
         count = max(len(replicas) - len(rank_lossy) for replicas, rank_lossy in zip(captured, lossy, strict=True))
-        by_hand = (facts.hook_that_leaves_own(w.number) for w in facts.wrappers if facts.averages_by_hand(w.number))
+        by_hand = (facts.non_averaging_hook(w.number) for w in facts.wrappers if facts.averages_by_hand(w.number))
         if hook := next(filter(None, by_hand), ""):
             reasons, count = [f"{hook} leaves each rank its own gradients, and the script averages them"], 0
         elif any(UNEQUAL in finding.tags for finding in findings):
             reasons, count = ["the gradients differ between ranks"], 0
-        has_own = [all(any(r.own for r in replicas) for replicas in w.of(ReplicaCaptured)) for w in facts.wrappers]
+        has_own = [all(any(r.own for r in replicas) for replicas in w.events(ReplicaCaptured)) for w in facts.wrappers]
         is_partial = any(wrapper.made.context.sharded for wrapper in facts.wrappers) and not all(has_own)
         if count and (any(has_own) or not is_partial):
             average = "average or sum" if any(map(sums_rightly, facts.wrappers)) else "average"
@@ -109,7 +109,7 @@ class Wrappers(ScriptView):
 
     def _require_all_steps(self, count: int, reasons: Sequence[str] = ()) -> None:
         """Raise `NotRecorded` unless all steps were compared; `count`: steps compared."""
-        entries = (entry for wrapper in self.facts.wrappers for entry in chain(*wrapper.of(NotCompared)))
+        entries = (entry for wrapper in self.facts.wrappers for entry in chain(*wrapper.events(NotCompared)))
         parts = "; ".join((*sorted({entry.why for entry in entries}), *reasons))
         if parts or not count:
             raise NotRecorded(": ".join(filter(None, ("" if count else "no step was compared", parts))))
@@ -128,17 +128,17 @@ class Copies(View):
     states: Sequence[Sequence[StateHeld]]  # before optimizer steps
     uses: Sequence[Sequence[StateUsed]]  # in evaluations; [] if the ranks train different parameters
     changes: Changes = ()
-    wrappers: Sequence[WatchedWrapper] = ()
+    wrappers: Sequence[WrapperTrace] = ()
 
     @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        states = facts.of(StateHeld)
+    def from_facts(cls, facts: ScriptFacts) -> Self:
+        states = facts.events(StateHeld)
         are_whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
         if not are_whole or facts.model_groups:
             states = [[state for state in rank_states if not state.other] for rank_states in states]
         steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if rank_steps[0].held]
-        uses = facts.of(StateUsed) if are_whole and all(map(all_gradients_agree, steps)) else []
-        changes = [[change for change in log if change.wrapper == OF_A_COPY] for log in facts.of(ModuleChanged)]
+        uses = facts.events(StateUsed) if are_whole and all(map(all_gradients_agree, steps)) else []
+        changes = [[change for change in log if change.wrapper == OF_A_COPY] for log in facts.events(ModuleChanged)]
         return cls(states, uses, changes, facts.wrappers)
 
     def require_exact_parameters(self) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 
 from ddpcheck.findings.files import process_stat
-from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_for_others
+from ddpcheck.findings.stacks import Frame, has_other_threads, main_stack, waits_for_ranks
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.rank_processes import RankProcesses
 
@@ -89,8 +89,8 @@ class DeadlockDetector:
         """Return the stacks of the unfinished ranks if all of them wait, else {}."""
         waiting = [rank for rank in self._processes.ranks if rank.answer is None]
         dumps = self._processes.dump_stacks(everyone=True)
-        stacks = {rank.number: own_stack(dumps.get(rank.number, "")) for rank in waiting}
-        if any(rank.answer is not None for rank in waiting) or not all(map(waits_for_others, stacks.values())):
+        stacks = {rank.number: main_stack(dumps.get(rank.number, "")) for rank in waiting}
+        if any(rank.answer is not None for rank in waiting) or not all(map(waits_for_ranks, stacks.values())):
             return {}
         return {} if any(map(has_other_threads, dumps.values())) else stacks
 

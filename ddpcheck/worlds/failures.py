@@ -18,10 +18,10 @@ from ddpcheck.findings.source_lines import exception_location, format_traceback
 from ddpcheck.findings.stacks import (
     collective_of,
     format_stack,
-    location_of,
+    innermost_frame,
+    innermost_line,
     lock_waited_for,
-    own_stack,
-    place_of,
+    main_stack,
     program_threads,
     region_of,
     work_waited_for,
@@ -30,11 +30,11 @@ from ddpcheck.findings.tracebacks import as_bug, is_ours, original_of
 from ddpcheck.findings.wording import (
     LONGEST_TRACEBACK,
     agreeing,
+    format_by_text,
     format_ranks,
     group_by,
     phrase,
     shortened,
-    told_together,
 )
 from ddpcheck.worlds import wire
 
@@ -136,7 +136,7 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
 
     `code`: exit code, negative for a signal, `None` if unknown. `dump`: `faulthandler` output, perhaps from before.
     """
-    frames = own_stack(dump[dump.rindex(_FATAL) :]) if _FATAL in dump else ()
+    frames = main_stack(dump[dump.rindex(_FATAL) :]) if _FATAL in dump else ()
     if code is None:
         message = f"rank {rank} was lost: the process that the launcher had started for it has ended"
     elif code < 0:
@@ -152,7 +152,7 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
     else:
         message = f"rank {rank} ended with exit code {code} before its work was done, without a Python exception"
     return RankFailure(
-        rank, "died", message, when, exit_code=code, stack=format_stack(frames), location=location_of(frames)
+        rank, "died", message, when, exit_code=code, stack=format_stack(frames), location=innermost_line(frames)
     )
 
 
@@ -164,16 +164,16 @@ def vanished(rank: int) -> RankFailure:
 
 def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> RankFailure:
     """Return the failure of a rank that was still running when the run ended."""
-    frames = own_stack(dump)
+    frames = main_stack(dump)
     collective = collective or collective_of(frames) or work_waited_for(dump)
     if collective:
         state = f"waits in {collective}" + (f" ({status})" if status else "")
     elif status:
-        inner = place_of(frames)
+        inner = innermost_frame(frames)
         state = f"is in {status}" + (f" ({inner})" if inner else "")
     else:
         called = ", called from " if (region := region_of(frames)) else ""
-        state = f"is in {region}{called}{place_of(frames) or 'an unknown place'}"
+        state = f"is in {region}{called}{innermost_frame(frames) or 'an unknown place'}"
     return RankFailure(
         rank,
         "stuck",
@@ -182,16 +182,16 @@ def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> Ra
         place=status,
         collective=collective,
         stack=format_stack(frames),
-        location=location_of(frames),
+        location=innermost_line(frames),
     )
 
 
-def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
+def thread_failure(rank: int, dump: str, error: str) -> RankFailure | None:
     """Return the failure of a rank waiting for its own failed thread, or `None`.
 
     `None` also if other threads run user code. `error`: JSON of [name of the thread, data from `described`], or ''.
     """
-    waits_in = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
+    waits_in = "" if program_threads(dump) else lock_waited_for(main_stack(dump))
     if not error or not waits_in:
         return None
     name, reply = json.loads(error)
@@ -200,15 +200,17 @@ def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
     return replace(failure, message=f"rank {rank} waits in {waits_in} for a thread ({name}) that {message}")
 
 
-def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
+def sort_failures(failures: Sequence[RankFailure]) -> list[RankFailure]:
     """Sort failures by time; put consequences of a lost rank last, as kind 'fell'.
 
     The exit of a dead rank may be detected, and so timed, after the failures that it caused on other ranks.
     """
-    causes = [failure for failure in failures if failure.kind != "stuck" and not looks_fallen(failure)]
+    causes = [failure for failure in failures if failure.kind != "stuck" and not lost_connection(failure)]
     marked = []
     for failure in failures:
-        if looks_fallen(failure) and any(cause.kind == "died" or cause.when <= failure.when + 0.5 for cause in causes):
+        if lost_connection(failure) and any(
+            cause.kind == "died" or cause.when <= failure.when + 0.5 for cause in causes
+        ):
             message = failure.message.replace(f"rank {failure.rank} raised", f"rank {failure.rank} fell with it:", 1)
             failure = replace(failure, kind="fell", message=message)
         marked.append(failure)
@@ -216,7 +218,7 @@ def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
     return sorted(marked, key=lambda failure: (failure.kind in effects and bool(causes), failure.when, failure.rank))
 
 
-def looks_fallen(failure: RankFailure) -> bool:
+def lost_connection(failure: RankFailure) -> bool:
     """Return True if the rank raised because it lost its connection to another rank."""
     return failure.kind == "raised" and has_lost_another(f"{failure.type} {failure.message} {failure.cause}")
 
@@ -228,7 +230,7 @@ def has_lost_another(text: str) -> bool:
 
 def error(failures: Sequence[RankFailure]) -> RankError:
     """Return the exception for a world with failed ranks."""
-    ordered = in_order(failures)
+    ordered = sort_failures(failures)
     headline = phrase(ordered[0])
     same = [failure for failure in ordered if failure.kind == ordered[0].kind and phrase(failure) == headline]
     if len(same) > 1:  # by rank, for a deterministic message
@@ -242,7 +244,7 @@ def error(failures: Sequence[RankFailure]) -> RankError:
 def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
     """Return the exception for ranks that did not finish."""
     ordered = sorted(failures, key=lambda failure: (failure.when, failure.rank))
-    waiting = "; ".join(told_together((failure.rank, phrase(failure)) for failure in ordered))
+    waiting = "; ".join(format_by_text((failure.rank, phrase(failure)) for failure in ordered))
     message = f"{headline}: {waiting}" if waiting else headline
     return HangError(message, ordered, detail=_detail(ordered))
 
@@ -257,7 +259,7 @@ def _summary(rest: Sequence[RankFailure]) -> str:
             where = failure.collective and f"waiting in {failure.collective}"
             text = "was still " + (where or f"in {failure.place or text.removeprefix('is in ')}")
         phrases.append((failure.rank, text))
-    return "; ".join(told_together(phrases))
+    return "; ".join(format_by_text(phrases))
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.findings.tracebacks import for_target
-from ddpcheck.stream.held_file import mapped_file
+from ddpcheck.stream.log_file import mapped_file
 from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
 from ddpcheck.worlds.rank_setup import choose_device, import_named, join_group, redirect_output, take_over
@@ -113,7 +113,7 @@ def read_slots(directory: Path, rank: int) -> Slots:
         return Slots()
 
 
-def own_slots() -> Slots:
+def current_slots() -> Slots:
     """Return the slots of this rank, or empty slots outside a rank."""
     return _slots or Slots()
 
@@ -174,7 +174,7 @@ def _serve(sock: socket.socket) -> None:
             else:
                 return
     except BaseException as error:
-        sock.sendall(wire.pack(("failure", 0, describe(error))))
+        sock.sendall(wire.pack(("failure", 0, exception_data(error))))
         wire.receive(sock)
 
 
@@ -189,7 +189,9 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
         data = _run_task(payload)
     except BaseException as error:  # pytest.skip and pytest.fail derive from BaseException
         announced = _task.failure
-        reply = wire.pack(("failure", run, announced[1] if announced and announced[0] is error else describe(error)))
+        reply = wire.pack(
+            ("failure", run, announced[1] if announced and announced[0] is error else exception_data(error))
+        )
     else:
         reply = wire.pack(("result", run, data))
     finally:
@@ -207,7 +209,7 @@ def announce(error: BaseException) -> None:
     rank of a `World`.
     """
     if _task is not None and _task.pid == os.getpid():
-        _task.failure = (error, describe(error))
+        _task.failure = (error, exception_data(error))
         _task.sock.sendall(wire.pack(("failing", _task.run, _task.failure[1])))
 
 
@@ -300,9 +302,9 @@ def _reset_process_group(config: wire.RankConfig, number: int) -> None:
     set_status("")
 
 
-def describe(error: BaseException) -> dict[str, Any]:
+def exception_data(error: BaseException) -> dict[str, Any]:
     """Return data on `error`, from which the parent makes a `RankFailure`."""
-    return failures.described(error, own_slots().status, own_slots().collective)
+    return failures.described(error, current_slots().status, current_slots().collective)
 
 
 # --- Files for the parent ------------------------------------------------------------------------------------------
@@ -318,9 +320,9 @@ def save_attachment(data: bytes) -> None:
 
 
 def save_thread_error(name: str, error: BaseException) -> None:
-    """Save the exception of a thread, unless one is saved, for `failures.in_thread`."""
+    """Save the exception of a thread, unless one is saved, for `failures.thread_failure`."""
     if not (path := _path("thread")).exists():
-        _save_whole(path, json.dumps([name, {**describe(error), "exception": None}]).encode())
+        _save_whole(path, json.dumps([name, {**exception_data(error), "exception": None}]).encode())
 
 
 def forget_thread_error() -> None:

@@ -94,9 +94,9 @@ class RankProcesses:
         return all(rank.ready is not None for rank in self.ranks)
 
     @property
-    def server_owes(self) -> tuple[float, str]:
+    def oldest_fork_request(self) -> tuple[float, str]:
         """Time and description of the oldest unanswered fork request, or (inf, '')."""
-        owing = (launch.server_owes for launch in self._launches if isinstance(launch, starting.ForkedRanks))
+        owing = (launch.oldest_fork_request for launch in self._launches if isinstance(launch, starting.ForkedRanks))
         return min(owing, default=(math.inf, ""))
 
     @property
@@ -106,7 +106,7 @@ class RankProcesses:
         return bool(self.error) or has_failure or any(rank.ended is not None for rank in self.ranks)
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """True if every rank has exited."""
         return all(rank.ended is not None for rank in self.ranks)
 

@@ -150,7 +150,7 @@ class RunFuture(Generic[Result]):
         for rank in self._processes.ranks:
             if rank.ready is None:
                 seconds, start = self._world.startup_timeout, self._processes.started_at
-                oldest, reason = self._processes.server_owes
+                oldest, reason = self._processes.oldest_fork_request
                 deadline = max(min(start, oldest) + seconds, start + min(seconds, _LAST_CHANCE)) + self._allowed
                 return deadline, f"{{ranks}} did not start within {seconds:g} s{reason}"
             started = max(started, rank.ready)
@@ -219,7 +219,7 @@ class RunFuture(Generic[Result]):
                 failure = failures.raised(rank.number, reply)
             else:
                 dump = dumps.get(rank.number, "")
-                by_thread = failures.in_thread(rank.number, dump, processes.read(rank.number, "thread"))
+                by_thread = failures.thread_failure(rank.number, dump, processes.read(rank.number, "thread"))
                 failure = by_thread or failures.stuck(rank.number, now, dump, status, collective)
             records.append(replace(failure, output=output))
         if headline is not None:

@@ -291,7 +291,7 @@ class ForkedRanks:
         self._server.requested_at = self._server.requested_at or time.monotonic()
 
     @property
-    def server_owes(self) -> tuple[float, str]:
+    def oldest_fork_request(self) -> tuple[float, str]:
         """Time and description of the oldest unanswered request, or (inf, '')."""
         if None not in self._awaited.values() or self._server.requested_at is None:
             return math.inf, ""

@@ -73,14 +73,14 @@ def pack(message: object) -> bytes:
 
 def receive(sock: socket.socket) -> Any:
     """Receive one message on a blocking socket; `None` if disconnected."""
-    header = read(sock, _HEADER.size)
+    header = read_exactly(sock, _HEADER.size)
     if header is None:
         return None
-    body = read(sock, _HEADER.unpack(header)[0])
+    body = read_exactly(sock, _HEADER.unpack(header)[0])
     return None if body is None else pickle.loads(body)
 
 
-def read(sock: socket.socket, size: int) -> bytearray | None:
+def read_exactly(sock: socket.socket, size: int) -> bytearray | None:
     """Read `size` bytes from a blocking socket; `None` if disconnected."""
     data = bytearray(size)
     view = memoryview(data)

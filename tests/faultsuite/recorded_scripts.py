@@ -22,7 +22,7 @@ from ddpcheck.render import renderer_for
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.script_report import report_on_script
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from tests.faultsuite.cases import ROOT
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, here
 from tests.faultsuite.scripts_page import assert_expected, options_of
@@ -77,7 +77,7 @@ def runs() -> list[Run]:
     return [*faults, *(Run(f"tests/healthy_{name}.py") for name in ("loops", "evaluations", "shards"))]
 
 
-def written(run: Run, ending: Ending, ranks: Sequence[WatchedRank], singles: Sequence[SingleRun] = ()) -> str:
+def written(run: Run, ending: Ending, ranks: Sequence[RankTrace], singles: Sequence[SingleRun] = ()) -> str:
     """What is kept of a run, and of those in a single process, as JSON."""
     kept: dict[str, Any] = {"ending": ending, "ranks": [_rounded(rank) for rank in ranks]}
     if singles:
@@ -153,7 +153,7 @@ def _digest(run: Run) -> str:
     return hashlib.blake2b((ROOT / run.script).read_bytes(), digest_size=8).hexdigest()
 
 
-def left_by(run: Run) -> tuple[Ending, list[WatchedRank]]:
+def left_by(run: Run) -> tuple[Ending, list[RankTrace]]:
     """How a run has ended, and what its ranks have left."""
     left = read(run)
     return left["ending"], left["ranks"]

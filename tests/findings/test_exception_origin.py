@@ -113,12 +113,12 @@ def test_a_public_function_that_refuses_is_misused_and_a_wrong_recipe_is_wrong_u
 
 
 def test_calling_the_target_keeps_our_own_exceptions_apart() -> None:
-    from ddpcheck.recipe.recipe import call
+    from ddpcheck.recipe.recipe import call_user
 
     with pytest.raises(TargetError, match="model\\(\\) raised ValueError"):
-        call("model()", int, "a")  # no frame of the target's at all
+        call_user("model()", int, "a")  # no frame of the target's at all
     with pytest.raises(TypeError):
-        call("model()", lambda: join_names(3))
+        call_user("model()", lambda: join_names(3))
 
 
 def test_a_bug_is_told_with_its_line_and_the_whole_traceback() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.findings.files import is_own_folder, limited_memory, read_file, read_source, unpacked
+from ddpcheck.findings.files import belongs_to_user, limited_memory, read_file, read_source, unpacked
 
 
 def make_pipe(path: Path) -> None:
@@ -86,8 +86,8 @@ def test_more_memory_than_a_reader_needs_is_refused() -> None:
 def test_a_folder_that_others_may_write_into_is_not_own(tmp_path: Path) -> None:
     (folder := tmp_path / "made").mkdir(mode=0o700)
     (link := tmp_path / "link").symlink_to(folder)
-    assert is_own_folder(folder) and not is_own_folder(link) and not is_own_folder(tmp_path / "missing")
+    assert belongs_to_user(folder) and not belongs_to_user(link) and not belongs_to_user(tmp_path / "missing")
     folder.chmod(0o777)
-    assert not is_own_folder(folder)
+    assert not belongs_to_user(folder)
     (tmp_path / "file").touch(mode=0o600)
-    assert not is_own_folder(tmp_path / "file")
+    assert not belongs_to_user(tmp_path / "file")

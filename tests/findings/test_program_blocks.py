@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from ddpcheck.findings.program_blocks import left_out_by, omission_of
+from ddpcheck.findings.program_blocks import omission_of, skipping_blocks
 
 BODY = """\
 def train(loader, options, optimizer):
@@ -38,7 +38,7 @@ def test_what_decides_in_each_pass_anew_is_told_from_counts_and_options(
 ) -> None:
     file = tmp_path / "train.py"
     file.write_text(BODY + "".join(f"        {one}\n" for one in rest.splitlines()), encoding="utf-8")
-    blocks = left_out_by([f"train.py:{line}"], ["train.py:5"], {"train.py": str(file)})
+    blocks = skipping_blocks([f"train.py:{line}"], ["train.py:5"], {"train.py": str(file)})
     assert [block.line for block in blocks] == found
 
 
@@ -50,7 +50,7 @@ def test_a_helper_that_returns_early_and_the_loop_that_calls_it(tmp_path: Path) 
         "        update(one.optimizer, one.norm)\n",
         encoding="utf-8",
     )
-    (block,) = left_out_by(["train.py:4", "train.py:11"], ["train.py:10"], {"train.py": str(file)})
+    (block,) = skipping_blocks(["train.py:4", "train.py:11"], ["train.py:10"], {"train.py": str(file)})
     assert (block.line, block.word) == (3, "return")
 
 

@@ -59,7 +59,7 @@ def test_parameters_buffers_and_modules_are_found_at_the_lines_that_made_them() 
         ("scale", first + 2),
         ("mean", first + 3),
     ]:
-        assert origins.of_name(model, name) == Location(HERE, line), name
+        assert origins.line_by_name(model, name) == Location(HERE, line), name
 
 
 def test_what_is_added_later_is_found_and_what_came_before_is_not() -> None:
@@ -68,8 +68,8 @@ def test_what_is_added_later_is_found_and_what_came_before_is_not() -> None:
         model = nn.Sequential()
         line = this_line() + 1
         model.add_module("late", nn.Linear(1, 1))
-    assert origins.of_name(model, "late.weight") == Location(HERE, line)
-    assert origins.of_name(before, "scale") is None and origins.of_name(model, "nowhere.at.all") is None
+    assert origins.line_by_name(model, "late.weight") == Location(HERE, line)
+    assert origins.line_by_name(before, "scale") is None and origins.line_by_name(model, "nowhere.at.all") is None
 
 
 def test_the_copies_of_a_layer_are_found_at_the_module_that_holds_them() -> None:
@@ -78,13 +78,13 @@ def test_the_copies_of_a_layer_are_found_at_the_module_that_holds_them() -> None
         layer = nn.Linear(1, 1)
         line = this_line() + 1
         model.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
-    assert origins.of_name(model, "layers.1.weight") == Location(HERE, line)
+    assert origins.line_by_name(model, "layers.1.weight") == Location(HERE, line)
 
 
 def test_recording_ends_with_its_block() -> None:
     with record_origins() as origins:
         pass
-    assert origins.of_name(Model(), "scale") is None
+    assert origins.line_by_name(Model(), "scale") is None
 
 
 def test_whose_file_it_is() -> None:
@@ -146,7 +146,7 @@ def test_an_exception_in_a_framework_is_at_the_line_of_the_program_that_calls_it
 
 def test_a_traceback_is_shown_without_frames_of_ddpcheck_and_with_its_cause() -> None:
     from ddpcheck.findings.errors import TargetError
-    from ddpcheck.recipe.recipe import call
+    from ddpcheck.recipe.recipe import call_user
 
     def model() -> None:
         try:
@@ -155,7 +155,7 @@ def test_a_traceback_is_shown_without_frames_of_ddpcheck_and_with_its_cause() ->
             raise ValueError("shallow") from error
 
     with pytest.raises(TargetError) as caught:
-        call("model()", model)
+        call_user("model()", model)
     assert str(caught.value).startswith("model() raised ValueError: shallow (at ")
     text = caught.value.detail
     assert "KeyError: 'deep'" in text and "ValueError: shallow" in text and "in model" in text

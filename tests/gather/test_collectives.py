@@ -118,7 +118,7 @@ def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Cal
     with unlogged():
         dist.barrier()
     dist.barrier()
-    assert this_rank.own_slots().collective == ""
+    assert this_rank.current_slots().collective == ""
     with unlogged():
         dist.barrier()
     assert judge_collectives([log(0), log(1)]) == []
@@ -174,7 +174,7 @@ def test_functional_collectives_are_logged_once_each_by_either_spelling(log: Cal
     assert total.tolist() == [2.0] * 4 and isinstance(operator, torch._ops.OpOverloadPacket)
     torch.ops._c10d_functional.wait_tensor.default(operator.default(x.detach(), "sum", dist.group.WORLD.group_name))
     functional.broadcast(x, 0, dist.group.WORLD)
-    assert this_rank.own_slots().collective == ""
+    assert this_rank.current_slots().collective == ""
     assert [(c.operation, c.members, c.elements, c.carries_gradient, c.differentiable) for c in log()] == [
         ("all_gather_tensor", (0, 1), 4, True, True),
         ("all_gather_tensor", (0, 1), 4, False, False),

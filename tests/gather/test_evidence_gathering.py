@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ddpcheck.gather.autograd.gradient_hooks import own_functions
-from ddpcheck.gather.ddp.loop_events import Recorder, counted_backwards, recorded
+from ddpcheck.gather.ddp.loop_events import LoopEventRecorder, counted_backwards, recorded
 from ddpcheck.gather.state.randomness import QuietRandomness
 from ddpcheck.gather.steps import batch_coupling
 from ddpcheck.gather.steps.batch_coupling import first_coupling
@@ -135,7 +135,7 @@ def recorder(net: nn.Module, rate: float = 0.1) -> tuple[Any, torch.optim.Optimi
     return recorded(net, net, optimizer), optimizer
 
 
-def kinds(found: Recorder) -> list[str]:
+def kinds(found: LoopEventRecorder) -> list[str]:
     return [event.kind + (" lost" if event.discarded else "") for event in found.events]
 
 

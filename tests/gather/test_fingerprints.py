@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from ddpcheck.gather.autograd.autograd_graph import gradient_node, gradient_nodes  # noqa: E402
 from ddpcheck.gather.state import fingerprints as module  # noqa: E402
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, place_of  # noqa: E402
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, storage_address  # noqa: E402
 from ddpcheck.gather.steps.gradient_distance import Kept, norm, norms, short_sketches, sketch, sketches  # noqa: E402  # noqa: E402
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
@@ -55,7 +55,7 @@ SIZES = st.lists(st.sampled_from((0, 1, 63, 64, 65, 200, 1 << 15)), max_size=6)
 def test_sketches_that_are_made_together_are_those_of_each_alone(sizes: list[int], dtype: torch.dtype) -> None:
     gradients = {str(n): filled(size, dtype=dtype, seed=n) for n, size in enumerate(sizes)}
     alone = {name: sketch(gradient).double() for name, gradient in gradients.items()}
-    for found in (sketches(gradients), short_sketches({name: Kept.of(one) for name, one in gradients.items()})):
+    for found in (sketches(gradients), short_sketches({name: Kept.record(one) for name, one in gradients.items()})):
         assert [*found] == [*gradients]
         for name, numbers in found.items():
             assert torch.allclose(torch.tensor(numbers, dtype=torch.float64), alone[name], rtol=1e-4, atol=1e-2)
@@ -64,16 +64,16 @@ def test_sketches_that_are_made_together_are_those_of_each_alone(sizes: list[int
 def test_what_is_kept_of_two_gradients_adds_up_and_does_not_change_with_them() -> None:
     for size in (8, 1 << 15):
         one, other = filled(size, seed=1), filled(size, seed=2)
-        kept, want = Kept.of(one) + Kept.of(other), sketch(one + other)
+        kept, want = Kept.record(one) + Kept.record(other), sketch(one + other)
         one.zero_()
         assert torch.allclose(torch.tensor(short_sketches({"w": kept})["w"]), want, rtol=1e-3, atol=1e-2)
 
 
 def test_what_shares_memory_is_at_one_place_and_what_has_none_is_where_it_is_itself() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
-    assert place_of(weight) == place_of(weight.data) == weight.data_ptr()
+    assert storage_address(weight) == storage_address(weight.data) == weight.data_ptr()
     for other in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
-        assert place_of(other) == id(other)
+        assert storage_address(other) == id(other)
 
 
 def test_the_layout_of_a_tensor_does_not_count() -> None:

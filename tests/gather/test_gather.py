@@ -327,7 +327,7 @@ def test_a_seed_covers_all_generators_and_a_draw_is_seen() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_seeding_is_that_of_torch_with_and_without_other_devices(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.gather.state.randomness._is_cpu_all_there_is", lambda: alone)
+    monkeypatch.setattr("ddpcheck.gather.state.randomness._has_only_cpu", lambda: alone)
     torch.manual_seed(5)
     expected = torch.get_rng_state()
     torch.manual_seed(6)

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from ddpcheck.gather.autograd.autograd_graph import recorded_lines  # noqa: E402
-from ddpcheck.gather.autograd.loss_terms import PairedTerms, backward_of, split_loss  # noqa: E402
+from ddpcheck.gather.autograd.loss_terms import PairedTerms, backward_through_terms, split_loss  # noqa: E402
 
 
 def parts(size: int = 6) -> tuple[nn.Parameter, Tensor, Tensor]:
@@ -53,7 +53,7 @@ def test_the_gradients_of_the_terms_add_up_to_that_of_the_loss() -> None:
     found = []
     for edge in edges:
         weight.grad = None
-        backward_of(total, edges, [edge])
+        backward_through_terms(total, edges, [edge])
         found.append(weight.grad.clone())
     expected = [torch.autograd.grad(term, weight, retain_graph=True)[0] for term in (one / 2, 0.15 * two)]
     for seen, wanted in zip(found, expected, strict=True):
@@ -65,7 +65,7 @@ def test_the_gradients_of_the_terms_add_up_to_that_of_the_loss() -> None:
 
 def test_a_term_that_a_run_has_not_brings_no_gradient() -> None:
     weight, one, _ = parts()
-    backward_of(one, split_loss(one, [one]), [])
+    backward_through_terms(one, split_loss(one, [one]), [])
     assert weight.grad is None
 
 

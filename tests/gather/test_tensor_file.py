@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from ddpcheck.findings.errors import UsageError  # noqa: E402
-from ddpcheck.gather.state.module_state import ModuleState, move_to_file, own_parameters, release  # noqa: E402
+from ddpcheck.gather.state.module_state import ModuleState, free_parameters, move_to_file, unshared_parameters  # noqa: E402
 from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, save  # noqa: E402
 
 MANY = 100_000
@@ -98,7 +98,7 @@ def test_parameters_that_share_their_memory_keep_it(tmp_path: Path) -> None:
             self.held = [self.alone.detach()]
 
     net = Net()
-    assert own_parameters(net) == {"own"}
+    assert unshared_parameters(net) == {"own"}
     assert move_to_file(net, tmp_path / "built") == {"own"} and net.tied is net.own
     assert torch.equal(net.own.detach(), numbers(MANY)) and not list(tmp_path.iterdir())
     assert net.first.untyped_storage().data_ptr() == net.second.untyped_storage().data_ptr()
@@ -108,7 +108,7 @@ def test_parameters_that_were_let_go_of_come_back_in_their_own_dtype(tmp_path: P
     net = nn.Linear(300, 300)
     save([(name, p + 1) for name, p in net.named_parameters()], tmp_path / "state")
     wanted = {name: p.detach().double() + 1 for name, p in net.named_parameters()}
-    release(net, {"weight"}, torch.float64)
+    free_parameters(net, {"weight"}, torch.float64)
     net.double()
     assert net.weight.shape == (300, 300) and net.weight.untyped_storage().nbytes() == 8
     ModuleState(TensorFile(tmp_path / "state"), file=tmp_path / "state").restore(net, {"weight"})

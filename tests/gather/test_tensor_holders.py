@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from ddpcheck.gather.autograd.unregistered_leaves import held_by_functions  # noqa: E402
+from ddpcheck.gather.autograd.unregistered_leaves import function_tensors  # noqa: E402
 
 SCALE = torch.ones(1, requires_grad=True)
 TABLE = {"a": torch.ones(1), "b": [torch.ones(2)]}
@@ -33,7 +33,7 @@ def helper(x):
 
 
 def names(loss, module=None) -> dict[str, str]:
-    return {name: kind for name, kind, _ in held_by_functions(loss, module or nn.Linear(1, 1))}
+    return {name: kind for name, kind, _ in function_tensors(loss, module or nn.Linear(1, 1))}
 
 
 def test_globals_are_found_through_the_functions_that_the_loss_calls_and_in_containers() -> None:

@@ -14,9 +14,9 @@ from torch import nn
 
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
 from ddpcheck.gather.ddp.sharding import uneven
-from ddpcheck.gather.state.fingerprints import fingerprint, version_of
+from ddpcheck.gather.state.fingerprints import fingerprint, version_counter
 from ddpcheck.gather.state.module_description import describe
-from ddpcheck.gather.state.module_state import buffers_left_out, capture_state, moved
+from ddpcheck.gather.state.module_state import capture_state, moved, non_persistent_buffers
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_undefined_losses
@@ -124,8 +124,8 @@ def test_what_is_on_the_meta_device_stays_there() -> None:
 def test_a_tensor_of_inference_mode_has_no_version() -> None:
     with torch.inference_mode():
         made = torch.zeros(2)
-    assert version_of(made) == -1
-    assert version_of(torch.zeros(2).add_(1)) == 1
+    assert version_counter(made) == -1
+    assert version_counter(torch.zeros(2).add_(1)) == 1
 
 
 def test_buffers_that_a_state_dict_leaves_out() -> None:
@@ -133,7 +133,7 @@ def test_buffers_that_a_state_dict_leaves_out() -> None:
     module.register_buffer("mask", torch.ones(2), persistent=False)
     module[1].register_buffer("count", torch.ones(2), persistent=False)
     named = {name for name, _ in module.named_buffers()}
-    assert buffers_left_out(module) == named - module.state_dict().keys() == {"mask", "1.count"}
+    assert non_persistent_buffers(module) == named - module.state_dict().keys() == {"mask", "1.count"}
 
 
 def test_parts_whose_elements_are_all_the_same_or_all_nan_are_told_apart_from_others() -> None:

@@ -278,14 +278,14 @@ def test_a_recorder_that_fails_after_its_watch_was_freed_is_a_warning(monkeypatc
 
 
 def test_a_recorder_that_fails_ends_itself_and_the_watch_continues(monkeypatch, recwarn):
-    from ddpcheck.record.loop.wrapper_checks import ApartMarks
+    from ddpcheck.record.loop.wrapper_checks import LocalSgdTracker
     from ddpcheck.record.loss.micro_batches import MicroBatches
 
     def fails(*_arguments, **_named):
         raise ZeroDivisionError("made to fail. It is for a test")
 
     monkeypatch.setattr(MicroBatches, "_is_accumulating", fails)
-    monkeypatch.setattr(ApartMarks, "_add", fails)
+    monkeypatch.setattr(LocalSgdTracker, "_add", fails)
     model = DDP(Net())
     with ddpcheck.watch(model, on_finding="warn", check_consistency_every=1) as watch:
         train(model, 3, way="detached")

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import manual_seed
 from torch.utils.data import DataLoader, DistributedSampler, Subset, random_split
-from ddpcheck.record.data.constructions import made_at, seeded_at
+from ddpcheck.record.data.constructions import construction_line, seed_line
 
 def set_seed(seed):
     random.seed(seed)
@@ -38,9 +38,9 @@ part, rest = random_split(range(8), [6, 2])
 held = Holder(part)
 plain = DataLoader(rest, shuffle=True)
 things = [part, held.loader, held.loader.sampler, plain, plain.sampler]
-print(*[made_at(one).line for one in things], *[seeded_at(name).line for name in ("torch", "python", "numpy")])
+print(*[construction_line(obj).line for obj in things], *[seed_line(x).line for x in ("torch", "python", "numpy")])
 torch.manual_seed(1)
-print(made_at([]), seeded_at("torch").line)
+print(construction_line([]), seed_line("torch").line)
 """
 
 
@@ -62,12 +62,12 @@ import random
 import numpy
 import torch
 from torch.utils.data import TensorDataset
-from ddpcheck.record.data.constructions import drawn_before
+from ddpcheck.record.data.constructions import digest_before
 
 rank = int(sys.argv[1])
 def drawn():
     data = TensorDataset(torch.zeros(2))
-    return str(drawn_before(data))
+    return str(digest_before(data))
 
 print(drawn())  # nothing, from whatever state the process began with
 torch.manual_seed(7 + rank)

@@ -27,7 +27,7 @@ def test_gradients_of_a_few_elements_count_in_buckets_only() -> None:
         recorder = AllreduceInputRecorder(Recording(lambda _: None, 1))
         for tensor in tensors:
             recorder.note(call, {"tensor": tensor})
-        return recorder.of(gradients)
+        return recorder.inputs_for(gradients)
 
     assert len(given(*gradients)) == 1
     assert len(given(torch.tensor(0.5), *gradients)) == 1  # a loss that is logged

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddpcheck.record.loss.loss_recorder import targets_of
+from ddpcheck.record.loss.loss_recorder import loss_targets
 
 CLASSES = torch.tensor([3, 0, 2, 0, 1, 3])
 VALUES = torch.tensor([0.3, -1.0, 2.0, 0.1, 5.0, -2.0])
@@ -41,7 +41,7 @@ def output(*shape: int) -> Tensor:
     ],
 )
 def test_targets_of_losses(loss: Callable[[], Tensor], rows: list[int]) -> None:
-    found = targets_of(loss())
+    found = loss_targets(loss())
     assert sorted({one.rows for one in found}, reverse=True) == rows
     assert all(one.bits > 0 and one.elements == 6 for one in found)
 
@@ -57,13 +57,13 @@ def test_targets_of_losses(loss: Callable[[], Tensor], rows: list[int]) -> None:
     ],
 )
 def test_what_the_order_of_classes_says(classes: list[int], says: bool) -> None:
-    (one,) = targets_of(functional.cross_entropy(output(6, 10), torch.tensor(classes)))
+    (one,) = loss_targets(functional.cross_entropy(output(6, 10), torch.tensor(classes)))
     assert bool(one.bits) is says
 
 
 def test_equal_targets_have_one_digest() -> None:
     one, same, other = (
-        targets_of(functional.cross_entropy(output(6, 4), classes))[0].digest
+        loss_targets(functional.cross_entropy(output(6, 4), classes))[0].digest
         for classes in (CLASSES, CLASSES.clone(), CLASSES.flip(0))
     )
     assert one == same != other

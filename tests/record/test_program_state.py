@@ -172,17 +172,21 @@ def test_a_module_that_is_no_copy_is_looked_at_once_it_is_called_and_some_times_
     uses: Any = None
     recorder = StateRecorder(Recording(print), uses, lambda *_: None)
     teacher = nn.Linear(3, 2)
-    assert not recorder._of_other("teacher", teacher) and not recorder._of_other("loss", nn.MSELoss())
+    assert not recorder._constant_parameters("teacher", teacher) and not recorder._constant_parameters(
+        "loss", nn.MSELoss()
+    )
     with torch.no_grad():
         teacher(torch.zeros(1, 3))
-    assert [list(recorder._of_other("teacher", teacher)) for _ in range(4)] == [["weight", "bias"]] * 3 + [[]]
+    assert [list(recorder._constant_parameters("teacher", teacher)) for _ in range(4)] == [["weight", "bias"]] * 3 + [
+        []
+    ]
 
 
 def test_of_a_module_that_is_called_by_another_method_the_parts_that_are_called_are_looked_at() -> None:
     recorder = StateRecorder(Recording(print), Mock(), lambda *_: None)
     online = Online()
     for found in ([], [], ["predictor.weight", "predictor.bias"]):  # until it has been there twice, it may be called
-        assert list(recorder._of_other("clip", online)) == found
+        assert list(recorder._constant_parameters("clip", online)) == found
         online.predictor(torch.zeros(1, 8))
 
 

@@ -27,11 +27,11 @@ KINDS: dict[str, Callable[[], Jitter]] = {
     "RandomState": lambda: Jitter(numpy.random.RandomState(1), numpy.random.RandomState.rand),
     "default_rng": lambda: Jitter(numpy.random.default_rng(1), numpy.random.Generator.random),
     "Random": lambda: Jitter(random.Random(1), random.Random.random),
-    "Generator": lambda: Jitter(torch.Generator().manual_seed(1), _of_torch),
+    "Generator": lambda: Jitter(torch.Generator().manual_seed(1), _torch_state),
 }
 
 
-def _of_torch(generator: torch.Generator) -> Tensor:
+def _torch_state(generator: torch.Generator) -> Tensor:
     return torch.rand(1, generator=generator)
 
 
@@ -78,7 +78,7 @@ def drawn(dataset: Samples, **more: Any) -> list[Mapping[str, tuple[int, int]]]:
         torch.rand(1)  # of the step
         draws.begin(number)
         next(iterator)
-        found.append(draws.of(number))
+        found.append(draws.batch_states(number))
     return found
 
 

@@ -17,8 +17,8 @@ from ddpcheck.record.parity.sample_store import (
     SampleReader,
     SampleWriter,
     is_same,
-    rows_of,
-    together,
+    join_ranks,
+    row_count,
 )
 
 Pair = namedtuple("Pair", "x y")
@@ -63,7 +63,7 @@ A, B = torch.arange(6.0).reshape(3, 2), torch.arange(4.0).reshape(2, 2) - 9
     ],
 )
 def test_values_are_put_together(one: Any, other: Any, both: Any) -> None:
-    made = together([one, other])
+    made = join_ranks([one, other])
     assert type(made) is type(both) and is_same(made, both)
 
 
@@ -80,11 +80,11 @@ def test_values_are_put_together(one: Any, other: Any, both: Any) -> None:
 )
 def test_values_without_a_batch_dimension_are_not(one: Any, other: Any) -> None:
     with pytest.raises(NotTogetherError):
-        together([one, other])
+        join_ranks([one, other])
 
 
 def test_rows_are_those_of_the_first_tensor() -> None:
-    assert [rows_of(value) for value in ([1, (A, B)], {"n": 3, "x": B}, "text", torch.tensor(1.0))] == [3, 2, 0, 0]
+    assert [row_count(value) for value in ([1, (A, B)], {"n": 3, "x": B}, "text", torch.tensor(1.0))] == [3, 2, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])

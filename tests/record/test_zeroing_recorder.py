@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.loop import GradientsLeft
+from ddpcheck.findings.evidence.loop import StaleGradients
 from ddpcheck.record.optimizers.gradient_recorders import ZeroingRecorder
 from ddpcheck.rules.gradients.ddp520_leftover_gradients import MIN_STALE_STEPS
 
@@ -43,6 +43,6 @@ def test_gradients_that_are_left_are_told_by_name(
         recorder.begins_to_step(optimizer, 0)
         optimizer.step()
         recorder.has_stepped(optimizer, step)
-    stale = [one for one in found if isinstance(one, GradientsLeft)]
+    stale = [one for one in found if isinstance(one, StaleGradients)]
     assert [one.in_a_row for one in stale] == [*range(1, 1 + len(stale))]
     assert [one.names for one in stale if one.in_a_row == MIN_STALE_STEPS] == left

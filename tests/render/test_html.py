@@ -37,7 +37,7 @@ from ddpcheck.findings.report import (
 from ddpcheck.findings.rules import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.render.page.page import data_in, visible
-from ddpcheck.render.page.sections import together
+from ddpcheck.render.page.sections import merge_ranks
 from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
 from tests.render.test_render import COUPLED, REPORT, UNUSED
 
@@ -261,7 +261,7 @@ def test_a_page_of_64_ranks_of_which_each_does_otherwise_stays_small() -> None:
 
 def test_what_several_ranks_did_alike_is_one_line_of_evidence() -> None:
     lines = [f"rank {rank}, collective number 3: {'none' if rank == 1 else 'barrier()'}" for rank in range(4)]
-    assert together([*lines, "loss: 3"]) == [
+    assert merge_ranks([*lines, "loss: 3"]) == [
         "ranks 0, 2 and 3, collective number 3: barrier()",
         "rank 1, collective number 3: none",
         "loss: 3",

@@ -285,13 +285,13 @@ def test_a_stream_is_asked_for_colour() -> None:
         (False, {"FORCE_COLOR": "1"}, True),
         (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
     ):
-        assert Medium.of(Stream(terminal), environ).colour is colour, (terminal, environ)
+        assert Medium.detect(Stream(terminal), environ).colour is colour, (terminal, environ)
 
 
 def test_a_stream_is_asked_for_width_and_encoding() -> None:
-    assert Medium.of(Stream(False), {}).width is None
-    assert Medium.of(Stream(False), {"COLUMNS": "72"}).width == 72
-    assert Medium.of(Stream(True), {"COLUMNS": "5"}).width == 40
-    assert Medium.of(Stream(False, None), {}).encoding == "ascii"
+    assert Medium.detect(Stream(False), {}).width is None
+    assert Medium.detect(Stream(False), {"COLUMNS": "72"}).width == 72
+    assert Medium.detect(Stream(True), {"COLUMNS": "5"}).width == 40
+    assert Medium.detect(Stream(False, None), {}).encoding == "ascii"
     assert not Medium(encoding="no-such-encoding").shows("x")
-    assert Medium.of(Stream(False)).width is None  # in the tests, and in workers of xdist too
+    assert Medium.detect(Stream(False)).width is None  # in the tests, and in workers of xdist too

@@ -24,7 +24,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, RelatedLocation, Report, ReportError
 from ddpcheck.findings.rules import RULES, Severity, sections_of
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.monitor.reporting import as_text
+from ddpcheck.monitor.reporting import format_finding
 from ddpcheck.render import FORMATS, Medium, renderer_for
 from ddpcheck.render.github import MOST_OF_A_KIND
 from ddpcheck.render.parts import Fact, facts_of
@@ -147,7 +147,7 @@ def test_each_format_shows_where_a_finding_was_noticed_beside_the_line_to_edit()
     places = [one["physicalLocation"]["region"]["startLine"] for one in result["relatedLocations"]]
     assert (places, result["relatedLocations"][0]["message"]) == ([25], {"text": "parameter made"})
     assert Report.from_json(report.to_json()).findings == report.findings
-    assert "parameter made at model.py:25" in as_text(moved)
+    assert "parameter made at model.py:25" in format_finding(moved)
 
 
 @pytest.mark.skipif(shutil.which("sarif") is None, reason="sarif-tools is not installed")

@@ -10,7 +10,7 @@ import pytest
 from ddpcheck import cli
 from ddpcheck.findings.errors import TargetError, UsageError
 from ddpcheck.recipe.target import load_object
-from ddpcheck.report.first_recipe.first_recipe import Guess, Input, place_of_recipe, recipe_text
+from ddpcheck.report.first_recipe.first_recipe import Guess, Input, recipe_path, recipe_text
 from ddpcheck.report.first_recipe.guessing import make_first_recipe
 
 MODELS = """
@@ -155,9 +155,9 @@ def test_the_recipe_lies_where_the_model_can_be_imported_from(here: Path) -> Non
     (here / "sub").mkdir()
     (here / "sub" / "net.py").touch()
     (here / "json.py").touch()
-    assert place_of_recipe("sub/net.py:Net") == Path("sub/check_net.py")
-    assert place_of_recipe("pkg.net:Net") == Path("check_net.py")
-    assert place_of_recipe("sub/net.py:Net", "sub/mine.py") == Path("sub/mine.py")
+    assert recipe_path("sub/net.py:Net") == Path("sub/check_net.py")
+    assert recipe_path("pkg.net:Net") == Path("check_net.py")
+    assert recipe_path("sub/net.py:Net", "sub/mine.py") == Path("sub/mine.py")
     for model, output, words in (
         ("sub/net.py:Net", "mine.py", "must be in the folder of sub/net.py"),
         ("sub/net.py", None, "names no class; write sub/net.py:Net"),
@@ -165,7 +165,7 @@ def test_the_recipe_lies_where_the_model_can_be_imported_from(here: Path) -> Non
         ("nte.py:Net", None, "no such file: nte.py"),
     ):
         with pytest.raises(UsageError, match=words):
-            place_of_recipe(model, output)
+            recipe_path(model, output)
 
 
 def test_a_recipe_is_written_once_and_checked(here: Path, capsys) -> None:

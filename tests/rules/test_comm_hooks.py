@@ -21,8 +21,8 @@ from ddpcheck.rules.registry import judge_all
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.rules.script_table import VIEWS
-from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, TrainedApart, WrapperMade
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.entries import LocalSgdEnd, RankStarted, ReplicaCaptured, WrapperMade
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.loop import GradientChanges
@@ -48,7 +48,7 @@ def found_of(own: dict[str, list[list[float]]], left: dict[str, list[float]], **
         mine = {name: of_ranks[rank] for name, of_ranks in own.items()}
         state = ReplicaState(ModuleDescription(), values)
         one = ReplicaCaptured(0, 3, state, mine, left, dict.fromkeys(own, BFLOAT16), **captured)
-        ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
+        ranks.append(RankTrace(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
     return [
         (finding.code, finding.severity.value) for finding in judge_all(ScriptFacts(ranks, ended=True), VIEWS).findings
     ]
@@ -83,7 +83,7 @@ def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypat
         )
         state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, 3, {"body.weight": 7 + rank}))
         one = ReplicaCaptured(0, 3, state, hook="local", own_hook=True)
-        ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
+        ranks.append(RankTrace(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
     [finding] = judge_all(ScriptFacts(ranks, ended=True), VIEWS).findings
     assert finding.code == "DDP301" and finding.message.startswith("The gradients of all 1 parameter differ")
     assert "gradients are reduced by the communication hook local" in finding.evidence
@@ -163,8 +163,8 @@ def test_parameters_that_nothing_averages_under_post_local_sgd_are_told() -> Non
     assert judge_state(drifted, replace(PLAIN, plain_optimizer=False), gradients_differ=False) == []
 
 
-def trained_apart(marks: tuple[int, ...], at_last: int) -> list[TrainedApart]:
-    return [TrainedApart(0, 4, marks, {"a": at_last, "b": 1}, "post_localSGD_hook")]
+def trained_apart(marks: tuple[int, ...], final_entry: int) -> list[LocalSgdEnd]:
+    return [LocalSgdEnd(0, 4, marks, {"a": final_entry, "b": 1}, "post_localSGD_hook")]
 
 
 def test_ranks_that_train_apart_to_the_end_of_a_script() -> None:

@@ -45,7 +45,7 @@ def step(rank: int, gradient: int = 1, **more: Any) -> DdpStepEvidence:
 
 
 def under_wrapper(*evidence: DdpStepEvidence, **known: Any) -> ReducerFacts:
-    return ReducerFacts.of(evidence, replace(KNOWN, **known))
+    return ReducerFacts.from_evidence(evidence, replace(KNOWN, **known))
 
 
 # --- The reducer -----------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_one_factor_on_every_gradient_is_told_before_hooks_and_buffers_that_are_
     assert codes(explain_by_wrap_hooks(facts)) == ["DDP310"]
     assert codes(first_explanation(FROM_AVERAGE, facts)) == ["DDP303"]
     both = replace(KNOWN, broadcasts_buffers=True, local=LocalFacts(differing_buffers=("n",)), wrap_hooks=(HOOK,))
-    twice = ReducerFacts.of([replace(item, wrapper_calls=2) for item in MISMATCH], both)
+    twice = ReducerFacts.from_evidence([replace(item, wrapper_calls=2) for item in MISMATCH], both)
     assert codes(explain_by_overwritten_buffers(twice)) == ["DDP311"]
     assert codes(first_explanation(FROM_AVERAGE, twice)) == ["DDP310"]
 
@@ -142,7 +142,7 @@ def test_a_process_that_has_ended_is_advised_by_its_exit_code(code: int, advice:
 
 
 def facts_of(*evidence: StepEvidence, wrapper: WrapperFacts = KNOWN.wrapper) -> ParameterFacts:
-    return ParameterFacts.of(evidence, wrapper, Names())
+    return ParameterFacts.from_evidence(evidence, wrapper, Names())
 
 
 def seen(rank: int, at: int = 0, *missing: str, **more: Any) -> StepEvidence:

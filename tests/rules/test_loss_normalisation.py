@@ -11,7 +11,7 @@ from torch import nn
 import ddpcheck
 from ddpcheck.findings.rules import Severity
 from ddpcheck.rules.loss.ddp305_loss_normalisation import severity_of_weights
-from ddpcheck.rules.loss.losses import judge_targets
+from ddpcheck.rules.loss.losses import judge_target_weights
 from ddpcheck.stream.rank_report import MicroBatch
 from tests.tiers import one_of
 
@@ -244,7 +244,7 @@ def micro_batch(counted, weight, *, index=0, position=0, rows=100.0, sequences=0
 
 
 def judged(*ranks):
-    return [finding.code for finding in judge_targets(ranks)]
+    return [finding.code for finding in judge_target_weights(ranks)]
 
 
 def test_the_pattern_has_to_be_proven():

@@ -20,7 +20,7 @@ from ddpcheck.rules.registry import judge_view
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_counted_norms
 from ddpcheck.rules.replicas.model_parts import judge_model_parts, judge_norms_of_steps
 from ddpcheck.stream.entries import GroupUsed, RankStarted, ReplicaCaptured, Sketch, WrapperMade
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.model_parts import HandSplit, ModelParts
@@ -63,7 +63,7 @@ def test_ranks_of_one_model_have_alike_what_is_not_split(one: Any, other: Any, c
 def test_the_ranks_of_a_script_that_compute_one_model_are_compared() -> None:
     for values, codes in [((1, 2), ["DDP208"]), ((1, 1), [])]:
         logs = [[SPLIT, *(step(count, values={"norm.weight": value}) for count in range(4))] for value in values]
-        ranks = [WatchedRank(RankStarted(rank, 2, "gloo"), log, []) for rank, log in enumerate(logs)]
+        ranks = [RankTrace(RankStarted(rank, 2, "gloo"), log, []) for rank, log in enumerate(logs)]
         assert [finding.code for finding in judge_view(ModelParts(ScriptFacts(ranks, ended=True)))] == codes
 
 
@@ -232,7 +232,7 @@ def by_hand(
             steps += [captured(rank, n, 10 * n + words * place, gradient * place, 9 + place) for n in (1, 2, 4)]
             given = [Inputs(0, n, (n, n + other * place), None) for n in range(3)]
             entries = [made, GroupUsed("tp", model), GroupUsed("tp", model, line), *steps, *given]
-            logs.append(WatchedRank(RankStarted(rank, 4, "gloo"), entries, []))
+            logs.append(RankTrace(RankStarted(rank, 4, "gloo"), entries, []))
     facts = ScriptFacts(sorted(logs, key=lambda log: log.started.rank), ended=True)
     return [f"{one.code} {one.subjects} {one.ranks} {one.location}" for one in judge_view(HandSplit(facts))]
 

@@ -14,7 +14,7 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules import others, registry
 from ddpcheck.rules.verdict import Verdict
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.optimizers import Optimizers
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
@@ -84,13 +84,15 @@ def test_a_rule_of_others_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Steps, "of", classmethod(lambda cls, facts: cls()))
     monkeypatch.setattr(Steps, "needs_all_ranks", False)
     monkeypatch.setattr(others, "judges_of_others", [(Steps, judge_ddp504)])
-    findings, notes = others.judge_by_others(ScriptFacts([], ended=True), make_finding("DDP504", (), "").severity)
+    findings, notes = others.judge_third_party_rules(
+        ScriptFacts([], ended=True), make_finding("DDP504", (), "").severity
+    )
     assert (findings, notes) == ([], [f"DDP504 was not judged: {WHY}"])
 
 
 def test_copies_of_parameters_that_differ_by_rounding_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = [make_finding("DDP306", ("teacher",), "Diverged.")]
-    monkeypatch.setattr("ddpcheck.rules.replicas.copies.judge_states", lambda *_: faults)
+    monkeypatch.setattr("ddpcheck.rules.replicas.copies.judge_copied_states", lambda *_: faults)
     (verdict,) = registry.verdicts_of(Copies([], [])).values()
     assert [(finding.code, finding.tags) for finding in verdict.findings] == [("DDP306", ("of a copy",))]
     monkeypatch.setattr("ddpcheck.trace.wrappers.without_rounding", lambda replicas: [])
@@ -101,9 +103,9 @@ def test_copies_of_parameters_that_differ_by_rounding_are_not_compared(monkeypat
 
 
 def test_options_are_not_compared_if_an_optimizer_has_no_partner_on_another_rank() -> None:
-    def rank(number: int, *optimizers: int) -> WatchedRank:
+    def rank(number: int, *optimizers: int) -> RankTrace:
         steps = [OptimizerStep(optimizer, 0, {}, Location("train.py", 9)) for optimizer in optimizers]
-        return WatchedRank(RankStarted(number, 2, "gloo"), steps, [])
+        return RankTrace(RankStarted(number, 2, "gloo"), steps, [])
 
     uneven = Optimizers(ScriptFacts([rank(0, 0), rank(1, 0, 1)], ended=True))
     assert registry.verdicts_of(uneven)["optimizers"].lacking == (

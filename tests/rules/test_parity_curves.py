@@ -19,7 +19,7 @@ from ddpcheck.run.ending import Ending
 from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.divergences import Parity
 from ddpcheck.trace.parity_curves import MOST_CURVES, MOST_POINTS, curves
 
@@ -61,9 +61,9 @@ class Run:
         return [*steps, *shown]
 
 
-def started(rank: int, world_size: int, *runs: Run) -> WatchedRank:
+def started(rank: int, world_size: int, *runs: Run) -> RankTrace:
     entries = [entry for run in runs for entry in run.entries(8.0 / world_size)]
-    return WatchedRank(RankStarted(rank, world_size, "gloo"), entries, [])
+    return RankTrace(RankStarted(rank, world_size, "gloo"), entries, [])
 
 
 def drawn(first: Run, second: Run, single: Run, noise: Run | None = None) -> dict[str, ParityCurve]:
@@ -196,7 +196,7 @@ def test_names_are_the_words_before_a_number(text: str, name: str) -> None:
 def test_other_samples_leave_only_the_steps_before() -> None:
     of_ranks, of_single = started(0, 2, shows("0.4", "0.5")), started(0, 1, shows("0.4", "0.6"))
     other = [*of_single.entries[:2], ParityStep(0, 2, STEP, (1.0,), (1.0,), (), (), (), samples=(0.5, 9.0))]
-    of_single = WatchedRank(of_single.started, [*other, *of_single.entries[3:]], [])
+    of_single = RankTrace(of_single.started, [*other, *of_single.entries[3:]], [])
     found = curves(Parity([of_ranks, started(1, 2, Run())], of_single))
     assert [(one.name, one.x) for one in found] == [(GRADIENTS, (0, 1)), (MEAN_LOSS, (0, 1))]
 

@@ -157,7 +157,7 @@ def test_a_judge_that_raises_is_a_note(project: Path, monkeypatch: pytest.Monkey
     write(project, RULE, JUDGE.replace("program.loads", "{}") + second)
     load_settings(environ={})
     monkeypatch.setattr(ScriptFacts, "can_compare", True)
-    findings, notes = others.judge_by_others(ScriptFacts([], ended=True), Severity.WARNING)
+    findings, notes = others.judge_third_party_rules(ScriptFacts([], ended=True), Severity.WARNING)
     assert findings == []
     assert notes == [
         "LAB001 was not judged: lab_rules.py:14 raised KeyError: 'x'",

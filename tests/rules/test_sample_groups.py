@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
 from ddpcheck.findings.report import Location
 from ddpcheck.stream.entries import GroupUsed, PeerReceived, RankStarted
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.script_facts import ScriptFacts
 
 LINE = Location("train.py", 30)
@@ -30,7 +30,7 @@ def groups_of(
             *(Inputs(0, step, (100 * step + (rank if parts else rank // 2),), LINE) for step in range(3)),
         ]
         entries: list[Entry] = [*given, *(one for numbers, one in others if rank in numbers)]
-        ranks.append(WatchedRank(RankStarted(rank, world_size, "gloo"), entries, []))
+        ranks.append(RankTrace(RankStarted(rank, world_size, "gloo"), entries, []))
     facts = ScriptFacts(ranks, ended=True)
     split = facts.sample_groups
     theirs = [[rank.started.rank for rank in group] for group in facts.training_groups]

@@ -12,8 +12,8 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs, LossDifferentiated, LossTarget
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.record.data.datasets import added_to, kept_samples
-from ddpcheck.rules.data.ddp505_duplicate_data import judge_behind, judge_same_targets, judge_streams
+from ddpcheck.record.data.datasets import copied_samples, noise_sketch
+from ddpcheck.rules.data.ddp505_duplicate_data import judge_delayed_samples, judge_same_targets, judge_streams
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import _cosine, judge_added_noise, judge_step_draws
 from ddpcheck.trace.data import line_of_selection
 
@@ -112,15 +112,17 @@ def test_noise_that_every_rank_adds_to_samples_of_its_own() -> None:
 def test_what_is_added_to_samples_is_known_past_scales_and_offsets() -> None:
     generator = torch.Generator().manual_seed(0)
     x, noise = (torch.randn(8, 32, generator=generator) for _ in range(2))
-    kept = kept_samples([x, torch.zeros(8), torch.arange(8)])
+    kept = copied_samples([x, torch.zeros(8), torch.arange(8)])
     assert len(kept) == 1 and kept[0] is not x
-    assert not added_to(kept, [x.clone()]) and not added_to(kept, [2 * x - 1])
-    assert not added_to(kept, [x[:4]]) and not added_to([], [x])
-    plain, scaled = added_to(kept, [x + noise]), added_to(kept, [3 * x + 0.5 * noise + 1])
+    assert not noise_sketch(kept, [x.clone()]) and not noise_sketch(kept, [2 * x - 1])
+    assert not noise_sketch(kept, [x[:4]]) and not noise_sketch([], [x])
+    plain, scaled = noise_sketch(kept, [x + noise]), noise_sketch(kept, [3 * x + 0.5 * noise + 1])
     assert _cosine(plain, scaled) > 0.99
     other = torch.randn(8, 32, generator=generator)
-    assert abs(_cosine(plain, added_to(kept, [x + other]))) < 0.5
-    assert abs(_cosine(added_to(kept, [x + noise[:1]]), added_to([other], [other + noise[:1]]))) < 0.5  # for all alike
+    assert abs(_cosine(plain, noise_sketch(kept, [x + other]))) < 0.5
+    assert (
+        abs(_cosine(noise_sketch(kept, [x + noise[:1]]), noise_sketch([other], [other + noise[:1]]))) < 0.5
+    )  # for all alike
 
 
 # Samples that another rank has drawn before
@@ -176,7 +178,9 @@ def test_ranks_that_train_on_the_same_samples_are_told_of_that_alone() -> None:
 def test_ranks_that_follow_each_other(batches: Callable[[int, int], int], found: bool) -> None:
     steps = (0, 1, 2, 4, 8)
     inputs = {rank: [Inputs(0, step, (batches(rank, step), -1), FORWARD) for step in steps] for rank in range(2)}
-    assert [(one.code, one.location) for one in judge_behind(inputs)] == ([("DDP505", FORWARD)] if found else [])
+    assert [(one.code, one.location) for one in judge_delayed_samples(inputs)] == (
+        [("DDP505", FORWARD)] if found else []
+    )
 
 
 def targets(*of_steps: int, rows: int = 4, elements: int = 4, bits: float = 8.0, wrapped: bool = True) -> Any:

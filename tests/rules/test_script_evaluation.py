@@ -30,7 +30,7 @@ from ddpcheck.record.evaluation import evaluation_recorder
 from ddpcheck.record.evaluation.evaluation_recorder import (
     ComparisonRecorder,
     EvaluationRecorder,
-    _rows_given,
+    _row_labels,
     _values_given,
     _without_states,
 )
@@ -556,7 +556,7 @@ def test_predictions_and_labels_that_one_line_gathers_in_turn_are_two_things() -
     ],
 )
 def test_what_is_gathered_has_a_label_for_each_row(given: Any, rows: list[int]) -> None:
-    assert list(_rows_given(given)) == rows
+    assert list(_row_labels(given)) == rows
 
 
 def test_labels_are_kept_as_a_loader_gives_them() -> None:

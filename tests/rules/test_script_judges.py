@@ -47,20 +47,20 @@ from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp517_gradients_discarded import MIN_REPEATS, judge_zeroed
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, judge_shards_saved
 from ddpcheck.rules.gradients.wrappers import note_more_buffers, with_buffers
-from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_summed_again, judge_sums
+from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_second_sum, judge_sums
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_reduced_in_place
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_parts
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, with_model
 from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics
 from ddpcheck.rules.optimizers.script_optimizers import judge_shard_states, judge_unsynchronized, reduces_in_step
-from ddpcheck.rules.program.ddp512_checkpoint_race import _at_the_same_time, judge_files
+from ddpcheck.rules.program.ddp512_checkpoint_race import _concurrent_uses, judge_files
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_view
-from ddpcheck.rules.replicas.copies import judge_states
+from ddpcheck.rules.replicas.copies import judge_copied_states
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
-from ddpcheck.trace.captured import without_alike_later, without_rounding
+from ddpcheck.trace.captured import without_later_equal, without_rounding
 from ddpcheck.trace.loop import GradientChanges, Loop
 from ddpcheck.trace.losses import Losses
 from ddpcheck.trace.optimizers import Metrics
@@ -115,8 +115,8 @@ def test_parameters_that_are_moved_and_taken_back_differ_by_rounding_alone() -> 
 def test_buffers_that_are_alike_when_the_next_step_begins() -> None:
     everyone = captured_of(torch.ones(4), torch.ones(4))
     later = [{"load": 0, "bias": rank} for rank in range(2)]
-    assert [one.state.values.buffers for one in without_alike_later(everyone, later)] == [{"bias": 0}, {"bias": 1}]
-    assert without_alike_later(everyone, later[:1]) == everyone  # of one rank, it is not known
+    assert [one.state.values.buffers for one in without_later_equal(everyone, later)] == [{"bias": 0}, {"bias": 1}]
+    assert without_later_equal(everyone, later[:1]) == everyone  # of one rank, it is not known
 
 
 # Data
@@ -941,10 +941,10 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
     def steps(**more: Any) -> list[list[OptimizerStep]]:
         return [[step(count, **{"summed": ("0/w",), **more}) for _ in range(2)] for count in range(3)]
 
-    assert codes(judge_summed_again(steps(), 2)) == ["DDP303"]
-    assert not judge_summed_again(steps(averaged=False), 2)  # by hand alone
-    assert not judge_summed_again(steps(summed=("criterion.w",)), 2)  # of what no wrapper averages
-    assert not judge_summed_again([*steps(), [step(3), step(3)]], 2)  # now and then
+    assert codes(judge_second_sum(steps(), 2)) == ["DDP303"]
+    assert not judge_second_sum(steps(averaged=False), 2)  # by hand alone
+    assert not judge_second_sum(steps(summed=("criterion.w",)), 2)  # of what no wrapper averages
+    assert not judge_second_sum([*steps(), [step(3), step(3)]], 2)  # now and then
 
 
 @pytest.mark.parametrize(
@@ -1001,13 +1001,13 @@ def looks(*values: int, **more: Any) -> list[StateHeld]:
     ],
 )
 def test_models_that_are_held_beside_the_wrappers(ranks: list[list[StateHeld]], found: list[str]) -> None:
-    assert codes(judge_states(ranks)) == found
+    assert codes(judge_copied_states(ranks)) == found
 
 
 def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
     ranks = [looks(1, 2, 3, 4), looks(1, 5, 6, 7)]
-    assert codes(judge_states(ranks)) == ["DDP306"]
-    assert not judge_states([[replace(one, together=one.count // 2) for one in of_rank] for of_rank in ranks])
+    assert codes(judge_copied_states(ranks)) == ["DDP306"]
+    assert not judge_copied_states([[replace(one, together=one.count // 2) for one in of_rank] for of_rank in ranks])
 
 
 # Files
@@ -1073,7 +1073,7 @@ def test_uses_are_paired_as_all_with_all(uses: list[list[FileUsed]]) -> None:
         for another, other in ranked
         if one != another and use.writes and use.began <= other.ended and other.began <= use.ended
     ]
-    found = list(_at_the_same_time(uses))
+    found = list(_concurrent_uses(uses))
     assert len(found) == len(together)
     assert all(pair in together for pair in found)
 

@@ -25,14 +25,14 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.divergences import Parity
 
 LOSS, SHOWS, SAVES = (Location("train.py", line) for line in (30, 40, 50))
 
 
-def rank(entries: Sequence[Entry], number: int = 0, size: int = 2, made: int = 4, **more: Any) -> WatchedRank:
-    return WatchedRank(RankStarted(number, size, "gloo"), [*entries, ParityEnded(made, made, **more)], [])
+def rank(entries: Sequence[Entry], number: int = 0, size: int = 2, made: int = 4, **more: Any) -> RankTrace:
+    return RankTrace(RankStarted(number, size, "gloo"), [*entries, ParityEnded(made, made, **more)], [])
 
 
 def steps(*norms: float, samples: float = 8.0, **more: Any) -> list[ParityStep]:

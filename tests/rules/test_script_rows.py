@@ -12,7 +12,7 @@ import torch
 from ddpcheck.findings.evidence.script import LoaderPass, Restored
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.record.data.datasets import SampleRows, rows_of_whole, samples_of
+from ddpcheck.record.data.datasets import SampleRows, first_samples, sliced_array_rows
 from ddpcheck.rules.data.loaders import judge_loaders
 from ddpcheck.trace.data import are_disjoint_shares
 
@@ -368,7 +368,7 @@ def test_the_rows_of_a_batch_and_what_a_dataset_is_a_part_of() -> None:
 
     whole = torch.randn(8, 3)
     held = (whole, whole[::2], whole[:, :2], whole.numpy()[1:4], ["a", "b"], [1, 2])
-    assert [rows_of_whole(Data(one)) for one in held] == [0, 8, 0, 8, -1, 0]
+    assert [sliced_array_rows(Data(one)) for one in held] == [0, 8, 0, 8, -1, 0]
 
 
 def test_what_a_dataset_holds_of_its_samples(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_what_a_dataset_holds_of_its_samples(tmp_path: Path) -> None:
             self.held, self.first = held, held[0]
 
     def fingerprints(dataset: object, size: int = 8) -> dict[str, tuple[int, ...]]:
-        return samples_of(dataset, size)[0]
+        return first_samples(dataset, size)[0]
 
     def names(*held: object) -> list[str]:
         return list(fingerprints(Data(*held)))
@@ -399,7 +399,7 @@ def test_what_a_dataset_holds_of_its_samples(tmp_path: Path) -> None:
     for number, photo in enumerate(photos):
         photo.write_bytes(bytes(number))
     held = (x, torch.randn(8, 2, 4), photos, list(map(str, photos)), [(str(photo), 0) for photo in photos])
-    assert [samples_of(Data(one), 8)[1] for one in (*held, [f"{one}" for one in range(8)])] == [
+    assert [first_samples(Data(one), 8)[1] for one in (*held, [f"{one}" for one in range(8)])] == [
         *(False, True, True, True, True, False)
     ]
     before = fingerprints(Data(photos))

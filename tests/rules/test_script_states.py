@@ -16,7 +16,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.module_uses import UseRecorder
 from ddpcheck.rules.program.ddp523_state_not_loaded import judge_loads
-from ddpcheck.rules.replicas.copies import judge_states, judge_uses
+from ddpcheck.rules.replicas.copies import judge_copied_states, judge_uses
 from ddpcheck.trace.program import Program
 
 MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
@@ -45,7 +45,7 @@ def looks(*values: int) -> list[StateHeld]:
 def test_a_copy_is_at_fault_where_it_was_made_or_where_it_is_written(
     here: Any, there: Any, writes: Any, line: Location, step: int
 ) -> None:
-    (finding,) = judge_states([looks(*here), looks(*there)], writes)
+    (finding,) = judge_copied_states([looks(*here), looks(*there)], writes)
     assert (finding.code, finding.location, finding.steps) == ("DDP306", line, (step,))
     alone = line != MADE and writes[0] != writes[1]  # then only rank 0 comes to that line
     assert finding.ranks == ((0,) if alone else ())
@@ -55,12 +55,12 @@ def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_i
     def teacher(*values: int) -> list[StateHeld]:
         return [replace(one, copies=False, other=True) for one in looks(*values)]
 
-    (finding,) = judge_states([teacher(1, 1), teacher(2, 2)])
+    (finding,) = judge_copied_states([teacher(1, 1), teacher(2, 2)])
     assert (finding.code, finding.subjects, finding.location) == ("DDP306", ("ema",), MADE)
     assert "no wrapper" in finding.message
-    assert not judge_states([teacher(1, 1), teacher(1, 1)])
-    assert not judge_states([teacher(1, 3), teacher(2, 4)])  # trained by hand
-    assert not judge_states([teacher(1), teacher(2)])
+    assert not judge_copied_states([teacher(1, 1), teacher(1, 1)])
+    assert not judge_copied_states([teacher(1, 3), teacher(2, 4)])  # trained by hand
+    assert not judge_copied_states([teacher(1), teacher(2)])
 
 
 def use(digest: int, **more: Any) -> StateUsed:

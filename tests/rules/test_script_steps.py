@@ -10,9 +10,9 @@ import pytest
 from ddpcheck.findings.evidence.loop import (
     GradientsChanged,
     GradientsHooked,
-    GradientsLeft,
     HookedGradient,
     PaceRun,
+    StaleGradients,
     WrapperPace,
 )
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
@@ -236,17 +236,17 @@ def test_steps_that_shift_between_ranks(paces: list[WrapperPace], found: list[Se
 
 @pytest.mark.parametrize(("own", "where"), [(True, CLIPS), (False, BACKWARD)])
 def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
-    (finding,) = judge_stale_gradients(Loop(2, stale=[[GradientsLeft(0, own, OTHER, BACKWARD, CLIPS)]]))
+    (finding,) = judge_stale_gradients(Loop(2, stale=[[StaleGradients(0, own, OTHER, BACKWARD, CLIPS)]]))
     assert (finding.code, finding.location) == ("DDP520", where)
     assert finding.subjects == ("zero_grad",)
-    body = GradientsLeft(0, own, OTHER, BACKWARD, CLIPS, ("0/body.weight",))
+    body = StaleGradients(0, own, OTHER, BACKWARD, CLIPS, ("0/body.weight",))
     (of_some,) = judge_stale_gradients(Loop(2, stale=[[body]]))
     assert of_some.subjects == ("body.weight",) and "gradients of body.weight" in of_some.message
     assert not judge_stale_gradients(Loop(2, stale=[[]]))
 
 
 def test_gradients_that_are_used_again_in_several_steps() -> None:
-    stale = [GradientsLeft(0, True, OTHER, BACKWARD, CLIPS, (), number) for number in range(1, MIN_STALE_STEPS + 1)]
+    stale = [StaleGradients(0, True, OTHER, BACKWARD, CLIPS, (), number) for number in range(1, MIN_STALE_STEPS + 1)]
     assert not judge_stale_gradients(Loop(2, stale=[stale[:-1]]))
     assert [one.code for one in judge_stale_gradients(Loop(2, stale=[stale]))] == ["DDP520"]
 

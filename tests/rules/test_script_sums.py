@@ -8,7 +8,7 @@ import pytest
 
 from ddpcheck.findings.evidence.evaluation import SumsReduced
 from ddpcheck.findings.report import Location
-from ddpcheck.rules.evaluation.ddp806_sum_reduced_again import judge_sums_again
+from ddpcheck.rules.evaluation.ddp806_sum_reduced_again import judge_repeated_sums
 from ddpcheck.trace.evaluations import Evaluations
 
 LINE = Location("train.py", 30)
@@ -37,6 +37,6 @@ def calls(*own: Sequence[float], carried: float = 1.0) -> list[list[SumsReduced]
     ],
 )
 def test_sums_that_are_reduced_again(reduced: list[list[SumsReduced]], is_found: bool) -> None:
-    found = judge_sums_again(Evaluations(sums=reduced))
+    found = judge_repeated_sums(Evaluations(sums=reduced))
     assert [(one.code, one.location) for one in found] == ([("DDP806", LINE)] if is_found else [])
-    assert not judge_sums_again(Evaluations(sums=[reduced[0], []]))  # another rank has no such line
+    assert not judge_repeated_sums(Evaluations(sums=[reduced[0], []]))  # another rank has no such line

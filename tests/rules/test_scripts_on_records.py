@@ -25,7 +25,7 @@ from ddpcheck.render import FORMATS, renderer_for
 from ddpcheck.rules import registry
 from ddpcheck.rules.verdict import Verdict
 from ddpcheck.run.script_report import report_on_script
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.trace.view import View
 from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, left_by, report_on, runs
@@ -80,7 +80,7 @@ LINES_OF_SOURCE = ("norm_at", "rate")
 """Fields with a line that was looked for in the source of the script."""
 
 
-def without_lines(rank: WatchedRank) -> WatchedRank:
+def without_lines(rank: RankTrace) -> RankTrace:
     def without(entry: Any) -> Any:
         return replace(entry, **{name: None for name in LINES_OF_SOURCE if hasattr(entry, name)})
 

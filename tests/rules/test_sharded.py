@@ -25,10 +25,10 @@ from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_s
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_shard_scales
 from ddpcheck.rules.replicas.steps import judge_captured
 from ddpcheck.stream.entries import PeerReceived, RankStarted, ReplicaCaptured, Sketch, WrapperMade
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
-from ddpcheck.trace.script_facts import WatchedWrapper
+from ddpcheck.trace.script_facts import WrapperTrace
 from tests.reports import only
 
 SHARDED = ShardedFacts(is_ddp=False)
@@ -266,14 +266,14 @@ def meshes(
         context = WatchContext(Names(), SHARDED, 2, trainable=("w",), sharded=sharded)
         made = WrapperMade("Net", ranks, context, Location("train.py", 3), by_library=False, classes={})
         logs = [
-            WatchedRank(
+            RankTrace(
                 RankStarted(n, 4, "gloo"),
                 [made, shard_of(n, n % 2, 0, w=first[n]), shard_of(n, n % 2, 8, w=last[n]), *others],
                 [],
             )
             for n in ranks
         ]
-        wrappers.append(WatchedWrapper(0, made, logs))
+        wrappers.append(WrapperTrace(0, made, logs))
     return judge_meshes(wrappers, 4)
 
 

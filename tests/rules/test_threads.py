@@ -12,8 +12,8 @@ from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.stacks import collectives_of_threads, lock_waited_for, own_stack, program_threads
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.stacks import collectives_of_threads, lock_waited_for, main_stack, program_threads
+from ddpcheck.findings.wording import new_finding
 from ddpcheck.rules.collectives.ddp401_rank_raised import (
     describe_threads,
     explain_by_awaited_thread,
@@ -56,7 +56,7 @@ def test_one_that_its_rank_does_not_wait_for_is_evidence_only() -> None:
 
 
 def test_a_line_at_which_a_thread_was_left_is_no_skipped_step() -> None:
-    (skipped,) = one_finding("DDP508", ("backward",), "Rank 1 skips.", ranks=[1], location=Location("data.py", 7))
+    (skipped,) = new_finding("DDP508", ("backward",), "Rank 1 skips.", ranks=[1], location=Location("data.py", 7))
     (cause,) = explain_by_ended_thread(hung(ended(ValueError("bad sample"), "")), skipped)
     assert (cause.code, cause.ranks, cause.location) == ("DDP401", (1,), Location("data.py", 7))
     assert "Rank 1 skips." in cause.evidence and cause.message.endswith("has ended a thread (producer).")
@@ -79,7 +79,7 @@ IN_BARRIER = """Current thread 0x1 (most recent call first):
 
 @pytest.mark.parametrize(("dump", "words"), [(IN_QUEUE, "get() at train.py:25"), (IN_BARRIER, ""), ("", "")])
 def test_what_a_main_thread_waits_in_for_another_thread(dump: str, words: str) -> None:
-    assert lock_waited_for(own_stack(dump)) == words
+    assert lock_waited_for(main_stack(dump)) == words
 
 
 def test_a_thread_of_the_program_may_still_have_the_main_one_go_on() -> None:

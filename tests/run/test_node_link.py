@@ -13,14 +13,14 @@ import msgspec
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from ddpcheck.cli.run import together
+from ddpcheck.cli.run import merge_endings
 from ddpcheck.run import node_link
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.hang_watch import Hang, Unended
+from ddpcheck.run.hang_watch import Hang, NotExited
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream import rank_log
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import FilePart, RankLog, ReceivedFolder, parts_of, read_logs
+from ddpcheck.stream.rank_log import FilePart, RankLog, ReceivedFolder, file_parts, read_logs
 from ddpcheck.worlds.wire import put_value
 
 LOG = "0-2-4-77.log"
@@ -41,7 +41,7 @@ class Job:
             (folder := self.folder / str(number)).mkdir()
             self.links.append(NodeLink(folder))
             if number != without:
-                self.links[-1].meet(PrefixStore("rendezvous", self.store()), number, size)
+                self.links[-1].reconnect(PrefixStore("rendezvous", self.store()), number, size)
         return self.links
 
     def store(self) -> TCPStore:
@@ -133,7 +133,7 @@ def test_a_start_anew_forgets_what_came_of_the_one_before(job: Job) -> None:
     put_value(job.own(1).set, "part/1/0", msgspec.msgpack.encode(FilePart(LOG, b"of the first start")))
     assert until(lambda: (job.folder / "0" / "node1" / LOG).exists())
     for number, link in enumerate(links):
-        link.meet(PrefixStore("again", job.store()), number, 2)
+        link.reconnect(PrefixStore("again", job.store()), number, 2)
     assert not (job.folder / "0" / "node1").exists()
     (job.folder / "1" / LOG).write_bytes(b"of the second")
     codes: dict[int, int | None] = {}
@@ -208,7 +208,7 @@ def test_there_is_a_limit_to_what_is_taken(
         received.take(FilePart(taken, b"xx"))
     with pytest.raises(ValueError, match="the logs are more than"):
         received.take(FilePart(name, data))
-    assert list(parts_of(tmp_path / "node1")) == [FilePart("0-2-4-7.log", b"xx"), FilePart("0-3-4-8.log", b"xxxx")]
+    assert list(file_parts(tmp_path / "node1")) == [FilePart("0-2-4-7.log", b"xx"), FilePart("0-3-4-8.log", b"xxxx")]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_first_node_ends_the_ranks_where_none_gets_on(
 ) -> None:
     links = job.start(3)
     for link, standing in zip(links, (own, *others), strict=True):
-        link.stands(standing, (2 * link.number, 2 * link.number + 1), ranks)
+        link.publish_state(standing, (2 * link.number, 2 * link.number + 1), ranks)
     assert until(lambda: all(one.state and one.state.world_size for one in links[0]._nodes.values()))
     assert not any(link.must_end() for link in links[1:])  # before the first one has decided
     assert links[0].must_end() == ends
@@ -285,7 +285,7 @@ def test_the_first_node_ends_the_ranks_where_none_gets_on(
 def test_a_node_that_was_not_heard_for_a_while_may_have_got_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     links = job.start(2)
     for link in links:
-        link.stands("stuck", (link.number,), 2)
+        link.publish_state("stuck", (link.number,), 2)
     assert until(lambda: links[0].must_end())
     links[1].close()
     links[0]._first.ends = False
@@ -301,7 +301,7 @@ def test_without_the_first_node_a_node_ends_its_ranks_only_where_nobody_else_is(
     size: int, ends: bool, job: Job
 ) -> None:
     links = job.start(size)
-    links[1].stands("stuck", (1,), size)
+    links[1].publish_state("stuck", (1,), size)
     assert until(lambda: links[1]._first.beat) and not links[1].must_end()
     links[0].finish(1)
     assert until(lambda: links[1]._first.exit_code == 1)
@@ -313,8 +313,10 @@ def test_without_the_first_node_a_node_ends_its_ranks_only_where_nobody_else_is(
 
 def test_the_endings_of_nodes_are_one() -> None:
     first = Ending(0, hang=Hang(8.0, {0: "a"}))
-    second = Ending(7, {2: 7}, hang=Hang(9.0, {3: "b"}), unended=Unended(60.0, (2,)))
+    second = Ending(7, {2: 7}, hang=Hang(9.0, {3: "b"}), unended=NotExited(60.0, (2,)))
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(second), type=Ending)
     assert sent == second
-    assert together([first, sent]) == Ending(7, {2: 7}, hang=Hang(9.0, {0: "a", 3: "b"}), unended=Unended(60.0, (2,)))
-    assert together([Ending(1, {0: 1}), Ending(130, interrupted=True)]) == Ending(1, {0: 1}, interrupted=True)
+    assert merge_endings([first, sent]) == Ending(
+        7, {2: 7}, hang=Hang(9.0, {0: "a", 3: "b"}), unended=NotExited(60.0, (2,))
+    )
+    assert merge_endings([Ending(1, {0: 1}), Ending(130, interrupted=True)]) == Ending(1, {0: 1}, interrupted=True)

@@ -22,7 +22,7 @@ from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.parity_run import ParityRuns, SingleRun
 from ddpcheck.stream.entries import RankRaised, RankStarted, WatchingFailed
-from ddpcheck.stream.rank_log import FOLDER, RankLog, WatchedRank
+from ddpcheck.stream.rank_log import FOLDER, RankLog, RankTrace
 from tests.forked_run import ROOT, run_forked
 from tests.tiers import one_of
 
@@ -40,10 +40,10 @@ RAISED = {
 STEP = ParityStep(0, 0, None, (1.0,), (1.0,), (), (0.1,), ())
 
 
-def ranks(*, size: int = 2, full: str = "", full_at: int = 0) -> list[WatchedRank]:
+def ranks(*, size: int = 2, full: str = "", full_at: int = 0) -> list[RankTrace]:
     entries = [PassTaken("a.py:1", 17, 20, True, 3), PassTaken("a.py:4", 5, 5, False, 1), STEP]
     end = ParityEnded(2, 2, full_at=full_at, why_full=full)
-    return [WatchedRank(RankStarted(rank, size, "gloo"), [*entries, end], []) for rank in range(size)]
+    return [RankTrace(RankStarted(rank, size, "gloo"), [*entries, end], []) for rank in range(size)]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def ranks(*, size: int = 2, full: str = "", full_at: int = 0) -> list[WatchedRan
     ],
 )
 def test_there_is_no_second_run_without_something_to_compare(
-    ending: Ending, left: Sequence[WatchedRank], nodes: int, why: str, tmp_path: Path
+    ending: Ending, left: Sequence[RankTrace], nodes: int, why: str, tmp_path: Path
 ) -> None:
     assert ParityRuns(GIVEN, tmp_path, lambda *_: Ending()).why_not(left, ending, nodes) == why
 
@@ -152,11 +152,11 @@ class Runs:
         return run
 
 
-def alone(norm: float, size: int = 1, rank: int = 0) -> WatchedRank:
+def alone(norm: float, size: int = 1, rank: int = 0) -> RankTrace:
     step = ParityStep(
         0, 0, None, (norm,), (1.0,), (), (0.1,), (), samples=(4 / size, 8 / size), names=("w",), elements=(1,)
     )
-    return WatchedRank(RankStarted(rank, size, "gloo"), [step, ParityEnded(1, 1)], [])
+    return RankTrace(RankStarted(rank, size, "gloo"), [step, ParityEnded(1, 1)], [])
 
 
 KEY = SingleRun()
@@ -183,7 +183,7 @@ def test_without_a_measure_of_noise_nothing_is_said_to_differ(
 ) -> None:
     monkeypatch.setattr(command, "read_logs", lambda _folder: [alone(2.0, 2, rank) for rank in (0, 1)])
     before = signal.getsignal(signal.SIGTERM)
-    singles = command.run_alone(Runs(*others), tmp_path, Ending(), 1, debug=False)  # type: ignore[arg-type]
+    singles = command.run_single(Runs(*others), tmp_path, Ending(), 1, debug=False)  # type: ignore[arg-type]
     assert singles[0].why_not == why and len(singles) == (1 if why else 3)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -195,7 +195,7 @@ def test_a_signal_between_two_runs_is_an_interruption(tmp_path: Path) -> None:
             time.sleep(1)
             return ""
 
-    (made,) = command.run_alone(Ends(), tmp_path, Ending(), 1, debug=False)  # type: ignore[arg-type]
+    (made,) = command.run_single(Ends(), tmp_path, Ending(), 1, debug=False)  # type: ignore[arg-type]
     assert made.why_not == "it was interrupted"
 
 

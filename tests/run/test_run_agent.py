@@ -24,7 +24,7 @@ from ddpcheck.record.rank import rank_watch, started_processes
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, split_at_script
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.living_ranks import lives
+from ddpcheck.run.live_ranks import lives
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import FOLDER, RankLog, last_restart, rank_processes, read_logs

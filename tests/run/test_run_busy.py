@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.stacks import own_stack, work_waited_for
+from ddpcheck.findings.stacks import main_stack, work_waited_for
 from ddpcheck.gather.collectives import collective_log
 from ddpcheck.run.hang_watch import HangWatch
-from ddpcheck.run.living_ranks import RankFacts
+from ddpcheck.run.live_ranks import RankFacts
 from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.held_file import is_inside
+from ddpcheck.stream.log_file import is_inside
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
 from tests.forked_run import ROOT, run_forked
@@ -117,13 +117,13 @@ PARTED = RankFacts(is_idle=False, spins=True, others_idle=False, diverged=True)
     ],
 )
 def test_what_tells_a_rank_that_waits_from_one_that_works(facts: RankFacts, stack: str, waits: bool) -> None:
-    assert facts.waits(own_stack(f"Current thread 0x1 (most recent call first):\n{stack}")) is waits
+    assert facts.waits(main_stack(f"Current thread 0x1 (most recent call first):\n{stack}")) is waits
 
 
 def test_a_busy_rank_at_a_line_that_blocks_waits_where_collectives_do_not_match(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("total += loss.item()\ntotal += count(words)\n")
     for line, waits in ((1, True), (2, False)):
-        stack = own_stack(f'Current thread 0x1:\n  File "{tmp_path}/a.py", line {line} in main\n')
+        stack = main_stack(f'Current thread 0x1:\n  File "{tmp_path}/a.py", line {line} in main\n')
         assert (PARTED.waits(stack), BUSY.waits(stack)) == (waits, False)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.record.rank.environment import STACK_SIGNAL
-from ddpcheck.run.living_ranks import LivingRanks
+from ddpcheck.run.live_ranks import LiveRanks
 from ddpcheck.stream.entries import ProgramEnded, RankStarted, WatchingFailed
-from ddpcheck.stream.held_file import HeldFile, is_held, mapped_file
+from ddpcheck.stream.log_file import LogFile, is_file_open, mapped_file
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from tests.forked_run import run_forked
 from tests.run.scripts import run_script
@@ -63,7 +63,7 @@ def test_a_script_that_closes_descriptors_gets_nothing_of_ours_into_its_files(ho
 def test_the_numbers_of_the_scripts_descriptors_are_those_that_it_would_have(tmp_path: Path) -> None:
     before = os.open(tmp_path, os.O_RDONLY)
     os.close(before)
-    held = HeldFile(tmp_path / "file")
+    held = LogFile(tmp_path / "file")
     after = os.open(tmp_path, os.O_RDONLY)
     os.close(after)
     assert after == before < held.hold()
@@ -82,7 +82,7 @@ def test_a_log_that_cannot_be_written_ends_and_the_report_says_so(tmp_path: Path
 
 
 def test_another_file_in_the_place_of_the_log_is_not_written(tmp_path: Path) -> None:
-    held = HeldFile(tmp_path / "file")
+    held = LogFile(tmp_path / "file")
     os.close(held.hold())
     (tmp_path / "file").rename(tmp_path / "ours")
     (tmp_path / "file").write_text("of the script")
@@ -112,8 +112,8 @@ def test_a_rank_that_does_not_hold_its_file_is_sent_no_signal(tmp_path: Path) ->
         try:
             stack = tmp_path / f"0-0-1-{process.pid}.stack"
             stack.touch()
-            assert not is_held(stack, process.pid)
-            assert LivingRanks(tmp_path).stacks({0: process.pid}) == {}
+            assert not is_file_open(stack, process.pid)
+            assert LiveRanks(tmp_path).stacks({0: process.pid}) == {}
             assert process.poll() is None  # the handler would end it
         finally:
             process.kill()
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_hold_its_file_is_sent_no_signal(tmp_path: Path) ->
 
 def test_a_stack_goes_to_the_file_that_is_held(tmp_path: Path) -> None:
     told: list[int] = []
-    held = HeldFile(tmp_path / "file", told.append)
+    held = LogFile(tmp_path / "file", told.append)
     with open(held.hold(), "ab", closefd=False) as file:
         faulthandler.dump_traceback(file)
     os.close(held.hold())
@@ -200,7 +200,7 @@ def test_a_file_in_memory_has_blocks_of_its_own_or_is_refused(tmp_path: Path) ->
     assert len(mapped_file(tmp_path / "there", 1 << 16)) == 1 << 16
     assert (tmp_path / "there").stat().st_blocks * 512 >= 1 << 16
     code = (
-        "import resource, sys; from pathlib import Path; from ddpcheck.stream.held_file import mapped_file\n"
+        "import resource, sys; from pathlib import Path; from ddpcheck.stream.log_file import mapped_file\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: mapped_file(Path(sys.argv[1]), 1 << 16)\nexcept OSError as error: print(error.strerror)"
     )

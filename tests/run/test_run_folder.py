@@ -16,7 +16,7 @@ import pytest
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run import run_folder
-from ddpcheck.run.run_folder import holding, own_folders, shared_folder
+from ddpcheck.run.run_folder import holding, shared_folder, user_log_folders
 from ddpcheck.stream.rank_log import FOLDER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -61,7 +61,7 @@ def test_a_folder_that_somebody_has_prepared_is_passed_by(temporary: Path, make:
     make(prepared := temporary / f"{FOLDER}0-77-123")
     folder = shared_folder("0-77-123")
     assert folder != prepared and folder == shared_folder("0-77-123")
-    assert own_folders() == [folder]
+    assert user_log_folders() == [folder]
     for number in range(1, 9):
         taken = temporary / f"{FOLDER}0-77-123-{number}"
         shutil.rmtree(taken, ignore_errors=True)

@@ -23,7 +23,7 @@ from ddpcheck.rules.gradients import wrappers
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext
 from tests.launchers.slurm import free_ports
 from tests.tiers import one_of
@@ -32,12 +32,12 @@ ROOT = Path(__file__).parents[2]
 CONTEXT = WatchContext(Names({}), WrapperFacts(), world_size=4)
 
 
-def rank_log(number: int, group: tuple[int, ...], *entries: Any) -> WatchedRank:
+def rank_log(number: int, group: tuple[int, ...], *entries: Any) -> RankTrace:
     made = WrapperMade("Net", group, CONTEXT, None, by_library=False, classes={})
     described = ModuleDescription()
     captured = ReplicaCaptured(0, 0, ReplicaState(described, DdpStepEvidence(number, 0)))
     calls = [Call("barrier", "default", group)]
-    return WatchedRank(RankStarted(number, 4, "gloo"), [made, captured, *entries], [(3, 3)], calls=calls)
+    return RankTrace(RankStarted(number, 4, "gloo"), [made, captured, *entries], [(3, 3)], calls=calls)
 
 
 @pytest.mark.parametrize(

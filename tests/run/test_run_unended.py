@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.evidence import Entry
-from ddpcheck.findings.stacks import has_no_python_left
-from ddpcheck.run import hang_watch, living_ranks
+from ddpcheck.findings.stacks import has_no_python_frames
+from ddpcheck.run import hang_watch, live_ranks
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.hang_watch import Hang, HangWatch, Unended
-from ddpcheck.run.living_ranks import RankFacts, gloo_wants_gil, is_stopped, lives
+from ddpcheck.run.hang_watch import Hang, HangWatch, NotExited
+from ddpcheck.run.live_ranks import RankFacts, gloo_wants_gil, is_stopped, lives
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import GroupDestroyed, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
@@ -49,7 +49,7 @@ def watched(
     watch.stop()
     stacks: Mapping[int, str] = {number: stack for number, (_, stack, _) in enumerate(ranks)}
     monkeypatch.setattr(watch._ranks, "stacks", lambda _: stacks)
-    monkeypatch.setattr(living_ranks, "gloo_wants_gil", lambda pid: ranks[pid][2])
+    monkeypatch.setattr(live_ranks, "gloo_wants_gil", lambda pid: ranks[pid][2])
     facts = {number: RankFacts(is_idle=True) for number in range(len(ranks))}
     watch._are_hung({number: number for number in facts}, facts, 60.0, not world_size)
     return watch
@@ -77,7 +77,7 @@ def test_a_rank_that_has_run_all_of_the_script_and_cannot_end_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = watched(tmp_path, monkeypatch, (entry, stack, wants_gil))
-    assert watch.unended == (Unended(60.0, (0,)) if is_unended else None)
+    assert watch.unended == (NotExited(60.0, (0,)) if is_unended else None)
     assert watch.hang is None
 
 
@@ -92,21 +92,21 @@ def test_a_rank_that_cannot_end_is_seen_without_those_of_another_machine(
 ) -> None:
     (tmp_path / "waits").mkdir()
     watch = watched(tmp_path, monkeypatch, (ProgramEnded(), NOWHERE, False), world_size=2)
-    assert watch.unended == Unended(60.0, (0,))
+    assert watch.unended == NotExited(60.0, (0,))
     watch = watched(tmp_path / "waits", monkeypatch, (None, WAITS, False), world_size=2)
     assert (watch.unended, watch.hang) == (None, None)
 
 
 def test_an_interpreter_that_has_ended_has_no_python_left() -> None:
-    assert has_no_python_left(living_ranks._NO_INTERPRETER) and has_no_python_left(NOWHERE)
-    assert not has_no_python_left(LAST_LINE) and not has_no_python_left("")
+    assert has_no_python_frames(live_ranks._NO_INTERPRETER) and has_no_python_frames(NOWHERE)
+    assert not has_no_python_frames(LAST_LINE) and not has_no_python_frames("")
 
 
 def test_the_report_on_ranks_that_did_not_end_is_that_on_the_run(tmp_path: Path) -> None:
     for number in (0, 1):
         RankLog(tmp_path, RankStarted(number, 2, "gloo")).add(GroupDestroyed())
     ranks = read_logs(tmp_path)
-    report = report_on_script("train.py", Ending(unended=Unended(61.2, (0, 1))), ranks)
+    report = report_on_script("train.py", Ending(unended=NotExited(61.2, (0, 1))), ranks)
     plain = report_on_script("train.py", Ending(), ranks)
     assert (report.findings, report.checks, report.exit_code()) == (plain.findings, plain.checks, 0)
     (note,) = report.world["notes"]
@@ -288,11 +288,11 @@ def test_a_thread_that_uses_the_group_of_the_main_thread(own: bool, tmp_path: Pa
     [
         (Hang(3.0, {}), (0, 1), "all ranks wait for each other"),
         (Hang(3.0, {}), (1,), "rank 1 waits for a rank that does not arrive"),
-        (Unended(3.0, (0, 1)), (0, 1), "ranks 0 and 1 have run to the end of the script, and not ended"),
+        (NotExited(3.0, (0, 1)), (0, 1), "ranks 0 and 1 have run to the end of the script, and not ended"),
     ],
 )
 def test_why_a_script_is_ended_is_told_before(
-    seen: Hang | Unended, living: tuple[int, ...], why: str, tmp_path: Path
+    seen: Hang | NotExited, living: tuple[int, ...], why: str, tmp_path: Path
 ) -> None:
     told: list[str] = []
     watch = HangWatch(tmp_path, 60.0, lambda: None, told.append)

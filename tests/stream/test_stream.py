@@ -34,7 +34,7 @@ from ddpcheck.stream.entries import (
     ReplicaCaptured,
     Sketch,
 )
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import ReplicaState, is_sampled
 from tests.faultsuite.recorded_scripts import Run, left_by, runs
 from tests.tiers import first_of_each
@@ -126,7 +126,7 @@ def test_the_report_says_that_there_was_more() -> None:
         (SCHEMA, "error", "2 parts of their logs could not be read; this is a bug in ddpcheck"),
     ):
         started = [replace(STARTED, rank=rank, schema=schema) for rank in (0, 1)]
-        ranks = [WatchedRank(each, [ProgramEnded()], [(0, 0)] * 256, unknown=2 - 2 * each.rank) for each in started]
+        ranks = [RankTrace(each, [ProgramEnded()], [(0, 0)] * 256, unknown=2 - 2 * each.rank) for each in started]
         (check,) = (each for each in report_on_script("train.py", Ending(), ranks).checks if each.name == "ranks")
         assert (check.status, check.detail) == (status, detail)
 

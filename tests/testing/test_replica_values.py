@@ -6,8 +6,8 @@ import pytest
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.testing.assertions.messages import (
+    ComparedItem,
     CompareOptions,
-    Entry,
     RankValues,
     differences,
     holds_nothing,
@@ -21,12 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-def tensor_entry(draw_shape: tuple[int, ...], fingerprint: int) -> Entry:
-    return Entry("", "tensor", attributes=(("shape", str(draw_shape)), ("dtype", "float32")), fingerprint=fingerprint)
+def tensor_entry(draw_shape: tuple[int, ...], fingerprint: int) -> ComparedItem:
+    return ComparedItem(
+        "", "tensor", attributes=(("shape", str(draw_shape)), ("dtype", "float32")), fingerprint=fingerprint
+    )
 
 
 ENTRIES = st.builds(
-    Entry,
+    ComparedItem,
     path=st.just(""),
     kind=st.just("tensor"),
     attributes=st.tuples(
@@ -35,7 +37,7 @@ ENTRIES = st.builds(
         st.tuples(st.just("device"), st.sampled_from(["cpu", "cuda"])),
     ),
     fingerprint=st.integers(0, 2),
-) | st.builds(Entry, path=st.just(""), kind=st.just("number"), value=st.integers(0, 2) | st.booleans())
+) | st.builds(ComparedItem, path=st.just(""), kind=st.just("number"), value=st.integers(0, 2) | st.booleans())
 
 
 @st.composite
@@ -111,4 +113,4 @@ def test_what_cannot_be_compared_comes_before_what_differs() -> None:
     held, refused = RankValues(CompareOptions(), (tensor_entry((1,), 1),)), RankValues(CompareOptions(), error="why")
     assert usage_error({3: held, 5: refused}) == "why (rank 5)"
     assert usage_error({3: held, 5: held}) == ""
-    assert not holds_nothing(held) and holds_nothing(RankValues(CompareOptions(), (Entry("", "value", "None"),)))
+    assert not holds_nothing(held) and holds_nothing(RankValues(CompareOptions(), (ComparedItem("", "value", "None"),)))

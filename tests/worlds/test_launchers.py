@@ -103,7 +103,7 @@ def test_only_memory_that_nothing_else_looks_at_becomes_that_of_the_mean(
     assert [mean.tolist() for mean in means.values()] == [[1.0] * 4] * 2
     assert view.tolist() == [2.0 * rank] * 3
     assert (means[0].data_ptr() == alone.data_ptr()) == (torch_tells and hasattr(torch._C, "_storage_Use_Count"))
-    assert not allreduce.is_alone(watched)
+    assert not allreduce.owns_storage(watched)
 
 
 def test_nothing_happens_at_world_size_one_or_without_a_process_group() -> None:

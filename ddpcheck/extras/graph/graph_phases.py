@@ -23,7 +23,7 @@ from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.findings.wording import group_by
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph, all_names, contents
 from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, TensorRecorder, cut_reason, function_name
-from ddpcheck.gather.autograd.unregistered_leaves import held_tensors
+from ddpcheck.gather.autograd.unregistered_leaves import reachable_tensors
 from ddpcheck.gather.phases import local_step as local
 from ddpcheck.gather.phases import repeated_step
 from ddpcheck.gather.phases.model_build import build, wrap
@@ -201,7 +201,7 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
     shown = fold(infos, faults, [end.module for end in ends.values()])
     ends = {name: replace(end, module=shown.get(end.module, end.module)) for name, end in ends.items()}
     recorder = FlowRecorder({key: shown[path] for key, (path, _) in modules.items()}, ends.values())
-    tensors = {name: tensor for name, _, tensor in held_tensors(module, recipe)}
+    tensors = {name: tensor for name, _, tensor in reachable_tensors(module, recipe)}
     tensors |= nn.Module.named_parameters(module, remove_duplicate=False)
     source = ""
 

@@ -149,7 +149,7 @@ class _Simulation:
         if self.error is not None:
             return []
         with contextlib.ExitStack() as stack:
-            worlds = [stack.enter_context(self.asked.world_of_one(threads=1)) for _ in ranks]
+            worlds = [stack.enter_context(self.asked.single_process_world(threads=1)) for _ in ranks]
             pending = [world.start(phase(rank)) for rank, world in zip(ranks, worlds, strict=True)]
             results = []
             for rank, future in zip(ranks, pending, strict=True):
@@ -163,7 +163,7 @@ class _Simulation:
     def report(self, seconds: float) -> Report:
         status_pairs = {"collectives": [(finding, finding) for finding in self.findings]}
         simulated = f"{len(self.ranks):,} ranks simulated one by one, {counted(self.asked.steps, 'step')} each"
-        verdicts = {"ranks": Verdict(matching=simulated), "collectives": self._of_collectives()}
+        verdicts = {"ranks": Verdict(matching=simulated), "collectives": self._collectives_verdict()}
 
         def lines(kept: Sequence[Finding]) -> Iterator[CheckResult]:
             for name, verdict in verdicts.items():
@@ -175,7 +175,7 @@ class _Simulation:
         timing = {"total": round(seconds, 4)}
         return make_report(self.asked, self.findings, lines, notes=self._notes(), timing=timing, error=self.error)
 
-    def _of_collectives(self) -> Verdict:
+    def _collectives_verdict(self) -> Verdict:
         if self.error is not None:
             return Verdict(lacking="not reached")
         if self.unsettled:

@@ -30,7 +30,7 @@ from ddpcheck.gather.collectives import collective_log
 from ddpcheck.gather.collectives.fake_collectives import Done
 from ddpcheck.gather.collectives.groups import name_of_group
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
-from ddpcheck.gather.phases.local_step import samples_of
+from ddpcheck.gather.phases.local_step import sample_count
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps import training_step
@@ -79,7 +79,7 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
     recipe = load_on_rank(target)
     if recipe.shard is not None:
         return world_size
-    size = samples_of(training_step.make_batch(recipe, 0, seed=seed, world_size=1))
+    size = sample_count(training_step.make_batch(recipe, 0, seed=seed, world_size=1))
     return world_size if size is None or size >= world_size else min(2, max(size, 1))
 
 

@@ -178,7 +178,7 @@ class WrapperPace(Struct, frozen=True):
         return [(run, end - run.first) for run, end in zip(self.runs, ends, strict=True)]
 
 
-class GradientsLeft(Entry, frozen=True):
+class StaleGradients(Entry, frozen=True):
     """Optimizer step on stale gradients: left from before an earlier step, not zeroed since."""
 
     optimizer: int  # number of the optimizer

@@ -243,7 +243,7 @@ class ShardedStep(DdpStepEvidence, frozen=True):
     loaded: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def updated_alone(self) -> frozenset[str]:
+    def updated_per_shard(self) -> frozenset[str]:
         """Parameters whose shard was updated as if the shard were the whole parameter."""
         return frozenset(difference.name for difference in self.against_shard if not difference.bad)
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.stacks import frames_of, location_of
+from ddpcheck.findings.stacks import frames_of, innermost_line
 
 WALK_LIMIT = 20_000
 """Most nodes of a `LossGraph`. Python objects for graph nodes live as long as the C++ graph, and freeing a chain of
@@ -78,7 +78,7 @@ def running_node() -> Any:
     return None if ask is None else ask()
 
 
-def made_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
+def output_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     """Return the output shapes of a node's operation; empty before torch 2.6."""
     return tuple(tuple(metadata.shape) for metadata in getattr(node, "_input_metadata", None) or ())
 
@@ -260,7 +260,7 @@ def line_of(node: Any) -> Location | None:
         stack = node.metadata.get("traceback_", ())
     except Exception:  # nodes of a custom Function may have no metadata
         return None
-    return Location.parse(location_of(frames_of("".join(stack))[::-1]))
+    return Location.parse(innermost_line(frames_of("".join(stack))[::-1]))
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -338,10 +338,10 @@ def contents(value: Any) -> list[tuple[str, Any]]:
 
 def unregistered_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Return the unregistered tensors of `module` that require no gradient."""
-    return [(name, tensor) for name, tensor in held_state(module) if not tensor.requires_grad]
+    return [(name, tensor) for name, tensor in state_tensors(module) if not tensor.requires_grad]
 
 
-def held_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the `unregistered_tensors` that are state, not recomputed by each forward pass.
 
     Excludes results of operations on parameters, and the weight attribute that a forward pre-hook of

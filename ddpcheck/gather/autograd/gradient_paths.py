@@ -40,7 +40,7 @@ class OperationPath:
     first: tuple[PathEnd, ...] = ()
     last: tuple[PathEnd, ...] = ()
 
-    def to(self, use: PathEnd) -> OperationPath:
+    def extended(self, use: PathEnd) -> OperationPath:
         """Return this path extended by operation `use`."""
         first = (*self.first, use) if self.length < _MOST_STEPS else self.first
         return OperationPath(self.length + 1, first, (*self.last, use)[-_MOST_STEPS:])
@@ -266,7 +266,7 @@ class PathRecorder(TensorRecorder):
         paths = {}
         for index in before:  # an input without a path is a view of a tensor written in place
             path = known.get(index) or self._last_paths.get(index, _NO_OPERATION)
-            paths[index] = longer.get(id(path)) or longer.setdefault(id(path), path.to(use))
+            paths[index] = longer.get(id(path)) or longer.setdefault(id(path), path.extended(use))
         self._last_paths |= paths
         return paths
 

@@ -118,7 +118,7 @@ class PairedTerms:
         return term_keys
 
 
-def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:
+def backward_through_terms(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:
     """Run backward through only the terms `of`, among all `edges`; keep the graph."""
     if not of:
         return  # the term is missing in this forward pass

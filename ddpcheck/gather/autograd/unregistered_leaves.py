@@ -38,7 +38,7 @@ def unregistered_leaves(
     unknown = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
     if not unknown:
         return ()
-    names = {id(tensor): (name, kind) for name, kind, tensor in held_tensors(module, recipe)}
+    names = {id(tensor): (name, kind) for name, kind, tensor in reachable_tensors(module, recipe)}
     if before is None:
         before = {id(leaf): leaf for leaf in unknown if isinstance(leaf, nn.Parameter)}
         before |= {id(tensor): tensor for _, tensor in unregistered_tensors(module)}
@@ -50,13 +50,13 @@ def unregistered_leaves(
     return tuple(sorted(unregistered, key=lambda item: item.name))
 
 
-def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[_NamedTensor]:
+def reachable_tensors(module: nn.Module, recipe: Recipe | None) -> list[_NamedTensor]:
     """Return named tensors reached by the recipe's loss and the module; the module's last."""
     named = [*module.named_buffers(), *unregistered_tensors(module)]
-    return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in named)]
+    return [*function_tensors(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in named)]
 
 
-def held_by_functions(loss: Any, module: nn.Module) -> Iterator[_NamedTensor]:
+def function_tensors(loss: Any, module: nn.Module) -> Iterator[_NamedTensor]:
     """Yield tensors in globals, closures, defaults and class attributes of `loss` and module methods."""
     seen = {id(submodule) for submodule in module.modules()}
 

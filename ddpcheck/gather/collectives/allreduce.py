@@ -206,7 +206,7 @@ def _means(
     """Yield (index, contiguous dense mean) of each present tensor; integers are summed, not divided."""
     _, world_size = get_dist_info(group)
     for dtype, indices in _buckets(like, is_present, limit):
-        reuse = consume and len(indices) == 1 and is_alone(tensors[indices[0]])
+        reuse = consume and len(indices) == 1 and owns_storage(tensors[indices[0]])
         parts = [_dense(tensors[index], like[index]).to(_wide(dtype)).reshape(-1) for index in indices]
         flat = parts[0] if reuse else torch.cat(parts)
         if world_size > 1:
@@ -217,7 +217,7 @@ def _means(
             yield index, part.reshape(like[index].shape).to(dtype)
 
 
-def is_alone(tensor: torch.Tensor | None) -> bool:
+def owns_storage(tensor: torch.Tensor | None) -> bool:
     """Return True if nothing else shares the storage of `tensor`; False if unknown.
 
     The use count is private to torch.

@@ -26,7 +26,7 @@ from msgspec import structs
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.source_lines import frames_from, line_and_lines, user_location
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.gather.collectives.groups import Group, named_group, note_made
+from ddpcheck.gather.collectives.groups import Group, named_group, record_group
 from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.stream.entries import JOINED, JOINING
 from ddpcheck.worlds import rank as this_rank
@@ -186,7 +186,7 @@ def note_collective(
     """
     if _sink is not None and not _thread.depth:
         name, members, description = known or named_group(group)
-        call_place = call_place or this_rank.own_slots().status
+        call_place = call_place or this_rank.current_slots().status
         location, lines = line_and_lines(sys._getframe(1))
         _sink(Call(operation, name, members, payload, call_place, location, callers=lines, group_words=description))
 
@@ -237,7 +237,7 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     def wait(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _thread.depth or this_rank.own_slots().collective:
+        if torch.compiler.is_compiling() or _thread.depth or this_rank.current_slots().collective:
             return original(*args, **kwargs)
         with _inside(f"wait() at {user_location(sys._getframe(1))}"):
             return original(*args, **kwargs)
@@ -346,7 +346,7 @@ def _describe_call(name: str, kwargs: Mapping[str, Any], *, backward: bool) -> C
         group=group[0],
         members=group[1],
         payload=", ".join(payload),
-        place=_place_in_join(sys._getframe(3)) or this_rank.own_slots().status,
+        place=_place_in_join(sys._getframe(3)) or this_rank.current_slots().status,
         location=location,
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
@@ -356,7 +356,7 @@ def _describe_call(name: str, kwargs: Mapping[str, Any], *, backward: bool) -> C
     )
 
 
-_described, _note_made = guarded(_describe_call, _calls), guarded(note_made, _calls)
+_described, _note_made = guarded(_describe_call, _calls), guarded(record_group, _calls)
 _JOIN, _OF_DDP = "torch.distributed.algorithms.join", "torch.nn.parallel.distributed"
 _MOST_FRAMES_OF_JOIN = 8
 

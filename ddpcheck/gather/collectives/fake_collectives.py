@@ -41,7 +41,7 @@ class Done(_Work):  # type: ignore[misc]
 
 
 @passes_on
-def answer_alone(operation: str, kwargs: Mapping[str, Any]) -> Any:
+def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
     """Return or write a collective's result as if all ranks passed equal values."""
     tensor = kwargs.get("self", kwargs.get("input", kwargs.get("inputs", kwargs.get("tensor"))))
     if "output" not in kwargs and "tensor_list" not in kwargs and ("self" in kwargs or "group_name" in kwargs):
@@ -75,7 +75,7 @@ class _NoCommunication(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_collectives() -> Iterator[None]:
-    """Answer collectives in the block by `answer_alone`; raise `CommunicatesError` for other communication."""
+    """Answer collectives in the block by `answer_locally`; raise `CommunicatesError` for other communication."""
 
     def answering(name: str, original: Any) -> Any:
         parameters = tuple(inspect.signature(original).parameters)
@@ -83,7 +83,7 @@ def fake_collectives() -> Iterator[None]:
         @functools.wraps(original)
         @passes_on
         def answer(*args: Any, **kwargs: Any) -> Any:
-            return answer_alone(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
+            return answer_locally(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
 
         return answer
 

@@ -68,7 +68,7 @@ def backend_of(group: Any = None) -> str:
 _made: dict[str, tuple[str, str]] = {}  # group name -> (creation line, `group_desc`)
 
 
-def note_made(group: Any, location: str) -> None:
+def record_group(group: Any, location: str) -> None:
     """Record the creation line and the description of a process group."""
     import torch.distributed as dist
 

@@ -34,7 +34,7 @@ class StoreExchange:
     timeout: float  # seconds to wait per rank; after the first timeout, ranks are only polled
 
     @classmethod
-    def over(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
+    def next_exchange(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
         """Return the next exchange among `group`: the n-th call for `purpose` on each rank.
 
         Counters are kept in the store per set of ranks, so groups do not interfere and a new store starts from zero.

@@ -16,7 +16,7 @@ from ddpcheck.gather.collectives.fake_collectives import CommunicatesError
 from ddpcheck.gather.state.randomness import drawn_since, generator_states
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
 from ddpcheck.gather.steps.training_step import run_optimizer
-from ddpcheck.recipe.recipe import Recipe, summary
+from ddpcheck.recipe.recipe import Recipe, error_summary
 
 _PART_OF_UPDATE = 0.1  # e.g. a norm over half of the elements is off by a factor of 1.4
 _ROUNDINGS = 16.0
@@ -62,7 +62,7 @@ class CopiedOptimizer:
         except Exception as error:
             if is_ours(error):
                 raise
-            self.trouble = f"on a copy of the parameters its step raised {summary(error)}"
+            self.trouble = f"on a copy of the parameters its step raised {error_summary(error)}"
         if libraries := drawn_since(states, device):
             self.trouble = f"the optimizer draws random numbers from {' and '.join(sorted(libraries))}"
         return () if self.trouble else tuple(_updated(name, before[name], after[name], p) for name, p in params.items())

@@ -20,7 +20,7 @@ from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, refuse_fsdp1, sharded_facts
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
-from ddpcheck.gather.state.module_state import buffers_left_out, sharding_classes
+from ddpcheck.gather.state.module_state import non_persistent_buffers, sharding_classes
 from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.worlds import rank as this_rank
 
@@ -31,7 +31,7 @@ _ATTRIBUTES = (
 _FOR_EVER = 86400.0  # seconds; the parent process enforces the timeout
 
 
-def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
+def live_wrappers() -> list[nn.parallel.DistributedDataParallel]:
     """Return every `DistributedDataParallel` of this process (takes about 0.1 s)."""
     ddp = nn.parallel.DistributedDataParallel
     classes = {ddp, *subclasses_of(ddp)}  # faster than issubclass on ABCs, and isinstance would trigger proxies
@@ -40,7 +40,7 @@ def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
 
 def parameters_in_wrappers(*, but: nn.Module | None = None) -> set[int]:
     """Return the ids of parameters in every `DistributedDataParallel` except `but`."""
-    return {id(p) for wrapper in living_wrappers() if wrapper is not but for p in wrapper.parameters()}
+    return {id(p) for wrapper in live_wrappers() if wrapper is not but for p in wrapper.parameters()}
 
 
 def _wrappers_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
@@ -57,7 +57,7 @@ def find_wrapper(module: nn.Module) -> nn.Module:
     """Return the DDP in or around `module`, or sharded root; raise unless exactly one."""
     wrappers: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
     if not wrappers:
-        wrappers = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
+        wrappers = [wrapper for wrapper in live_wrappers() if vars(wrapper)["_modules"].get("module") is module]
     if not wrappers and isinstance(module, nn.Module) and not (wrappers := outermost_sharded(module)):
         refuse_fsdp1(module, f"the {type(module).__name__} that is to be watched")
     if len(wrappers) != 1:
@@ -100,7 +100,7 @@ def ranks_of(wrapper: nn.Module) -> tuple[int, ...]:
     return tuple(mesh_of(wrapper).mesh.flatten().tolist())
 
 
-def joins(wrapper: nn.Module) -> bool:
+def uses_join(wrapper: nn.Module) -> bool:
     """Return True in a `Join` context: ranks without batches may have left the loop."""
     return isinstance(wrapper, nn.parallel.DistributedDataParallel) and bool(wrapper._join_config.enable)
 
@@ -141,7 +141,7 @@ def compare_options(local_options: dict[str, str]) -> None:
     if dist.get_world_size() == 1 or is_custom or not local_options:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
-    exchange = StoreExchange.over(None, "wrapper", _FOR_EVER)
+    exchange = StoreExchange.next_exchange(None, "wrapper", _FOR_EVER)
     all_options = exchange.all_gather("detail", local_options)
     this_rank.set_collective("")
     mismatches = {name for options in all_options for name in options if options.get(name) != all_options[0].get(name)}
@@ -213,8 +213,8 @@ def _is_own(hook: object) -> bool:
     return is_user or any(callable(value) and _is_own(value) for value in contents)
 
 
-def are_apart(wrapper: nn.Module) -> bool:
-    """Return True if ranks may differ legitimately: `joins` or `uses_local_sgd`."""
+def ranks_may_diverge(wrapper: nn.Module) -> bool:
+    """Return True if ranks may differ legitimately: `uses_join` or `uses_local_sgd`."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:  # saves one call
         return True
     return bool(getattr(wrapper, "_comm_hooks", ())) and uses_local_sgd(wrapper)
@@ -245,7 +245,7 @@ def spelled_option(value: object) -> str:
     return repr(value) if plain else type(value).__name__
 
 
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+def optimizer_params(optimizer: Any) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -263,7 +263,7 @@ def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     return {**options, **{f"averager {name}": value for name, value in averager.items()}}
 
 
-def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
+def wrapper_facts(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
     """Return the facts of a DDP or sharded module; `names`: parameter names by `id`."""
     if not is_ddp(wrapper) and is_sharded(wrapper):
         return sharded_facts(wrapper, {})
@@ -278,7 +278,7 @@ def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
         delayed=frozenset(delayed),
         comm_hook=comm_hook_of(wrapper),
         sparse=frozenset(names[id(table.weight)] for table in tables if id(table.weight) in names),
-        not_saved=buffers_left_out(inner_module(wrapper)),
+        not_saved=non_persistent_buffers(inner_module(wrapper)),
     )
 
 
@@ -301,7 +301,7 @@ class SeenParameter(NamedTuple):
     value: int = 0  # fingerprint, or 0 if not requested
 
     @classmethod
-    def of_all(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, SeenParameter]:
+    def current_params(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, SeenParameter]:
         """Return the current parameters of a module by name."""
         named = dict(parameters)
         nodes = gradient_nodes([*named.values()])
@@ -320,7 +320,7 @@ def changes(
     seen: Mapping[str, SeenParameter], module: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, str]:
     """Return the kind of change of each parameter since `seen`, by name."""
-    now = SeenParameter.of_all((parameters or dict(module.named_parameters())).items())
+    now = SeenParameter.current_params((parameters or dict(module.named_parameters())).items())
     if now == seen:
         return {}
     common = {param.identity for param in seen.values()} & {param.identity for param in now.values()}
@@ -352,7 +352,7 @@ def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> 
 
     A parameter that only moved to another name is not changed for DDP. `seen` has every name of tied parameters.
     """
-    now = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
+    now = SeenParameter.current_params(nn.Module.named_parameters(module, remove_duplicate=False))
     identities = {after.identity for after in now.values()}
     names = {before.identity: name for name, before in reversed(list(seen.items()))}
     changed = {}

@@ -23,7 +23,7 @@ from ddpcheck.gather.steps.gradient_distance import has_gradient
 _DDP: Any = nn.parallel.DistributedDataParallel
 
 
-class Recorder:
+class LoopEventRecorder:
     """Events of one step in order, and parameter fingerprints after the last backward (`values`)."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -67,9 +67,9 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Recorder]:
+def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[LoopEventRecorder]:
     """Record events of `module`, its `wrapper` and its `optimizer` in the block."""
-    recorder = Recorder(module, optimizer)
+    recorder = LoopEventRecorder(module, optimizer)
 
     def before_forward(_module: nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled():

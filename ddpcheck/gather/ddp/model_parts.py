@@ -35,7 +35,7 @@ class Part:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, parameter: Any) -> Part:
+    def from_param(cls, parameter: Any) -> Part:
         """Return the placement of a `DTensor`."""
         return cls(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
@@ -64,9 +64,9 @@ class ModelReplica:
         return len(self.ranks) > 1
 
 
-def parts_of(module: nn.Module) -> dict[str, Part]:
+def placements_of(module: nn.Module) -> dict[str, Part]:
     """Return by name the placement of each parameter that is a `DTensor`."""
-    return {name: Part.of(p) for name, p in module.named_parameters() if is_shard(p)}
+    return {name: Part.from_param(p) for name, p in module.named_parameters() if is_shard(p)}
 
 
 def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> ModelReplica:
@@ -79,8 +79,8 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
     if world_size == 1:
         return ModelReplica(0, 1, (0,))
     sharding = _meshes_of(module)
-    own_parts = parts_of(module)
-    split = split_over(module, {**own_parts, **parts})
+    local_parts = placements_of(module)
+    split = split_over(module, {**local_parts, **parts})
     local_mask = torch.zeros(world_size, dtype=torch.int64, device=next(module.parameters()).device)
     local_mask[sorted({rank, *itertools.chain(*split.values())})] = 1
     masks = [torch.zeros_like(local_mask) for _ in range(world_size)]
@@ -94,7 +94,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
             "groups of the same size that compute a model each: report cannot tell which ranks have the same part; "
             "check the script with `ddpcheck run`"
         )
-    sharded = tuple(name for name, part in own_parts.items() if _is_sharded(part, sharding))
+    sharded = tuple(name for name, part in local_parts.items() if _is_sharded(part, sharding))
     return ModelReplica(groups.index(replica_ranks), len(groups), replica_ranks, (*split,), sharded)
 
 
@@ -131,7 +131,9 @@ def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, Part]]:
     parts_by_module = {}
     for part in module.modules():
         attrs = {**vars(part), **dict(part.named_parameters(recurse=False))}
-        if parts := {name: Part.of(p) for name, p in attrs.items() if isinstance(p, torch.Tensor) and is_shard(p)}:
+        if parts := {
+            name: Part.from_param(p) for name, p in attrs.items() if isinstance(p, torch.Tensor) and is_shard(p)
+        }:
             parts_by_module[part] = parts
     return parts_by_module
 

@@ -25,8 +25,8 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import CALLER, Patch, patched
-from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, own_part
-from ddpcheck.gather.state.module_state import buffers_left_out, sharding_classes
+from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, local_part
+from ddpcheck.gather.state.module_state import non_persistent_buffers, sharding_classes
 from ddpcheck.gather.steps.gradient_distance import eps_of, norms
 
 _SYNCHRONISING = ("set_requires_gradient_sync", "set_requires_all_reduce")
@@ -52,7 +52,7 @@ def sharded_facts(
     return ShardedFacts(
         is_ddp=False,
         ignored=frozenset(name for name, p in module.named_parameters() if not is_shard(p)),
-        not_saved=buffers_left_out(module),
+        not_saved=non_persistent_buffers(module),
         reduces_unused=unused[-1:] == [True] or in_force,
         values_built=values_built,
         policies=policies_of(module),
@@ -126,16 +126,16 @@ def _whole(shard: Any) -> torch.Tensor:
 
 def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
     """Return copies of this rank's local tensors by name, without None."""
-    return {name: own_part(tensor).clone() for name, tensor in tensors if tensor is not None}
+    return {name: local_part(tensor).clone() for name, tensor in tensors if tensor is not None}
 
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return step counts and norms of non-constant optimizer state of this rank's shards."""
     states: dict[str, torch.Tensor] = {}
     for name, shard in shards.items():
-        state, part = optimizer.state.get(shard), own_part(shard)
+        state, part = optimizer.state.get(shard), local_part(shard)
         if isinstance(state, dict) and 0 < part.numel() < shard.numel():
-            tensors = {key: own_part(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
+            tensors = {key: local_part(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
             changed = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # skips Adagrad's init
             states |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in changed}
     return norms(states)
@@ -293,7 +293,7 @@ def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str
 
 def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """Return names of parameters whose local elements are not all equal, ignoring NaN."""
-    parts = {name: own_part(p).flatten() for name, p in parameters.items()}
+    parts = {name: local_part(p).flatten() for name, p in parameters.items()}
     return tuple(
         name
         for name, part in parts.items()
@@ -301,12 +301,12 @@ def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     )
 
 
-def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
+def shard_position(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
     """Return (shard index, number of shards) if `value` contains shards of all `parameters`.
 
     Shards are found by parameter name, as `DTensor`s or plain tensors of the same local shape.
     """
-    split = {name: p for name, p in parameters.items() if is_shard(p) and own_part(p).shape != p.shape}
+    split = {name: p for name, p in parameters.items() if is_shard(p) and local_part(p).shape != p.shape}
     if not split or not any(_holds(mapping, split) for mapping in _dictionaries(value)):
         return None
     first = next(iter(split.values()))
@@ -316,7 +316,7 @@ def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int,
 
 def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool:
     pairs = [(values.get(name), parameter) for name, parameter in split.items()]
-    return all(isinstance(v, torch.Tensor) and own_part(v).shape == own_part(p).shape for v, p in pairs)
+    return all(isinstance(v, torch.Tensor) and local_part(v).shape == local_part(p).shape for v, p in pairs)
 
 
 def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:

@@ -19,7 +19,7 @@ from ddpcheck.gather.collectives.allreduce import rms_over_ranks
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, uses_local_sgd
-from ddpcheck.gather.ddp.loop_events import Recorder, recorded
+from ddpcheck.gather.ddp.loop_events import LoopEventRecorder, recorded
 from ddpcheck.gather.ddp.model_parts import is_sum, placed_as
 from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shard_states, shards
 from ddpcheck.gather.phases.model_build import count_calls
@@ -56,10 +56,12 @@ def ddp_step(step: int) -> DdpStepEvidence:
         total, parts = _forward_and_backward(step, since)
         compared = [name for name in model.trainable if name not in parts]
         this_rank.set_status(f"step {step}: {model.facts.named} comparison")
-        gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
+        gradients = {
+            n: dense(g) for n, g in state.full_tensors((n, p.grad) for n, p in model.trainable.items()).items()
+        }
         differences = _against_averages([] if is_local_sgd else compared, gradients, precision, noise)
         hashes = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in compared}
-        before = state.whole(model.named_parameters())
+        before = state.full_tensors(model.named_parameters())
         computed_with = fingerprints((name, t) for name, t in before.items() if name not in parts)
         if model.is_split:
             before = {name: before[name].clone() for name in model.trainable}
@@ -69,7 +71,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
                 shard_grads = shards((n, placed_as(model.trainable[n], model.trainable[n].grad)) for n in gradients)
         this_rank.set_status(f"step {step}: optimizer")
         training_step.run_optimizer(model.optimizer, "step")
-    after = state.whole(model.named_parameters())
+    after = state.full_tensors(model.named_parameters())
     unregistered = fingerprints((name, t) for name, t in unregistered_state(module) if name not in model.parts)
     evidence = DdpStepEvidence(
         rank=state.rank,
@@ -186,13 +188,13 @@ def _sharded_step(
 
 
 @contextlib.contextmanager
-def _recorded(model: TrainingModel) -> Iterator[Recorder]:
+def _recorded(model: TrainingModel) -> Iterator[LoopEventRecorder]:
     """Record events of the model in the block; under `fully_shard`, settings only."""
     if not model.facts.sharded:
         with recorded(model.module, model.wrapper, model.optimizer) as recorder:
             yield recorder
         return
-    recorder = Recorder(model.module, model.optimizer)
+    recorder = LoopEventRecorder(model.module, model.optimizer)
     with recorded_settings() as recorder.events:
         yield recorder
 
@@ -231,7 +233,7 @@ def _optimizer_state(state: RankState) -> dict[str, int]:
                 tensors[label], hashes[label] = full, 0
             elif isinstance(value, int | float | bool):
                 hashes[label] = hash(value)
-    return hashes | {label: fingerprint(value) for label, value in state.whole(tensors.items()).items()}
+    return hashes | {label: fingerprint(value) for label, value in state.full_tensors(tensors.items()).items()}
 
 
 @replays_step

@@ -22,7 +22,7 @@ from ddpcheck.findings.source_lines import assignment_of
 from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, engine_answers, named_parameters, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
-from ddpcheck.gather.autograd.unregistered_leaves import held_tensors, unregistered_leaves
+from ddpcheck.gather.autograd.unregistered_leaves import reachable_tensors, unregistered_leaves
 from ddpcheck.gather.collectives.allreduce import averages_over_ranks, rms_over_ranks
 from ddpcheck.gather.collectives.collective_log import read_log, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
@@ -35,7 +35,7 @@ from ddpcheck.gather.state.module_state import capture_state, copied_module
 from ddpcheck.gather.state.tensor_file import TensorFile, save
 from ddpcheck.gather.steps import training_step
 from ddpcheck.recipe.pytree import batch_size, to_device, tree_tensors, upcast
-from ddpcheck.recipe.recipe import summary
+from ddpcheck.recipe.recipe import error_summary
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import is_asked_for
 
@@ -54,7 +54,7 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
     is_split = model.is_split and trained is state.module
     before = capture_state(trained, into=last, parameters=not is_split and own_file is None)
     if is_split:
-        parameters = state.whole(model.named_parameters())
+        parameters = state.full_tensors(model.named_parameters())
         before.tensors = {**before.tensors, **{name: tensor.clone() for name, tensor in parameters.items()}}
         for plain, changed in zip(before.plain, model.changed_attributes, strict=False):
             plain.update(changed)
@@ -83,7 +83,7 @@ def local_step(step: int) -> steps.LocalStep:
     since = training_step.versions(module)
     log = this_rank.current().directory, state.rank
     log_start = len(read_log(*log))
-    lasting = reference.leaves | {id(t): t for _, _, t in held_tensors(module, state.recipe) if t.requires_grad}
+    lasting = reference.leaves | {id(t): t for _, _, t in reachable_tensors(module, state.recipe) if t.requires_grad}
     with blaming_empty_shards(step):
         batch = state.global_batch(step)
         whole = training_step.batch_fingerprint(batch)
@@ -116,7 +116,7 @@ def local_step(step: int) -> steps.LocalStep:
         loss=value,
         random=steps.RandomDraws(drew, generator),
         batch=whole,
-        samples=samples_of(data.batch) or 0,
+        samples=sample_count(data.batch) or 0,
         calls=len(calls),
         norm=sum(size**2 for size in data.norms.values()) ** 0.5,
         forward_calls=tuple(dict.fromkeys(forward_calls)),
@@ -198,12 +198,12 @@ def blaming_empty_shards(step: int) -> Iterator[None]:
             raise
         if isinstance(error.__cause__, StopIteration):
             raise EmptyShardError(f"its loader has ended: {error}", step) from error
-        if data.batch is not None and samples_of(data.batch) == 0:
+        if data.batch is not None and sample_count(data.batch) == 0:
             raise EmptyShardError(f"its shard is empty, and with it: {error}", step) from error
         raise
 
 
-def samples_of(batch: Any) -> int | None:
+def sample_count(batch: Any) -> int | None:
     """Return the number of samples of a batch, or None if unknown."""
     with contextlib.suppress(TargetError):
         return batch_size(batch)
@@ -221,13 +221,13 @@ def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
     now = named_parameters(reference.module)
     for name, (kind, source) in changes.items():
         after = now.get(name)
-        location = origins.of(after) if after is not None and not source else None
+        location = origins.value_line(after) if after is not None and not source else None
         reference.changed.setdefault(
             name, steps.ParameterChange(kind, location or _line_of_change(reference, origins, name), source)
         )
     reference.changed = {name: change for name, change in reference.changed.items() if name in changes}
     known = {before.identity for before in reference.seen.values()}
-    created = {name: origins.of(p) for name, p in now.items() if id(p) not in known and name not in changes}
+    created = {name: origins.value_line(p) for name, p in now.items() if id(p) not in known and name not in changes}
     reference.created |= {name: location for name, location in created.items() if name not in reference.created}
 
 
@@ -235,7 +235,7 @@ def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> 
     parts = name.split(".")
     parents = [reference.submodules.get(".".join(parts[:index])) for index in range(len(parts))]
     lines = (
-        origins.of_attribute(parent, part) for parent, part in zip(parents, parts, strict=True) if parent is not None
+        origins.attribute_line(parent, part) for parent, part in zip(parents, parts, strict=True) if parent is not None
     )
     return next(filter(None, lines), None)
 
@@ -262,7 +262,7 @@ def _states(state: RankState, reached: Sequence[bool]) -> dict[str, Any]:
 
 def _located(leaves: Iterable[steps.UnregisteredTensor], state: RankState) -> tuple[steps.UnregisteredTensor, ...]:
     """Add to `leaves` the lines that created the tensor or assign its variable."""
-    lines = {name: state.origins.of(tensor) for name, tensor in unregistered_tensors(state.module)}
+    lines = {name: state.origins.value_line(tensor) for name, tensor in unregistered_tensors(state.module)}
     loss = state.recipe.loss
     return tuple(
         replace(leaf, location=lines.get(leaf.name) or assignment_of(state.module, leaf.name, beside=loss))
@@ -314,7 +314,7 @@ def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str
     state = rank_state()
     data = state.step
     try:
-        with random_choices(samples_of(data.batch) or 0) as choices:
+        with random_choices(sample_count(data.batch) or 0) as choices:
             gradients, loss = state.gradients(step, state.reference.module, data.batch, numbers=numbers)
     except TargetError as error:
         return str(error)
@@ -357,7 +357,7 @@ def average_exactly(step: int, file: Path) -> str:
             local = [gradients.get(name) for name in owners]
             averaged = dict(averages_over_ranks(local, list(owners.values()), group=state.group))
     except Exception as error:
-        return summary(error)
+        return error_summary(error)
     if state.rank == 0:
         names = list(owners)
         save(((names[index], value) for index, value in averaged.items()), file)

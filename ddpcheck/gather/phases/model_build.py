@@ -24,7 +24,7 @@ from ddpcheck.gather.autograd.exchanges import follow_exchanges
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
 from ddpcheck.gather.ddp import ddp_wrapper, sharding
-from ddpcheck.gather.ddp.model_parts import ModelReplica, Part, changed_attributes, parts_of, replica_of
+from ddpcheck.gather.ddp.model_parts import ModelReplica, Part, changed_attributes, placements_of, replica_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
@@ -37,7 +37,7 @@ from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import is_large
 from ddpcheck.gather.state.training_mode import BUILT_IN_EVAL_MODE, into_training
 from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
-from ddpcheck.recipe.recipe import Recipe, summary
+from ddpcheck.recipe.recipe import Recipe, error_summary
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
@@ -108,7 +108,7 @@ def description() -> modules.ModuleDescription:
 def locations(names: Sequence[str]) -> dict[str, Location]:
     """Return the lines that created the named parameters, buffers and modules."""
     state = rank_state()
-    by_name = {name: state.origins.of_name(state.module, name) for name in names if name}
+    by_name = {name: state.origins.line_by_name(state.module, name) for name in names if name}
     return {name: location for name, location in by_name.items() if location is not None}
 
 
@@ -209,12 +209,12 @@ def _adapt_reference(module: nn.Module, changed: Sequence[nn.Module], parts: Map
         return False, ""
     reshaped = _shapes(module) != _shapes(reference.module)
     reference.module = _unwrapped_copy(module, changed, parts)
-    reference.mapped = module_state.own_parameters(reference.module) if state.large else frozenset()
+    reference.mapped = module_state.unshared_parameters(reference.module) if state.large else frozenset()
     if reshaped and state.rank == 0:
         try:
             (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(reference.module))
         except Exception as error:  # module attributes may not be picklable
-            return reshaped, summary(error)
+            return reshaped, error_summary(error)
     return reshaped, ""
 
 
@@ -227,7 +227,7 @@ def _facts_and_replica(
 ) -> tuple[modules.WrapperFacts, ModelReplica]:
     """Return the wrapper's facts and this rank's model replica; a collective over all ranks."""
     state = rank_state()
-    facts = ddp_wrapper.facts_of(wrapper, names)
+    facts = ddp_wrapper.wrapper_facts(wrapper, names)
     if not facts.is_ddp:  # before the first all-gather, which needs all ranks
         ddp_wrapper.compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
     if not facts.is_ddp and sharding.is_sharded(wrapper):
@@ -247,8 +247,8 @@ def _evidence(
     state = rank_state()
     model = state.training_model
     owned = {id(p): name for name, p in state.module.named_parameters()}
-    optimized = {*map(id, ddp_wrapper.parameters_of(model.optimizer))}
-    values = fingerprints(state.whole(model.named_parameters()).items())
+    optimized = {*map(id, ddp_wrapper.optimizer_params(model.optimizer))}
+    values = fingerprints(state.full_tensors(model.named_parameters()).items())
     # Full parameters whose local parts are unchanged since construction.
     parts = {name: seen[name] for name in model.parts if name in seen and name in values}
     unchanged = {name: values[name] for name, part in parts.items() if fingerprint(model.params[name]) == part.value}
@@ -307,10 +307,10 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrappe
         options.update(ddp_wrapper.constructor_options(ddp.__init__, wrapper, *args, **kwargs))
         ddp_wrapper.compare_options(options)
         module = args[0] if args else kwargs["module"]
-        before = parts_of(module)
+        before = placements_of(module)
         yield
         now = dict(wrapper.module.named_parameters())
-        known = ddp_wrapper.SeenParameter.of_all(now.items())
+        known = ddp_wrapper.SeenParameter.current_params(now.items())
         seen.update({name: param._replace(value=fingerprint(now[name])) for name, param in known.items()})
         parts.update(
             {name: part for name, part in before.items() if name in seen and not is_shard(module.get_parameter(name))}
@@ -341,7 +341,9 @@ def _follow(reference: ReferenceModule) -> None:
     if reference.submodules.get("") is module:  # already followed: wrapped again with other options
         return
     reference.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    reference.seen = ddp_wrapper.SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
+    reference.seen = ddp_wrapper.SeenParameter.current_params(
+        nn.Module.named_parameters(module, remove_duplicate=False)
+    )
     reference.submodules = dict(module.named_modules())
     reference.changed = {}
     tensors = (*module.buffers(), *(tensor for _, tensor in unregistered_tensors(module)))

@@ -151,7 +151,7 @@ class RankState:
         replica = self.training_model.replica
         return self.recipe.local_batch(batch, replica.rank, replica.size)
 
-    def whole(self, tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+    def full_tensors(self, tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         """Return full tensors of the wrapped model by name; a collective if `is_split`."""
         if self.training_model.is_split:
             return gathered(as_wholes(tensors, self.training_model.parts), self.group)

@@ -28,7 +28,7 @@ from ddpcheck.gather.autograd.autograd_graph import line_of, named_parameters
 from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.collective_log import read_log, replaced_by
-from ddpcheck.gather.collectives.fake_collectives import answer_alone
+from ddpcheck.gather.collectives.fake_collectives import answer_locally
 from ddpcheck.gather.ddp.loop_events import backward_through
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
@@ -193,7 +193,7 @@ _MOST_VALUES = 1 << 14
 def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     """Return what this rank would reduce given rank 0's shard and random numbers.
 
-    Nothing is communicated, so no rank can hang: each collective is answered by `answer_alone`. Inputs that still
+    Nothing is communicated, so no rank can hang: each collective is answered by `answer_locally`. Inputs that still
     differ between ranks at the same call mean that the program itself depends on the rank.
     """
     state, module = rank_state(), rank_state().reference.module
@@ -202,7 +202,7 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     def stub(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
             payloads.append(ReductionInput(operation, call.location, _values(kwargs)))
-        return answer_alone(operation, kwargs)
+        return answer_locally(operation, kwargs)
 
     try:
         shard = state.recipe.local_batch(state.global_batch(step), 0, state.training_model.replica.size)

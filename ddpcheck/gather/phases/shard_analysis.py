@@ -24,7 +24,7 @@ from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.gradient_distance import distance, fit
 from ddpcheck.gather.steps.training_step import Gradients
 from ddpcheck.recipe.pytree import to_device
-from ddpcheck.recipe.recipe import summary
+from ddpcheck.recipe.recipe import error_summary
 from ddpcheck.worlds import rank as this_rank
 
 _SAME = 1e-3
@@ -64,7 +64,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
     try:
         shards = [single.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
     except Exception as error:
-        return replace(facts, error=summary(error))
+        return replace(facts, error=error_summary(error))
     with contextlib.suppress(Exception):
         facts = replace(facts, rounded=(*facts.rounded, *_rounded_on_shards(run, compared, batch, shards)))
         if facts.rounded and mismatches <= set(facts.rounded):
@@ -76,7 +76,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
     try:
         results = [total_gradient(run, shard) for shard in shards]
     except Exception as error:  # e.g. a model with a fixed batch size
-        return replace(facts, error=summary(error))
+        return replace(facts, error=error_summary(error))
     shard_gradients = [shard_terms.filled(gradients, data.gradients) for gradients, _ in results]
     mean = shard_terms.weighted_sum(shard_gradients, [1 / world_size] * world_size)
     weights, residual = fit(compared, shard_gradients)
@@ -96,10 +96,10 @@ def _add_terms(
     """Add the loss terms and the sample coupling; `mean`: mean gradient of the shards."""
     for terms_run in filter(None, (run.exact, run)):
         try:
-            results = shard_terms.look_at_terms(terms_run, batch, shards)
+            results = shard_terms.analyse_terms(terms_run, batch, shards)
             break
         except Exception as error:  # the model may not run in float64
-            message = summary(error)
+            message = error_summary(error)
     else:
         return replace(facts, error=message)
     if terms_run is not run:
@@ -118,7 +118,7 @@ def _add_terms(
         facts = replace(facts, by_statistics=_with_statistics_of_shards(run, compared, batch, norms, len(shards)))
     if norms and any(term.residual > _SAME * term.error for term in results.terms):
         with contextlib.suppress(Exception):  # causes other than the batch statistics
-            results = shard_terms.look_at_terms(replace(terms_run, eval_modules=norms), batch, shards)
+            results = shard_terms.analyse_terms(replace(terms_run, eval_modules=norms), batch, shards)
             facts = replace(facts, frozen=tuple(norms))
     terms = [replace(term, ratio=ratio) for term, ratio in zip(results.terms, ratios, strict=True)]
     if rank_weights is not None:

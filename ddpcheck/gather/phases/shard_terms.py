@@ -18,7 +18,7 @@ from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, recorded_lines
-from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, split_loss
+from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_through_terms, split_loss
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.steps import training_step
@@ -120,7 +120,7 @@ class ShardRun:
             edges = split_loss(loss.total, loss.parts)
             for term in paired.sort(edges):
                 training_step.clear_gradients(self.module)
-                backward_of(loss.total, edges, term)
+                backward_through_terms(loss.total, edges, term)
                 yield training_step.gradients_of(named_parameters(self.module))
 
 
@@ -184,7 +184,7 @@ class Terms:
         return _length(residual, self.scale) / total if total else 0.0
 
 
-def look_at_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
+def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
     """Analyse each loss term on the global batch and on its shards."""
     data = run.single_process.step
     size = sum(gradient.numel() for gradient in data.gradients.values())
@@ -203,7 +203,7 @@ def look_at_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
             _scaled(gradients, results.scale), [_scaled(part, results.scale) for part in parts[index]]
         )
         ends = paired.sort(edges[0])[index] if len(paired) else []
-        count, counts = _what_counts(shards, weights, precision=min(max(_MOST_PRECISE, 100 * residual), _SAME))
+        count, counts = _matching_count(shards, weights, precision=min(max(_MOST_PRECISE, 100 * residual), _SAME))
         results.terms.append(
             LossTerm(
                 name=names[ends[0].part] if len(names) > 1 and len({end.part for end in ends}) == 1 else "",
@@ -279,7 +279,9 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
 # Normalization of the loss
 
 
-def _what_counts(shards: Sequence[Any], weights: Sequence[float], *, precision: float) -> tuple[str, tuple[float, ...]]:
+def _matching_count(
+    shards: Sequence[Any], weights: Sequence[float], *, precision: float
+) -> tuple[str, tuple[float, ...]]:
     """Return the count, e.g. samples, that is proportional to `weights`, with values by shard.
 
     Ratios of small counts are close to each other, so counts must match within `precision`, the accuracy of `weights`;

@@ -31,7 +31,7 @@ from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.gradient_distance import dense, difference, distance, fit, norm, scales, tolerances
 from ddpcheck.gather.steps.training_step import Gradients, Loss, batch_fingerprint, compute_gradients, step_seed
 from ddpcheck.recipe.pytree import to_device, tree_map, upcast
-from ddpcheck.recipe.recipe import Recipe, summary
+from ddpcheck.recipe.recipe import Recipe, error_summary
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
@@ -115,7 +115,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
             shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
             double = _in_double(module_state.copied_module(double) if shared else double, mapped)
         except Exception as failure:
-            error = summary(failure)
+            error = error_summary(failure)
     external = _external_state(recipe, module, double)
     this_rank.state["single"] = SingleProcess(
         recipe, module, double, error, device, seed, world_size, stack, external, mapped
@@ -128,7 +128,7 @@ def _in_file(module: nn.Module) -> frozenset[str]:
 
 
 def _in_double(module: nn.Module, mapped: Collection[str]) -> nn.Module:
-    module_state.release(module, mapped, torch.float64)  # first: mapped parameters are read from a file
+    module_state.free_parameters(module, mapped, torch.float64)  # first: mapped parameters are read from a file
     return module.double()
 
 
@@ -136,7 +136,7 @@ def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None)
     return module_state.ExternalState((recipe.loss, recipe.shard, recipe.optimizer), module, [id(module), id(double)])
 
 
-def join_alone() -> None:
+def join_single_process_group() -> None:
     """Create a process group of world size 1 for models that need one."""
     store = dist.FileStore(str(this_rank.current().directory / "alone"), 1)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -161,7 +161,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     single: SingleProcess = this_rank.state["single"]
     if single.after is not None:
         single.after.restore(single.module)  # keep counters and caches of earlier forward passes
-    if step == 0 and state_file is not None and (differs := _other_model(single.module, TensorFile(state_file))):
+    if step == 0 and state_file is not None and (differs := _model_mismatch(single.module, TensorFile(state_file))):
         return differs
     if state_file is not None:
         module_state.ModuleState(TensorFile(state_file), file=state_file).restore(single.module, single.mapped)
@@ -175,7 +175,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     return _run(single, step)
 
 
-def _other_model(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
+def _model_mismatch(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
     """Describe the first parameter that rank 0 lacks or has in another shape."""
     for name, parameter in module.named_parameters():
         if name not in rank0_tensors:
@@ -218,7 +218,7 @@ def _run(single: SingleProcess, step: int) -> SingleStep:
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
     if single.double is not None:
-        module_state.release(single.double, single.mapped)  # until the next `rewind`
+        module_state.free_parameters(single.double, single.mapped)  # until the next `rewind`
     return SingleStep(
         data.loss, total, batch_fingerprint(batch), rebuilt, single.double_error, backwards, single.numbers
     )
@@ -255,7 +255,7 @@ def _rounding(single: SingleProcess, batch: Any, step: int, streamed: Collection
     except UsageError:
         raise
     except Exception as error:  # the model may not run in float64
-        single.double_error = summary(error)
+        single.double_error = error_summary(error)
         single.double = None
         return None
     return {name: distance(gradient, exact[name]) for name, gradient in gradients.items() if name in exact}

@@ -25,7 +25,7 @@ def is_shard(tensor: torch.Tensor) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` detached; for a `DTensor`, its local tensor, sharing memory."""
     detached: Any = tensor.detach()
     local: torch.Tensor = detached.to_local() if is_shard(detached) else detached
@@ -40,7 +40,7 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     shape and dtype.
     """
     try:
-        value = own_part(tensor)
+        value = local_part(tensor)
         if is_plain(value):  # fast path
             return (value,) if has_memory(value) else None
         if value.is_nested:
@@ -81,13 +81,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= needed
 
 
-def place_of(tensor: torch.Tensor) -> int:
+def storage_address(tensor: torch.Tensor) -> int:
     """Return the memory address (maybe shared), or the `id` of e.g. sparse tensors."""
     has_address = type(tensor) in PLAIN and tensor.layout == torch.strided and has_memory(tensor)
     return tensor.data_ptr() if has_address else id(tensor)
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_counter(tensor: torch.Tensor) -> int:
     """Return the in-place version counter of a tensor; -1 for inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
 
@@ -138,10 +138,10 @@ def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
         return tensors
     others = {name: tensor for name, tensor in tensors.items() if not is_small(tensor)}
     small = {name: tensor for name, tensor in tensors.items() if name not in others} if others else tensors
-    return InRows([*tensors], rows_of(small), others)
+    return InRows([*tensors], stack_rows(small), others)
 
 
-def rows_of(small: Mapping[str, torch.Tensor]) -> list[Rows]:
+def stack_rows(small: Mapping[str, torch.Tensor]) -> list[Rows]:
     """Stack tensors, which must all satisfy `is_small`, into rows."""
     groups: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in small.items():
@@ -217,7 +217,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
     values = plain_values(tensor)
     if values is not None and len(values) == 1:
         try:
-            return _of_bits(values[0])
+            return _bit_digest(values[0])
         except (NotImplementedError, TypeError):  # operation not supported by a subclass
             values = None
     parts = None if values is None else [fingerprint(value) for value in values]
@@ -235,7 +235,7 @@ def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | InRows) -> dict[s
     return {name: hashes[name] for name in grouped.names}
 
 
-def _of_bits(value: torch.Tensor) -> int:
+def _bit_digest(value: torch.Tensor) -> int:
     octets = value.contiguous().view(-1).view(torch.uint8)
     total = octets.numel()
     for start in range(0, octets.numel(), _CHUNK):

@@ -22,7 +22,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import plain_module
-from ddpcheck.gather.autograd.autograd_graph import held_state
+from ddpcheck.gather.autograd.autograd_graph import state_tensors
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, shape_of
 from ddpcheck.gather.state.module_state import original_class
@@ -47,15 +47,15 @@ class Origins:
             if value is not None:
                 self._lines[id(value)] = location
 
-    def of_attribute(self, module: object, name: str) -> Location | None:
+    def attribute_line(self, module: object, name: str) -> Location | None:
         """Return the last recorded line that set or deleted `name` of `module`."""
         return self._attributes.get((id(module), name))
 
-    def of(self, value: object) -> Location | None:
+    def value_line(self, value: object) -> Location | None:
         """Return the line that registered `value`, if recorded."""
         return self._lines.get(id(value))
 
-    def of_name(self, module: nn.Module, name: str) -> Location | None:
+    def line_by_name(self, module: nn.Module, name: str) -> Location | None:
         """Return the line that created `name` in `module`, or its nearest known parent.
 
         Copies made by `copy.deepcopy` (e.g. the layers of `nn.TransformerEncoder`) are not registered one by one; the
@@ -159,7 +159,7 @@ class KnownParts:
 
     def structure(self, parts: Parts) -> ModuleDescription:
         """Return `structure_of` the module; `parts` must be current."""
-        looks = _looks_of(parts)
+        looks = _description_inputs(parts)
         known = self._structure
         if known is None or known[0] is not parts or known[1] != looks or looks is None:
             known = self._structure = parts, looks, structure_of(self.module, parts)
@@ -177,7 +177,7 @@ def _marked(parts: Parts) -> tuple[list[str], list[int]]:
     return [*names], [*map(id, dicts), *map(len, dicts), *map(id, values)]
 
 
-def _looks_of(parts: Parts) -> Any:
+def _description_inputs(parts: Parts) -> Any:
     """Return the properties on which a description depends, or None if unknown."""
     tensors, modules = [*parts.parameters.values(), *parts.buffers.values()], parts.modules.values()
     try:
@@ -193,7 +193,7 @@ def describe(module: nn.Module) -> ModuleDescription:
         structure_of(module),
         state=tuple(
             (name, shape_of(tensor), fingerprint(tensor))
-            for name, tensor in held_state(module)
+            for name, tensor in state_tensors(module)
             if not isinstance(tensor, _LAZY)
         ),
     )

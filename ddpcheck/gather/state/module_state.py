@@ -26,7 +26,7 @@ from torch import nn
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.gather.state import reachable
 from ddpcheck.gather.state.fingerprints import shape_of
-from ddpcheck.gather.state.randomness import own_generator
+from ddpcheck.gather.state.randomness import user_generator
 from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, kept_in_file, save, settle_allocator
 
 
@@ -76,7 +76,7 @@ def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Te
     return tensors
 
 
-def buffers_left_out(module: nn.Module) -> frozenset[str]:
+def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Return the names of non-persistent buffers, which a state dict omits."""
     parts: list[tuple[str, Any]] = list(module.named_modules())
     return frozenset(
@@ -122,7 +122,7 @@ def _unregistered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def own_parameters(module: nn.Module) -> frozenset[str]:
+def unshared_parameters(module: nn.Module) -> frozenset[str]:
     """Return the names of parameters that share memory with no other tensor."""
     tensors = [tensor for named in (_registered(module), unregistered_tensors(module)) for _, tensor in named]
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if is_dense(tensor))
@@ -134,9 +134,9 @@ def own_parameters(module: nn.Module) -> frozenset[str]:
 
 
 def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
-    """Move the `own_parameters` to an unlinked mapped file; return their names."""
+    """Move the `unshared_parameters` to an unlinked mapped file; return their names."""
     settle_allocator()
-    names = own_parameters(module)
+    names = unshared_parameters(module)
     parameters = dict(module.named_parameters())
     save(((name, parameters[name]) for name in names), file)
     ModuleState(TensorFile(file), file=file).restore(module, names)
@@ -144,7 +144,7 @@ def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
     return names
 
 
-def release(module: nn.Module, names: Collection[str], dtype: torch.dtype | None = None) -> None:
+def free_parameters(module: nn.Module, names: Collection[str], dtype: torch.dtype | None = None) -> None:
     """Free the memory of parameters until `ModuleState.restore`; they read as zeros.
 
     If `dtype` is set, floating-point parameters are converted to it.
@@ -173,7 +173,7 @@ def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
             saved[key] = copy.copy(value)
         elif reachable.is_small_array(value):
             saved[key] = value.copy()
-        elif (generator := own_generator(value)) is not None:
+        elif (generator := user_generator(value)) is not None:
             saved[key] = _Drawn(generator.read())
         elif reachable.is_user_object(value) and depth < _DEEPEST_PLAIN:
             saved[key] = _Helper(_plain(vars(value), depth + 1))
@@ -208,7 +208,7 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
             if reachable.is_user_object(value):
                 _restore_plain(value, saved.attributes)
         elif isinstance(saved, _Drawn):
-            if (generator := own_generator(value)) is not None:
+            if (generator := user_generator(value)) is not None:
                 generator.write(saved.state)
         elif isinstance(saved, torch.Tensor):
             if not (isinstance(value, torch.Tensor) and shape_of(value) == shape_of(saved)):
@@ -321,7 +321,7 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, visited: set[i
         if next(value.parameters(), None) is None:  # modules with parameters are restored with the step
             state = capture_state(value)
             yield lambda: state.restore(value)
-    elif (generator := own_generator(value)) is not None:
+    elif (generator := user_generator(value)) is not None:
         random_state = generator.read()
         yield lambda: generator.write(random_state)
     elif isinstance(value, FunctionType):
@@ -355,10 +355,10 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, visited: set[i
             if not isinstance(item, reachable.PLAIN):
                 yield from _remember(item, reachable.unbindable, depth + 1, visited)
     elif isinstance(value, type | ModuleType) or reachable.is_user_object(value):
-        yield from _of_holder(value, depth, visited)
+        yield from _holder_variables(value, depth, visited)
 
 
-def _of_holder(holder: Any, depth: int, visited: set[int]) -> Iterator[Restore]:
+def _holder_variables(holder: Any, depth: int, visited: set[int]) -> Iterator[Restore]:
     bind: Callable[[str, Any], None] = functools.partial(setattr, holder)
     if isinstance(holder, type | ModuleType):
         if not reachable.is_user_namespace(holder):

@@ -28,14 +28,14 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-    if _is_cpu_all_there_is():
+    if _has_only_cpu():
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
 
 
 @functools.cache
-def _is_cpu_all_there_is() -> bool:
+def _has_only_cpu() -> bool:
     """Return True if only the CPU has a generator; `torch.manual_seed` is slow then.
 
     For each uninitialized device type it queues a call with a formatted stack (torch/cuda/__init__.py, `_lazy_call`), 5
@@ -70,7 +70,7 @@ def mixed_seed(seed: int, *parts: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnGenerator:
+class UserGenerator:
     """Access to a user's random generator: its library, and state getter and setter."""
 
     library: str
@@ -78,29 +78,29 @@ class OwnGenerator:
     write: Callable[[Any], Any]
 
 
-def own_generator(value: Any) -> OwnGenerator | None:
+def user_generator(value: Any) -> UserGenerator | None:
     """Return access to `value` and record it in `_watched`, if a random generator."""
     if isinstance(value, torch.Generator):
-        source = OwnGenerator("torch", lambda: value.get_state().clone(), value.set_state)
+        source = UserGenerator("torch", lambda: value.get_state().clone(), value.set_state)
     elif isinstance(value, random.Random):
-        source = OwnGenerator("random", value.getstate, value.setstate)
-    elif issubclass(type(value), _of_numpy("Generator")):
+        source = UserGenerator("random", value.getstate, value.setstate)
+    elif issubclass(type(value), _numpy_classes("Generator")):
         bits = value.bit_generator
-        source = OwnGenerator("numpy", lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
-    elif issubclass(type(value), _of_numpy("RandomState")):
-        source = OwnGenerator("numpy", lambda: value.get_state(legacy=False), value.set_state)
+        source = UserGenerator("numpy", lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+    elif issubclass(type(value), _numpy_classes("RandomState")):
+        source = UserGenerator("numpy", lambda: value.get_state(legacy=False), value.set_state)
     else:
         return None
     _watched[id(value)] = source
     return source
 
 
-def _of_numpy(name: str) -> tuple[type, ...]:
+def _numpy_classes(name: str) -> tuple[type, ...]:
     """Return a class of numpy.random, or () if not imported."""
     return (getattr(sys.modules["numpy.random"], name),) if "numpy.random" in sys.modules else ()
 
 
-_watched: dict[int, OwnGenerator] = {}  # generators of the recipe by `id`; kept alive by their `read`
+_watched: dict[int, UserGenerator] = {}  # generators of the recipe by `id`; kept alive by their `read`
 
 
 def generator_states(device: torch.device) -> dict[tuple[str, int], Any]:

@@ -20,7 +20,7 @@ def into_training(module: nn.Module) -> bool:
     if not evaluating and not any(_is_overridden(part) for part in module.modules()):
         return False
     eval_modules = [] if evaluating else [part for part in module.modules() if not part.training]
-    if not _is_overridden(module) or _takes_a_mode(module.train):
+    if not _is_overridden(module) or _accepts_mode(module.train):
         module.train()
     else:  # `train` is the user's training function
         nn.Module.train(module)
@@ -33,7 +33,7 @@ def _is_overridden(module: nn.Module) -> bool:
     return getattr(module.train, "__func__", module.train) is not nn.Module.train
 
 
-def _takes_a_mode(train: Any) -> bool:
+def _accepts_mode(train: Any) -> bool:
     """Return True if `train` can be called without arguments or only a mode."""
     try:
         params = list(inspect.signature(train).parameters.values())

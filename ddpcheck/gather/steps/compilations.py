@@ -126,7 +126,7 @@ def _compiles(code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None
     finally:
         graphs = _graphs.copy()
         _graphs.clear()
-        given_up = compiled is None and _is_given_up()
+        given_up = compiled is None and _hit_recompile_limit()
         if (graphs and compiled is not None) or given_up:
             reason = (_reasons(code)[known:] or [""])[0]
             for recorder in [*_open]:
@@ -139,7 +139,7 @@ def _reasons(code: CodeType) -> list[str]:
     return [str(failure) for failure in failures.get(code, ())]
 
 
-def _is_given_up() -> bool:
+def _hit_recompile_limit() -> bool:
     """Return True if the last compilation hit the recompile limit; False if unknown."""
     metrics: list[Any] = getattr(sys.modules.get(_UTILS), "get_compilation_metrics", list)()  # private to torch
     return bool(metrics) and "limit" in str(getattr(metrics[-1], "fail_reason", None)).partition("\n")[0]

@@ -25,10 +25,10 @@ from ddpcheck.gather.state.fingerprints import (
     floats_of,
     in_rows,
     is_small,
+    local_part,
     numbers_of,
-    own_part,
     plain_values,
-    rows_of,
+    stack_rows,
 )
 
 SIZE = 64
@@ -42,7 +42,7 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
     """Return a tensor's sketch: up to `SIZE` + 1 numbers, at least float32."""
     parts = plain_values(gradient) or (torch.zeros(0),)  # not readable: norm 0
     rows = [_flat(part.reshape(1, -1)) for part in parts]
-    return _of_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
+    return _sketch_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
 
 
 class Kept(Struct):
@@ -52,7 +52,7 @@ class Kept(Struct):
     is_sketch: bool
 
     @classmethod
-    def of(cls, gradient: torch.Tensor) -> Kept:
+    def record(cls, gradient: torch.Tensor) -> Kept:
         """Record a detached gradient."""
         if gradient.is_complex() or not is_small(gradient):
             return cls(sketch(gradient), is_sketch=True)
@@ -70,9 +70,9 @@ class KeptParts:
     parts: list[Kept]
 
     @classmethod
-    def of(cls, gradient: torch.Tensor, count: int, dim: int) -> KeptParts:
+    def record(cls, gradient: torch.Tensor, count: int, dim: int) -> KeptParts:
         """Record `count` parts along `dim`, split like `torch.chunk`."""
-        return cls([Kept.of(part) for part in gradient.chunk(count, dim)])
+        return cls([Kept.record(part) for part in gradient.chunk(count, dim)])
 
     def __add__(self, other: KeptParts) -> KeptParts:
         return KeptParts([a + b for a, b in zip(self.parts, other.parts, strict=True)])
@@ -95,7 +95,7 @@ def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[fl
     else:
         names = [*gradients]
         copies = {name: kept.value for name, kept in gradients.items() if not kept.is_sketch}
-        several = _made(InRows(names, rows_of(copies), {}))
+        several = _made(InRows(names, stack_rows(copies), {}))
         several += [((name,), kept.value) for name, kept in gradients.items() if kept.is_sketch]
     numbers = floats_of(several)
     return {name: numbers[name] for name in names}
@@ -103,7 +103,7 @@ def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[fl
 
 def _made(tensors: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
     several: list[tuple[Sequence[str], torch.Tensor]]
-    several = [(names, _of_rows(_flat(values))) for names, values in tensors.rows]
+    several = [(names, _sketch_rows(_flat(values))) for names, values in tensors.rows]
     return several + [((name,), sketch(value)) for name, value in tensors.others.items()]
 
 
@@ -117,7 +117,7 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _of_rows(rows: torch.Tensor) -> torch.Tensor:
+def _sketch_rows(rows: torch.Tensor) -> torch.Tensor:
     length = max(1, rows.shape[1] // SIZE)
     make = _known_signs if length <= _KEPT else _known_signs.__wrapped__
     signs = make(length, rows.device, rows.dtype)
@@ -143,7 +143,7 @@ _LARGEST = 1e30  # replaces non-finite values, which JSON cannot represent
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached strided copy or view of `tensor` (`DTensor`: local tensor)."""
-    tensor = own_part(tensor)
+    tensor = local_part(tensor)
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 

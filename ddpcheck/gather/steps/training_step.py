@@ -18,7 +18,7 @@ from ddpcheck.findings.errors import NonFiniteLossError, TargetError
 from ddpcheck.findings.evidence.gradients import RandomNumbers
 from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
-from ddpcheck.gather.state.fingerprints import fingerprint, plain_values, sums_of_rows, version_of
+from ddpcheck.gather.state.fingerprints import fingerprint, plain_values, sums_of_rows, version_counter
 from ddpcheck.gather.state.randomness import (
     QuietRandomness,
     SampleRandomness,
@@ -113,7 +113,7 @@ _IN_PLACE = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]
 
 def versions(module: nn.Module) -> dict[str, int]:
     """Return the in-place version counter of each tensor of `module` by name."""
-    return {name: version_of(tensor) for name, tensor in _all_held(module)}
+    return {name: version_counter(tensor) for name, tensor in _all_held(module)}
 
 
 def _all_held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,8 +131,8 @@ def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> l
     if match is None:
         return []
     shape = [int(size) for size in match[1].split(",") if size.strip()]
-    candidates = [(name, tensor) for name, tensor in _all_held(module) if version_of(tensor) == int(match[2])]
-    candidates = [(name, tensor) for name, tensor in candidates if since.get(name) != version_of(tensor)]
+    candidates = [(name, tensor) for name, tensor in _all_held(module) if version_counter(tensor) == int(match[2])]
+    candidates = [(name, tensor) for name, tensor in candidates if since.get(name) != version_counter(tensor)]
     exact = [name for name, tensor in candidates if list(tensor.shape) == shape]
     turned = [name for name, tensor in candidates if sorted(tensor.shape) == sorted(shape)]
     parts = [name for name, tensor in candidates if tensor.numel() >= math.prod(shape)]

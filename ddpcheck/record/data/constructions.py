@@ -46,19 +46,19 @@ generators: list[tuple[Any, Location]] = []
 """First NumPy generators that the program created, each with its line."""
 
 
-def made_at(obj: object) -> Location | None:
+def construction_line(obj: object) -> Location | None:
     """Return the line that constructed a loader, sampler or `Subset`, or None."""
     living, line, _ = _made.get(id(obj), (lambda: None, None, 0))
     return line if living() is obj else None
 
 
-def drawn_before(obj: object) -> int:
+def digest_before(obj: object) -> int:
     """Return a digest of all draws before an object's construction; 0 if unknown."""
     living, _, drawn = _made.get(id(obj), (lambda: None, None, 0))
     return drawn if living() is obj else 0
 
 
-def seeded_at(generator: str) -> Location | None:
+def seed_line(generator: str) -> Location | None:
     """Return the line that last seeded or restored a generator ("torch", "python" or "numpy")."""
     return _seeded.get(generator, (None, ""))[0]
 
@@ -106,7 +106,7 @@ def _noting_seed(original: Any, generator: str) -> Any:
             return original(*arguments, **named)  # torch restores a state that it saved itself
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if (frame := _frame_of_program(sys._getframe(1))) is not None:
-                _seeded[generator] = location_of(_that_decides(frame)), original.__name__
+                _seeded[generator] = location_of(_seed_choosing_frame(frame)), original.__name__
             end_history(generator)
         result = original(*arguments, **named)
         with contextlib.suppress(Exception):
@@ -122,8 +122,8 @@ def _noting_generator(original: Any) -> Any:
         generator = original(*arguments, **named)
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
-                generators.append((generator, location_of(_that_decides(frame))))
-                _drawn["own"] = _digest(_drawn.get("own", b"") + state_of_own(generator))
+                generators.append((generator, location_of(_seed_choosing_frame(frame))))
+                _drawn["own"] = _digest(_drawn.get("own", b"") + numpy_digest(generator))
         return generator
 
     return default_rng
@@ -137,15 +137,15 @@ def _line_of_construction(obj: object, frame: FrameType | None) -> Location | No
     return None if frame is None else location_of(frame)
 
 
-def _that_decides(frame: FrameType) -> FrameType:
+def _seed_choosing_frame(frame: FrameType) -> FrameType:
     """Return the innermost frame that chooses the seed rather than passing it on."""
     caller = _frame_of_program(frame.f_back)
-    while caller is not None and _hands_on(frame):
+    while caller is not None and _passes_parameter(frame):
         frame, caller = caller, _frame_of_program(caller.f_back)
     return frame
 
 
-def _hands_on(frame: FrameType) -> bool:
+def _passes_parameter(frame: FrameType) -> bool:
     """Return True if a function's current line passes a parameter to a call."""
     code = frame.f_code
     params = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -183,7 +183,7 @@ def begin_history(generator: str) -> None:
     global _seeds
     _seeds += 1
     if _seeds <= _MOST_SEEDS:
-        _began[generator] = state_of(generator)
+        _began[generator] = generator_state(generator)
 
 
 def end_history(generator: str) -> None:
@@ -192,12 +192,12 @@ def end_history(generator: str) -> None:
         _drawn[generator] = _given_by(generator)
 
 
-def state_of_own(generator: Any) -> bytes:
+def numpy_digest(generator: Any) -> bytes:
     """Return a digest of the state of a numpy generator."""
     return _digest(repr(generator.bit_generator.state).encode())
 
 
-def held_generators(obj: Any) -> list[tuple[str, Any]]:
+def generator_attributes(obj: Any) -> list[tuple[str, Any]]:
     """Return the generators in an object's attributes, recursively, with their attribute names."""
     generators: list[tuple[str, Any]] = []
     pending: list[tuple[str, Any, int]] = [("", obj, 0)]
@@ -213,7 +213,7 @@ def held_generators(obj: Any) -> list[tuple[str, Any]]:
     return generators
 
 
-def state_of_held(generators: Iterable[Any]) -> int:
+def digest_of_generators(generators: Iterable[Any]) -> int:
     """Return a digest of the generators' states; 0 if there are none."""
     states = [_held_state(generator) for generator in generators]
     return _number(b"".join(states)) if states else 0
@@ -224,7 +224,7 @@ def _held_state(obj: Any) -> bytes:
     if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
         return repr(obj.getstate()).encode()
     if numpy is not None and isinstance(obj, numpy.Generator):
-        return state_of_own(obj)
+        return numpy_digest(obj)
     if numpy is not None and isinstance(obj, numpy.RandomState):
         name, keys, *others = obj.get_state()
         return repr((name, keys.tolist(), *others)).encode()
@@ -249,7 +249,7 @@ def draw_history() -> int:
     return _number(repr(digests).encode()) + 1
 
 
-def state_of(generator: str) -> tuple[int, int]:
+def generator_state(generator: str) -> tuple[int, int]:
     """Return a digest of a global generator's state, and its next number's index."""
     if generator == "python":
         state: Any = random.getstate()
@@ -257,10 +257,10 @@ def state_of(generator: str) -> tuple[int, int]:
     if generator == "numpy":
         _, keys, index, *_ = sys.modules["numpy.random"].get_state()
         return _number(keys.tobytes() + index.to_bytes(2, "big")), int(index)
-    return _of_torch(sys.modules["torch"].default_generator)
+    return _torch_state(sys.modules["torch"].default_generator)
 
 
-def generators_there() -> list[str]:
+def available_generators() -> list[str]:
     """Return the names of the available global generators (numpy is imported lazily)."""
     return ["torch", "python", *(["numpy"] if "numpy.random" in sys.modules else [])]
 
@@ -268,12 +268,12 @@ def generators_there() -> list[str]:
 def _given_by(generator: str) -> bytes:
     if generator not in _began:  # torch's, not available during its import
         torch = sys.modules["torch"]
-        _began[generator] = _of_torch(torch.Generator().manual_seed(torch.default_generator.initial_seed()))
-    before, now = _drawn.get(generator, b""), state_of(generator)
+        _began[generator] = _torch_state(torch.Generator().manual_seed(torch.default_generator.initial_seed()))
+    before, now = _drawn.get(generator, b""), generator_state(generator)
     return before if now == _began[generator] else _digest(before + repr(now).encode())
 
 
-def _of_torch(generator: Any) -> tuple[int, int]:
+def _torch_state(generator: Any) -> tuple[int, int]:
     state = generator_bytes(generator)
     return _number(state), int(_NEXT.unpack_from(state, _NEXT_AT)[0])
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ddpcheck.findings.evidence.script import Evaluated, Inputs
-from ddpcheck.findings.program_blocks import blocks_around
+from ddpcheck.findings.program_blocks import enclosing_blocks
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of, frames_from, is_of_program, location_of, parsed_source, user_frame
@@ -121,7 +121,7 @@ def digests_of(dataset: Any) -> dict[str, int]:
     return digests
 
 
-def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
+def first_samples(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Return fingerprints of the first items of each attribute with an item per sample.
 
     Also return True if any attribute contains the samples themselves (rows of many numbers, or existing files). Nested
@@ -129,14 +129,14 @@ def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple
     """
     if type(dataset) is Subset:  # its indices are no samples
         whole: Any = dataset.dataset
-        return samples_of(whole, length_of(whole), depth - 1) if depth else ({}, False)
+        return first_samples(whole, length_of(whole), depth - 1) if depth else ({}, False)
     attributes = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
     samples: dict[str, tuple[int, ...]] = {}
     whole = False
     for name, value in attributes.items():
         for number, val in enumerate(value if isinstance(value, tuple) else (value,)):
             if isinstance(val, Dataset):
-                below, known = samples_of(val, size, depth - 1) if depth else ({}, False)
+                below, known = first_samples(val, size, depth - 1) if depth else ({}, False)
                 samples.update({f"{name}.{number}{key}": items for key, items in below.items()})
                 whole = whole or known
             elif type(val) in (list, range, array, torch.Tensor) or (hasattr(val, "tobytes") and hasattr(val, "shape")):
@@ -193,7 +193,7 @@ def _item(value: Any) -> int | None:
     return _number(value) if _is_plain(value) else None
 
 
-def state_of(dataset: Any) -> dict[str, int]:
+def attribute_digests(dataset: Any) -> dict[str, int]:
     """Return digests of a dataset's plain attributes, which may change by epoch."""
     attributes = getattr(dataset, "__dict__", {})
     lists = {name: value[:_MOST_PLAIN] for name, value in attributes.items() if isinstance(value, list)}
@@ -202,7 +202,7 @@ def state_of(dataset: Any) -> dict[str, int]:
     return {name: _number(value) for name, value in {**plain, **lists}.items()}
 
 
-def rows_of_whole(dataset: Any) -> int:
+def sliced_array_rows(dataset: Any) -> int:
     """Return the row count of the array that an attribute slices; -1 for texts."""
     for value in getattr(dataset, "__dict__", {}).values():
         for part in value if isinstance(value, tuple) else (value,):
@@ -253,7 +253,7 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
     return len(orders) > 1 and orders[0] != orders[1]
 
 
-def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
+def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
     """Return True if a dataset returns other samples with attributes `before` than now."""
     digests = []
     for state in (before, {}):
@@ -270,7 +270,7 @@ def epoch_line() -> Location | None:
     begun = user_frame(sys._getframe(1))
     for frame in frames_from(begun):
         location, file = location_of(frame), frame.f_code.co_filename
-        loops = [block for block in blocks_around(file, location.path, location.line) if block.kind == "loop"]
+        loops = [block for block in enclosing_blocks(file, location.path, location.line) if block.kind == "loop"]
         if is_of_program(file) and (around := [block for block in loops if block.line != location.line]):
             by_hand = frame is begun and around == loops and not frame.f_code.co_flags & CO_GENERATOR
             return location if by_hand else replace(location, line=around[-1].line)
@@ -302,7 +302,7 @@ class InputRecorder(Recorder, subjects=("data",)):
         if samples := _input_samples(inputs):
             tensors = itertools.islice(tree_tensors(inputs), _MOST_INPUTS)
             parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
-            self._sink(Inputs(self._number, step, samples, line, parts, added_to(self._samples(), inputs)))
+            self._sink(Inputs(self._number, step, samples, line, parts, noise_sketch(self._samples(), inputs)))
 
     def evaluates(self, step: int, inputs: Any) -> None:
         """Record the inputs of a forward pass without gradients, up to a limit."""
@@ -324,13 +324,13 @@ _FEWEST_COLUMNS = 4  # min elements of a sample: fewer are a label
 _ROUNDING = 1e-6  # relative rounding error of the forward inputs
 
 
-def kept_samples(batch: Any) -> list[torch.Tensor]:
+def copied_samples(batch: Any) -> list[torch.Tensor]:
     """Return copies of the tensors of a batch that may contain samples."""
     samples = [tensor for tensor in tree_tensors(batch) if _is_sample_tensor(tensor)]
     return [tensor.detach().clone() for tensor in samples[:_MOST_TENSORS]]
 
 
-def added_to(samples: Sequence[torch.Tensor], inputs: Any) -> tuple[float, ...]:
+def noise_sketch(samples: Sequence[torch.Tensor], inputs: Any) -> tuple[float, ...]:
     """Return a sketch of the noise that `inputs` add to `samples`; `()` if none.
 
     The sketch ignores any part that is equal for all samples, and a scale and offset per sample.

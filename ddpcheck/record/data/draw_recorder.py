@@ -14,13 +14,13 @@ from ddpcheck.findings.source_lines import frames_from, is_user_file, user_locat
 from ddpcheck.gather.patching import Recorder, guarded
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import (
+    available_generators,
     generator_bytes,
+    generator_state,
     generators,
-    generators_there,
+    numpy_digest,
     restored_by,
-    seeded_at,
-    state_of,
-    state_of_own,
+    seed_line,
 )
 from ddpcheck.record.recording import Recording, follow_steps, unfollow_steps
 
@@ -87,7 +87,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
         self._calls, self._num_draws_before_backward = 0, None
         self._draws = []
         self._states_at_start, self._pending = _states(others=True), None
-        self._own = [state_of_own(generator) for generator, _ in generators]
+        self._own = [numpy_digest(generator) for generator, _ in generators]
         sys.setprofile(self._profile)
 
     def before_step(self, *_arguments: Any) -> None:
@@ -102,7 +102,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
             if name in states_at_start and name in now and states_at_start[name] != now[name]:
                 self._note(name, "any", (states_at_start[name], now[name]), None, in_forward=False)
         for before, (generator, line) in zip(self._own, generators, strict=False):
-            if state_of_own(generator) != before:
+            if numpy_digest(generator) != before:
                 self._draws.append(StepDraw(self._run.steps, "", "any", 0, 0, 0, location=line))
         for draw in self._draws:
             self._run.add(draw)
@@ -141,13 +141,13 @@ class DrawRecorder(Recorder, subjects=("data",)):
         count = 0 if not generator or generator == "cuda" else (after[1] - before[1]) % _KEYS or _KEYS
         location = None if frame is None else user_location(frame)
         name, step = {"cuda": "torch"}.get(generator, generator), self._run.steps
-        origin = location, seeded_at(name), restored_by(name)
+        origin = location, seed_line(name), restored_by(name)
         self._draws.append(StepDraw(step, generator, kind, count, before[0], after[0], in_forward, *origin))
 
 
 def _states(*, others: bool = False) -> dict[str, _State]:
     """Return the state of torch's generators; with `others` also Python's and numpy's."""
-    states = {name: state_of(name) for name in (generators_there() if others else ["torch"])}
+    states = {name: generator_state(name) for name in (available_generators() if others else ["torch"])}
     if torch.cuda.is_initialized():
         state = generator_bytes(torch.cuda.default_generators[torch.cuda.current_device()])
         states["cuda"] = (int(digest_of(state)[:15], 16), 0)

@@ -24,20 +24,20 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.data.constructions import drawn_before, made_at, restored_by, seeded_at
+from ddpcheck.record.data.constructions import construction_line, digest_before, restored_by, seed_line
 from ddpcheck.record.data.datasets import (
     SampleRows,
+    attribute_digests,
+    copied_samples,
     digests_of,
     epoch_line,
     epoch_of,
-    kept_samples,
+    first_samples,
+    has_changed_samples,
     length_of,
-    makes_others,
     persistent_workers_line,
-    rows_of_whole,
-    samples_of,
     shuffles_by_epoch,
-    state_of,
+    sliced_array_rows,
     uncollated,
 )
 from ddpcheck.record.data.sample_draws import HELD, SampleDraws
@@ -144,7 +144,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             pass_.rows.note(batch, len(next(iter(pass_.batches[pass_.entry.batches :]), ())))
         is_sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in self._run.watches)
         self._kept += is_sampled
-        self._run.samples = kept_samples(batch) if is_sampled else []
+        self._run.samples = copied_samples(batch) if is_sampled else []
         pass_.until = -1
         if pass_.used >= 0:
             self._follow_unused(pass_, batch)
@@ -174,15 +174,15 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         location = user_location()
         map_style = not isinstance(loader.dataset, data.IterableDataset)
         size = length_of(loader.dataset) if map_style else -1
-        beneath = _beneath(loader.dataset)[0]
-        key = (location, made_at(loader), type(loader.dataset), size)
+        beneath = _base_dataset(loader.dataset)[0]
+        key = (location, construction_line(loader), type(loader.dataset), size)
         counts = self._numbers.setdefault(key, [len(self._numbers), 0])
         number, counts[1] = counts[1], counts[1] + 1
         self._interrupt_passes(counts[0])
         sampler = _innermost_sampler(loader)
         subset = loader.dataset.indices if type(loader.dataset) is data.Subset and not number else ()
-        samples, has_samples = ({}, False) if number else samples_of(loader.dataset, size)
-        state = state_of(loader.dataset) if number < _MOST_PASSES else {}
+        samples, has_samples = ({}, False) if number else first_samples(loader.dataset, size)
+        state = attribute_digests(loader.dataset) if number < _MOST_PASSES else {}
         persistent = bool(getattr(loader, "persistent_workers", False))
         batch_sizes = (getattr(obj, "batch_size", None) for obj in (loader, getattr(loader, "batch_sampler", None)))
         entry = LoaderPass(
@@ -202,16 +202,16 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             wrappers=self._run.wrappers,
             data=self._number_of(loader.dataset),
             subset=tuple(map(int, subset[:_MOST_INDICES])) if len(subset) else (),
-            made=made_at(sampler) or made_at(loader),
-            split=made_at(loader.dataset) or made_at(beneath),
-            whole=rows_of_whole(beneath) if not number else 0,
+            made=construction_line(sampler) or construction_line(loader),
+            split=construction_line(loader.dataset) or construction_line(beneath),
+            whole=sliced_array_rows(beneath) if not number else 0,
             samples=samples,
             holds_samples=has_samples,
-            drawn=next(filter(None, map(drawn_before, (beneath, loader.dataset, sampler, loader))), 0),
+            drawn=next(filter(None, map(digest_before, (beneath, loader.dataset, sampler, loader))), 0),
             replicas=sampler.num_replicas if isinstance(sampler, data.DistributedSampler) else 0,
             state=state,
             persistent=persistent,
-            stay_at=persistent_workers_line(line) if persistent and (line := made_at(loader)) else None,
+            stay_at=persistent_workers_line(line) if persistent and (line := construction_line(loader)) else None,
             outdated=persistent and map_style and self._is_outdated(loader.dataset, counts[0], state, size),
             epochs_at=epoch_line(),
             part=length_of(sampler),
@@ -243,7 +243,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         now = {name: vars(dataset)[name] for name in state}
         before = self._started.setdefault(loader, now)
         changed = {name: before[name] for name in before.keys() & now if before[name] != now[name]}
-        return bool(changed) and makes_others(dataset, size, changed)
+        return bool(changed) and has_changed_samples(dataset, size, changed)
 
     def _number_of(self, dataset: Any) -> int:
         with contextlib.suppress(TypeError):  # no weak references
@@ -279,7 +279,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         has_epoch = pass_.entry.has_epoch or pass_.entry.epoch >= 0
         if not order or not has_epoch or len(orders) != 2 or orders[0] != order:
             return False
-        return shuffles_by_epoch(pass_.sampler, _beneath(pass_.dataset)[0])
+        return shuffles_by_epoch(pass_.sampler, _base_dataset(pass_.dataset)[0])
 
 
 def _note_index(pass_: _Pass, index: Any) -> None:
@@ -299,9 +299,9 @@ def _note_index(pass_: _Pass, index: Any) -> None:
 def _note_batch(pass_: _Pass, batch: Any) -> None:
     """Record fingerprints of the first samples of a batch, and changed random states."""
     entry, source = pass_.entry, pass_.draws
-    if source is not None and (drawn := source.of(entry.batches)):
+    if source is not None and (drawn := source.batch_states(entry.batches)):
         name = next((name for name in drawn if name != HELD), "")
-        line, by = (source.seeded, "") if source.seeded else (seeded_at(name), restored_by(name))
+        line, by = (source.seeded, "") if source.seeded else (seed_line(name), restored_by(name))
         states = *entry.held, *(drawn[name][0] for name in drawn if name == HELD)
         draws = {**entry.draws, **dict(drawn.values())}
         pass_.entry = replace(entry, draws=draws, seeded=line, restored_by=by, held=states, held_at=source.held_at)
@@ -345,7 +345,7 @@ def _chooses(sampler: Any, size: int) -> bool:
     return False
 
 
-def _beneath(dataset: Any) -> tuple[Any, list[Sequence[int]]]:
+def _base_dataset(dataset: Any) -> tuple[Any, list[Sequence[int]]]:
     """Return the dataset below nested `Subset`s, and their indices."""
     subsets = []
     while type(dataset) is data.Subset:
@@ -355,6 +355,6 @@ def _beneath(dataset: Any) -> tuple[Any, list[Sequence[int]]]:
 
 
 def _base_index(dataset: Any, index: int) -> int:
-    for indices in _beneath(dataset)[1]:
+    for indices in _base_dataset(dataset)[1]:
         index = int(indices[index])
     return index

@@ -15,7 +15,12 @@ from torch.utils.data import get_worker_info
 
 from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.record.data.constructions import generators_there, held_generators, state_of, state_of_held
+from ddpcheck.record.data.constructions import (
+    available_generators,
+    digest_of_generators,
+    generator_attributes,
+    generator_state,
+)
 from ddpcheck.record.source.source_scope import assignment_in_program
 
 HELD = "held"
@@ -34,7 +39,7 @@ class SampleDraws:
     def __init__(self, loader: Any, batches: int) -> None:
         # line that defines `worker_init_fn`, which may seed the workers; or None
         self.seeded = None if loader.worker_init_fn is None else defined_at(loader.worker_init_fn)
-        generators = held_generators(loader.dataset)
+        generators = generator_attributes(loader.dataset)
         # line that assigns the dataset's first own generator
         self.held_at = assignment_in_program(generators[0][0]) if generators else None
         self._workers = int(loader.num_workers)
@@ -60,7 +65,7 @@ class SampleDraws:
         if not self._workers and number < self._most:
             self._begin([number])
 
-    def of(self, number: int) -> Mapping[str, tuple[int, int]]:
+    def batch_states(self, number: int) -> Mapping[str, tuple[int, int]]:
         """Return, for each generator used, its states before and after batch `number`."""
         worker, index = (number % self._workers, number // self._workers) if self._workers else (0, number)
         begin = (worker * self._most + index) * _NUMBERS
@@ -74,14 +79,14 @@ class SampleDraws:
 
     def _states(self) -> list[int]:
         """Return digests of the states of the generators that augmentations use."""
-        return [state_of_held(self._generators), *(state_of(name)[0] for name in generators_there())]
+        return [digest_of_generators(self._generators), *(generator_state(name)[0] for name in available_generators())]
 
     @passes_on
     def _begin_worker(self, worker: int) -> None:
         if self._init_worker is not None:
             self._init_worker(worker)
         with contextlib.suppress(Exception):  # an error in ddpcheck, which a worker cannot report
-            self._generators = [g for _, g in held_generators(getattr(get_worker_info(), "dataset", None))]
+            self._generators = [g for _, g in generator_attributes(getattr(get_worker_info(), "dataset", None))]
             self._begin(list(range(worker * self._most, (worker + 1) * self._most)))
 
     @passes_on

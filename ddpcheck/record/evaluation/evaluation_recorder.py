@@ -118,7 +118,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._ended, self._size, self._samples = key, entry.size, len(entry.indices)
         if any(exchanged.rows for exchanged in pass_.exchanged):
             self._comparisons.open(self._round, entry.size)
-        attrs = {} if entry.loader in self._references else _held_by(dataset, entry.size)
+        attrs = {} if entry.loader in self._references else _dataset_attributes(dataset, entry.size)
         self._references.add(entry.loader)
         labels, floats = _per_sample(attrs, entry.size)
         numbers, *more = _counted_since(pass_, len(entry.indices))
@@ -128,7 +128,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         for exchanged in pass_.exchanged:
             self._sink(replace(exchanged, round=self._round))
 
-    def _write_late(self, call: Call | None = None) -> None:
+    def _rewrite_counters(self, call: Call | None = None) -> None:
         """Write the counters again if the last batch was pending when the pass ended."""
         if self._late is None:
             return
@@ -164,7 +164,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             if len(exchanged) < _MOST_EXCHANGED:
                 exchanged.append(entry)
             return
-        self._write_late(call)
+        self._rewrite_counters(call)
         if not isinstance(value, torch.Tensor) or entry.rows:
             self._comparisons.open(self._round, self._size)
         columns = program_numbers.columns_of(value, self._samples)
@@ -172,7 +172,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             entry = replace(entry, rows=(), values=())
         if not columns and not entry.rows and isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
             columns = list(value.values() if isinstance(value, dict) else value)  # predictions and labels
-        parts = [(_rows_given(column), _values_given(column)) for column in columns]
+        parts = [(_row_labels(column), _values_given(column)) for column in columns]
         for item in (entry, *(replace(entry, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
             if self._remaining[0] > 0:
                 self._remaining[0] -= 1
@@ -216,7 +216,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
     def _show(self, how: str, numbers: list[ShownNumber]) -> None:
         if not numbers:
             return
-        self._write_late()
+        self._rewrite_counters()
         self._remaining[1] -= 1
         if any(shown.text for shown in numbers):
             known = set(program_numbers.numbers_of_program().values())
@@ -239,7 +239,7 @@ def _counted_since(opened: _Open, samples: int) -> tuple[dict[str, Any], dict[st
             tables[name] = tuple(counter.flatten().tolist())
     labels = program_numbers.rows_of_program(samples)
     rows = {name: tuple(map(float, t.tolist())) for name, t in labels.items()} if samples <= _MOST_ROWS else {}
-    for name, value in program_numbers.held_by_program() if 1 < samples <= _MOST_ROWS else ():
+    for name, value in program_numbers.program_contents() if 1 < samples <= _MOST_ROWS else ():
         if len(rows) < _MOST_HELD and _rows_in(value) == samples and len(floats := _values_given(value)) == samples:
             rows[name] = floats
     alike = {(a, b): float((labels[a] == labels[b]).sum()) for a, b in itertools.combinations(labels, 2)}
@@ -279,7 +279,7 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
         values = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
         known = [number for number in values if number is not None]
         numbers, total = tuple(known) if len(values) <= _FEW else (), None
-    return replace(plain, numbers=numbers, total=total, rows=_rows_given(value), values=_values_given(value))
+    return replace(plain, numbers=numbers, total=total, rows=_row_labels(value), values=_values_given(value))
 
 
 def _flat(value: Any) -> Any:
@@ -307,7 +307,7 @@ def _floats_of(value: Any) -> tuple[float, ...]:
     return tuple(array.flatten().tolist()) if array.numel() <= _MOST_COLUMNS * len(array) else ()
 
 
-def _rows_given(value: Any) -> tuple[int, ...]:
+def _row_labels(value: Any) -> tuple[int, ...]:
     """Return a label per row, given as an integer or derived from scores."""
     value = _flat(value)
     sizes = [_length(x) for x in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
@@ -327,12 +327,12 @@ def _length(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") and getattr(value, "shape", True) != () else 0
 
 
-def _held_by(dataset: Any, size: int) -> dict[str, Any]:
+def _dataset_attributes(dataset: Any, size: int) -> dict[str, Any]:
     """Return the attributes of a dataset; for a `Subset`, also the selected rows."""
     attrs = dict(getattr(dataset, "__dict__", None) or {})
     attrs |= {f"tensors[{number}]": tensor for number, tensor in enumerate(getattr(dataset, "tensors", None) or ())}
     if type(dataset) is Subset and size <= _MOST_LABELS:
-        beneath = _held_by(dataset.dataset, _MOST_LABELS + 1)
+        beneath = _dataset_attributes(dataset.dataset, _MOST_LABELS + 1)
         for name, tensor in beneath.items():
             if type(tensor) is torch.Tensor and tensor.dim() and len(tensor) > max(dataset.indices, default=0):
                 attrs[name] = tensor[list(dataset.indices)]

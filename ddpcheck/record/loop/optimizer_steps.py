@@ -16,10 +16,10 @@ from torch import nn
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
-from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers, parameters_of
+from ddpcheck.gather.ddp.ddp_wrapper import optimizer_params, parameters_in_wrappers
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.gather.state.fingerprints import version_of
+from ddpcheck.gather.state.fingerprints import version_counter
 from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_tracker import StepTracker
@@ -60,7 +60,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
     _unanswered = 0  # consecutive steps whose prepared reduction is missing
 
     @property
-    def follows(self) -> bool:
+    def has_stepped(self) -> bool:
         """Return True if an optimizer with parameters of the wrapper has stepped."""
         return any(entry.holds for entry in self._known.values())
 
@@ -85,7 +85,9 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         if entry is None or entry.groups != len(optimizer.param_groups):
             entry = self._known.setdefault(optimizer, _Followed())
             entry.groups = len(optimizer.param_groups)
-            entry.holds = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, self._tracker.parameters.tensors))
+            entry.holds = not {*map(id, optimizer_params(optimizer))}.isdisjoint(
+                map(id, self._tracker.parameters.tensors)
+            )
         if not entry.holds:
             return
         number, ledger = self._tracker.number, self._loop.ledger
@@ -97,7 +99,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         if self._tracker.parameters.is_sharded:
             self._step_without_gradients(no_reduction=not reductions)
         else:
-            self._step_unreduced({*map(id, parameters_of(optimizer))}, no_reduction=not reductions)
+            self._step_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
 
     def _note_unanswered(self) -> None:
         """Check parameters after 3, 6, 12, ... steps: DDP may wait for unused tensors."""
@@ -109,7 +111,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
     def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
         """Record a step without a reduction (`no_reduction`), or with gradients added after it."""
         ledger = self._loop.ledger
-        prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._is_there(param_ids)
+        prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._are_unreduced(param_ids)
         used = [entry for entry in ledger.open if not entry.reduced] if uses else []
         if used:
             self._loop.note("step")
@@ -151,7 +153,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         if pending and self._steps_without_reduction == (_MANY if no_reduction and self._tracker.number else _FEWEST):
             self._tell(pending[-1])
 
-    def _is_there(self, param_ids: set[int]) -> bool:
+    def _are_unreduced(self, param_ids: set[int]) -> bool:
         """Return True if these parameters still hold gradients that were not reduced."""
         tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
         params = [tensors[i] for i in indices if id(tensors[i]) in param_ids]
@@ -202,7 +204,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         marks: _GradientMarks = []
         for parameter in self._some:
             gradient = parameter.grad
-            marks.append(None if gradient is None else (id(gradient), version_of(gradient)))
+            marks.append(None if gradient is None else (id(gradient), version_counter(gradient)))
         return marks
 
     def listen(self) -> None:

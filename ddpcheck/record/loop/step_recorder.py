@@ -19,13 +19,13 @@ from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters
 from ddpcheck.gather.autograd.exchanges import follow_exchanges, note_parts
 from ddpcheck.gather.ddp.ddp_wrapper import (
-    are_apart,
     broadcasts_buffers,
-    facts_of,
     inner_module,
-    joins,
     parameters_in_wrappers,
+    ranks_may_diverge,
     ranks_of,
+    uses_join,
+    wrapper_facts,
 )
 from ddpcheck.gather.ddp.sharding import mesh_of, split_of
 from ddpcheck.gather.state.module_description import KnownParts
@@ -62,7 +62,7 @@ class StepSink(Protocol):
     def alarm(self, step: int) -> None:
         """Request a report after `step`, whose reduction this rank has not joined yet."""
 
-    def tell(self, report: RankReport) -> None:
+    def report_now(self, report: RankReport) -> None:
         """Report a fault that needs no other rank's report; may raise `FindingsError`."""
 
     def cannot_follow(self) -> None:
@@ -139,7 +139,12 @@ class StepRecorder(StepListener):
         self._micro_batches = MicroBatches(synced.tensors) if checks_weights else None
         self.bypass = BypassRecorder(self.module, synced.tensors, self.loop.add)
         self._optimizer_steps = OptimizerSteps(
-            self.tracker, self.loop, lambda: self.has_others, self.unaveraged, self.tell_replaced, self.bypass.listen
+            self.tracker,
+            self.loop,
+            lambda: self.has_others,
+            self.report_unaveraged,
+            self.report_replaced,
+            self.bypass.listen,
         )
 
     def attach(self) -> None:
@@ -175,42 +180,42 @@ class StepRecorder(StepListener):
         return len(self.ranks) > 1 and dist.is_initialized()
 
     @property
-    def joins(self) -> bool:
+    def uses_join(self) -> bool:
         """Return True if ranks without further batches may have left the loop (`Join`)."""
         wrapper = self.tracker.parameters.wrapper()
-        return wrapper is not None and joins(wrapper)
+        return wrapper is not None and uses_join(wrapper)
 
-    def unaveraged(self, used: Contribution | None) -> None:
+    def report_unaveraged(self, used: Contribution | None) -> None:
         """Report optimizer steps on unreduced gradients; `used`: those of the wrapper's forward, if any."""
-        if self.joins:  # under Join, a rank without batches steps a sharded optimizer for the others
+        if self.uses_join:  # under Join, a rank without batches steps a sharded optimizer for the others
             return
         if used is not None and used.after is not None:
-            self.tell_unpaired()
+            self.report_unpaired()
             return
         self.steps_on_local_grads |= used is not None and used.under is not None
         self.bypass.listen()
         bypassing = self.bypass.event, LoopEvent("step", location=str(step_location() or ""))
         switches = switch_calls if self.is_sharded else ()
-        self.tell(*switches, *(bypassing if used is None else used.events))
+        self.report_now(*switches, *(bypassing if used is None else used.events))
 
-    def tell_unpaired(self) -> None:
+    def report_unpaired(self) -> None:
         """Report a backward pass without a forward pass of its own."""
         self.loop.report(self.step)
-        self.tell(*self.loop.to_report)
+        self.report_now(*self.loop.to_report)
 
-    def tell_replaced(self) -> None:
+    def report_replaced(self) -> None:
         """Report trained parameters that replace, or were added to, the parameters of DDP."""
         changed = {name: kind for name, kind in self.history.changed().items() if kind in ("replaced", "added")}
         if "added" in changed.values():
             params, other_ids = named_parameters(self.module), parameters_in_wrappers(but=self.wrapper)
             trained = {name for name, p in params.items() if p.grad is not None and id(p) not in other_ids}
             changed = {name: kind for name, kind in changed.items() if kind == "replaced" or name in trained}
-        if changed and self._checks_parameters and not self.joins:
-            self._sink.tell(replace(self._plain_report(self.step), changes=changed))
+        if changed and self._checks_parameters and not self.uses_join:
+            self._sink.report_now(replace(self._plain_report(self.step), changes=changed))
 
-    def tell(self, *events: LoopEvent) -> None:
+    def report_now(self, *events: LoopEvent) -> None:
         """Report events that show a fault without reports of other ranks."""
-        self._sink.tell(replace(self._plain_report(self.step), events=events))
+        self._sink.report_now(replace(self._plain_report(self.step), events=events))
 
     def _plain_report(self, step: int) -> RankReport:
         return RankReport(StepEvidence(self.rank, step, {}))
@@ -220,11 +225,11 @@ class StepRecorder(StepListener):
     def forward_begins(self) -> None:
         """Keep the state before the forward pass, for a comparison."""
         wrapper = self.tracker.parameters.wrapper()
-        self.may_diverge = wrapper is not None and are_apart(wrapper)
+        self.may_diverge = wrapper is not None and ranks_may_diverge(wrapper)
         if self.replica.awaits_forward:
             self.replica.forward_begins()
         ledger = self.loop.ledger
-        if ledger.open and ledger.unreduced and ledger.unpaired and not self._optimizer_steps.follows:
+        if ledger.open and ledger.unreduced and ledger.unpaired and not self._optimizer_steps.has_stepped:
             self.loop.report(self.step)  # no known optimizer: presumably used
 
     def step_begins(self, step: int) -> None:
@@ -242,8 +247,8 @@ class StepRecorder(StepListener):
     def _keep(self, name: str, gradient: torch.Tensor) -> Any:
         split = self._splits.get(name)
         if split is not None:
-            return KeptParts.of(gradient, *split)
-        return gradient.clone() if self._is_live else Kept.of(gradient)
+            return KeptParts.record(gradient, *split)
+        return gradient.clone() if self._is_live else Kept.record(gradient)
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         if self.is_due and self._compares(step):
@@ -260,7 +265,7 @@ class StepRecorder(StepListener):
         if synced and step == 0 and self._checks_parameters and self.context.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output], static_graph=self.context.wrapper.static_graph)
             if opaque and not visible:  # DDP may raise in this backward pass
-                self._sink.tell(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
+                self._sink.report_now(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
 
     def backward_begins(self) -> None:
         if self._probe is not None:
@@ -282,7 +287,7 @@ class StepRecorder(StepListener):
     def backward_unpaired(self, *, raises: bool) -> None:
         """Report now if DDP will raise; otherwise when the gradients are used."""
         if raises:
-            self.tell_unpaired()
+            self.report_unpaired()
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
         """Report missing shards before the reduction, unless they were reported before."""
@@ -298,7 +303,7 @@ class StepRecorder(StepListener):
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Report now: DDP will raise on this rank."""
         if self._checks_parameters:
-            self._sink.tell(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
+            self._sink.report_now(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         if self._micro_batches is not None:
@@ -347,14 +352,14 @@ class StepRecorder(StepListener):
 
     def last_report(self) -> RankReport | None:
         """Return what is left to report when the script ends, or `None`."""
-        if self.settles:
+        if self.judges_at_end:
             return self.history.report(self.step - 1, settled=True)
         if self.history.not_reported or self.loop.to_report:
             return replace(self.history.report(self.step, settled=False), events=self.loop.to_report)
         return None
 
     @property
-    def settles(self) -> bool:
+    def judges_at_end(self) -> bool:
         """Return True if a short run has to judge unused parameters at its end."""
         goes_on = self.context.wrapper.goes_on_without and self._checks_parameters
         return goes_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)
@@ -365,7 +370,7 @@ def _context_of(
 ) -> WatchContext:
     module = inner_module(wrapper)
     aliases = {names[0]: names for names in all_names(module).values() if len(names) > 1}
-    facts = facts_of(wrapper, {id(p): name for name, p in module.named_parameters()})
+    facts = wrapper_facts(wrapper, {id(p): name for name, p in module.named_parameters()})
     return WatchContext(
         Names(aliases),
         facts,

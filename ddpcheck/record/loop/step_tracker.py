@@ -50,7 +50,7 @@ _FORWARDS_KEPT = 2  # forward passes per step whose outputs are referenced
 _OF_EACH_STEP = ("called", "forward_begins", "step_begins", "forward_returned", "backward_begins", "step_ended")
 
 
-class Backward(Enum):
+class BackwardKind(Enum):
     """Kind of the running backward pass; `NO_SYNC` becomes `SYNCED` for a mixed loss."""
 
     NONE = "none runs: no gradient has reached an output of a forward pass"
@@ -59,7 +59,7 @@ class Backward(Enum):
     GRAD = "reaches no parameter: torch.autograd.grad, or all of them are in re-entrant checkpoints"
 
 
-_TO_DDP = (Backward.SYNCED, Backward.GRAD)
+_TO_DDP = (BackwardKind.SYNCED, BackwardKind.GRAD)
 _NO_NAMES: frozenset[str] = frozenset()
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -104,7 +104,14 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._loop = loop
         self._listeners = listeners
         # overridden methods of the listeners, by event
-        self._at_call, self._at_forward, self._at_begin, self._at_return, self._at_backward, self._at_step_end = (
+        (
+            self._explain_by_clip,
+            self._at_forward,
+            self._at_begin,
+            self._at_return,
+            self._at_backward,
+            self._at_step_end,
+        ) = (
             [getattr(obj, name) for obj in listeners if getattr(type(obj), name) is not getattr(StepListener, name)]
             for name in _OF_EACH_STEP
         )
@@ -112,7 +119,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._step = _Step()
         self._last: Snapshot | None = None  # of the last step, while parameters are late
         self._waits = False  # True if DDP waits for gradients missing in the last step
-        self._backward = Backward.NONE
+        self._backward = BackwardKind.NONE
         self._took_part: Set[int] = NONE  # indices reached by the running backward pass; `parameters.all` if complete
         self._is_hidden = False  # True once backward runs under compiled autograd; no hooks are registered then
         self._expected_inside = False  # True if backward passes are expected inside the running forward pass
@@ -154,11 +161,11 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             self.settle()
         self.in_forward = True
         inside_forward.add(id(wrapper))
-        self._backward = Backward.NONE  # the last backward pass may have raised
+        self._backward = BackwardKind.NONE  # the last backward pass may have raised
         self._expected_inside = False
         if not self._step.ready:
             self._step.roots.clear()
-        for callback in self._at_call:
+        for callback in self._explain_by_clip:
             callback(wrapper, arguments, named)
         if not torch.is_grad_enabled():
             return
@@ -249,20 +256,20 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # Backward
 
     def _on_no_sync_gradient(self, _gradient: torch.Tensor) -> None:
-        if self._backward is not Backward.NONE or self._is_hidden or (in_compiled_backward() and self._hide()):
+        if self._backward is not BackwardKind.NONE or self._is_hidden or (in_compiled_backward() and self._hide()):
             return
         reached = self.parameters.reached()
         if reached:  # empty under torch.autograd.grad
             at_end_of_backward(UnpickledHook(self._after_no_sync_backward))
-            self._backward = Backward.NO_SYNC
+            self._backward = BackwardKind.NO_SYNC
             self.unreduced |= reached
             if self.parameters.is_sharded:
                 self._loop.add(FORWARDS[False])
             self._loop.add(BACKWARD)
 
     def _after_no_sync_backward(self) -> None:
-        if self._backward is Backward.NO_SYNC:
-            self._backward = Backward.NONE
+        if self._backward is BackwardKind.NO_SYNC:
+            self._backward = BackwardKind.NONE
 
     def _on_leaf(self, _leaf: torch.Tensor) -> None:
         if self._step.ready:
@@ -273,21 +280,21 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             return
         if sharded := self.parameters.is_sharded:
             self._step.ready = True
-            if self._backward is Backward.NO_SYNC or not self.parameters.are_averaged:
+            if self._backward is BackwardKind.NO_SYNC or not self.parameters.are_averaged:
                 self._on_no_sync_gradient(_gradient)
                 return
-        self._backward = Backward.SYNCED
+        self._backward = BackwardKind.SYNCED
         at_end_of_backward(self._end_hook)
         self._took_part = reached = self.parameters.reached()
-        if self.parameters.unused_first and (unexpected := self.parameters.unexpected(reached)):
+        if self.parameters.unused_first and (unexpected := self.parameters.newly_used(reached)):
             for listener in self._listeners:
                 listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
         is_complete = reached is self.parameters.all
         if not is_complete:
             reached = reached | self.parameters.reached_by_another_node(self.parameters.all - reached)
             if is_grad and not reached:
-                self._backward = Backward.GRAD
-        if self._backward is Backward.SYNCED:
+                self._backward = BackwardKind.GRAD
+        if self._backward is BackwardKind.SYNCED:
             if sharded:
                 self._loop.add(FORWARDS[True])
             if self._step.ready:
@@ -299,9 +306,9 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         if is_complete:
             return
         self._note_arrivals(reached)
-        self._step.still_expected = NONE if self._backward is Backward.GRAD else self._may_still_come(reached)
+        self._step.still_expected = NONE if self._backward is BackwardKind.GRAD else self._may_still_come(reached)
         absent = self.parameters.all - reached - self._step.still_expected - self.unreduced
-        if sharded and absent and self._backward is Backward.SYNCED:
+        if sharded and absent and self._backward is BackwardKind.SYNCED:
             for listener in self._listeners:
                 listener.parameters_absent(self.number, sorted(self.parameters.names_of(absent)))
 
@@ -344,21 +351,21 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 self._step.snapshot.used = tuple(index for index, is_used in enumerate(used) if is_used)
             for root, is_used in zip(roots, used, strict=True):
                 if not is_used:
-                    behind = self.parameters.behind(root)
+                    behind = self.parameters.reached_from(root)
                     (late if reduced & behind else later).update(behind)
         if keeps_graph():
             self._step.late = self._step.late | late
         return later
 
     def _at_end(self) -> None:
-        backward, self._backward, step = self._backward, Backward.NONE, self._step
+        backward, self._backward, step = self._backward, BackwardKind.NONE, self._step
         step.roots.clear()
         if self._pass_handles:
             remove_hooks(self._pass_handles)
-        if backward is Backward.GRAD and not self._took_part:
+        if backward is BackwardKind.GRAD and not self._took_part:
             return
         if not step.ready:
-            if backward is Backward.GRAD:  # reached by a re-entrant checkpoint
+            if backward is BackwardKind.GRAD:  # reached by a re-entrant checkpoint
                 self._begin_unpaired(self._took_part)
             return
         if self._took_part is self.parameters.all:  # fast path of a healthy step
@@ -373,7 +380,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
 
     def _complete(self, callbacks: int) -> None:
         """End the step after `callbacks` engine callbacks; add zero gradients that DDP waits for."""
-        if self._step.unused and (missing := sorted(self.parameters.awaited(self._step.unused))):
+        if self._step.unused and (missing := sorted(self.parameters.awaited_by_ddp(self._step.unused))):
             if names := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:
                     listener.parameters_missing(self.number, names)
@@ -396,7 +403,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self.accumulated = names_of(self.unreduced) if self.unreduced else _NO_NAMES
         awaited, names, names_awaited, self.late = NONE, _NO_NAMES, _NO_NAMES, _NO_NAMES
         if unused:
-            awaited = self.parameters.awaited(unused)
+            awaited = self.parameters.awaited_by_ddp(unused)
             names, names_awaited, self.late = names_of(unused), names_of(awaited), names_of(step.late & awaited)
         if self.parameters.unused_first is None:
             self.parameters.unused_first = unused

@@ -71,11 +71,11 @@ class SyncedParameters:
         classes = sharding_classes()
         parts: list[tuple[str, Any]] = [(path, p) for path, p in wrapper.named_modules() if isinstance(p, classes)]
         return [
-            part.register_forward_pre_hook(UnpickledHook(partial(self.look_for_leaves, f"{path}." if path else "")))
+            part.register_forward_pre_hook(UnpickledHook(partial(self.find_unsharded, f"{path}." if path else "")))
             for path, part in parts
         ]
 
-    def look_for_leaves(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
+    def find_unsharded(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
         """Find unsharded parameters when the forward pass of submodule `part` begins."""
         for name, parameter in nn.Module.named_parameters(part) if self._unknown else ():  # even if overridden
             index = self._unknown.get(prefix + name)
@@ -100,7 +100,7 @@ class SyncedParameters:
                 reached |= {index} if all(will_be_reached([node])) else set()
         return reached
 
-    def behind(self, root: Any) -> set[int]:
+    def reached_from(self, root: Any) -> set[int]:
         index_of = {id(leaf): index for index, leaf in enumerate(self.leaves)}
         return {index_of[id(leaf)] for leaf in LossGraph([root]).leaves if id(leaf) in index_of}
 
@@ -134,7 +134,7 @@ class SyncedParameters:
         """Return True if `static_graph` is on; may change after wrapping."""
         return bool(getattr(self.wrapper(), "static_graph", False))
 
-    def awaited(self, unused: Set[int]) -> Set[int]:
+    def awaited_by_ddp(self, unused: Set[int]) -> Set[int]:
         """Return the `unused` parameters that DDP, with its options, waits for."""
         if not unused or self._finds_unused or self.is_sharded:
             return NONE
@@ -142,6 +142,6 @@ class SyncedParameters:
             return NONE if self.unused_first is None else unused - self.unused_first
         return unused
 
-    def unexpected(self, used: Set[int]) -> list[int]:
+    def newly_used(self, used: Set[int]) -> list[int]:
         """Return `used` parameters that were unused in the first step: DDP will raise."""
         return sorted(used & self.unused_first) if self.unused_first and self.is_static_graph else []

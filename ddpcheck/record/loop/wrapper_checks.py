@@ -19,18 +19,18 @@ from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.collectives.groups import Group, named_group
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, local_part
 from ddpcheck.record.loop.loop_record import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.recording import Followers, Recording
-from ddpcheck.record.source.source_scope import lines_left_out_by
-from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, TrainedApart, place_of_backward
+from ddpcheck.record.source.source_scope import skipping_lines
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, LocalSgdEnd, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
 _MAX_FINGERPRINTS = 4096  # of a parameter, while ranks train independently
 
 
-class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
+class LocalSgdTracker(StepListener, Recorder, subjects=("replicas",)):
     """Fingerprints of one small parameter before each forward pass that finds it changed."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:
@@ -43,19 +43,19 @@ class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
     def forward_begins(self) -> None:
         recorder = self._recorder()
         trains_locally = recorder.may_diverge or (self._under_no_sync and recorder.steps_on_local_grads)
-        if trains_locally and not recorder.joins and len(self._fingerprints) < _MAX_FINGERPRINTS:
+        if trains_locally and not recorder.uses_join and len(self._fingerprints) < _MAX_FINGERPRINTS:
             if not self._fingerprints and (wrapper := recorder.wrapper) is not None:
                 self._since, self._hook = recorder.step, comm_hook_of(wrapper)
             self._add(recorder)
 
-    def at_last(self) -> TrainedApart | None:
+    def final_entry(self) -> LocalSgdEnd | None:
         """Return recorded fingerprints, and final fingerprints of all parameters; `None` if none recorded."""
         if not self._fingerprints:
             return None
         recorder = self._recorder()
         self._add(recorder)
         values = fingerprints(recorder.module.named_parameters())
-        return TrainedApart(self._number, self._since, tuple(self._fingerprints), values, self._hook)
+        return LocalSgdEnd(self._number, self._since, tuple(self._fingerprints), values, self._hook)
 
     def _add(self, recorder: StepRecorder) -> None:
         current = fingerprint(min(recorder.parameters.values(), key=torch.Tensor.numel))
@@ -95,8 +95,8 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
 
 def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
     """Return True if a shard ignored the value assigned to its `.data`."""
-    part = own_part(parameter) if is_shard(parameter) else None
-    return part is not None and part.numel() > 0 and part.data_ptr() != own_part(value).data_ptr()
+    part = local_part(parameter) if is_shard(parameter) else None
+    return part is not None and part.numel() > 0 and part.data_ptr() != local_part(value).data_ptr()
 
 
 def _followed(original: Any) -> Any:
@@ -137,7 +137,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         self._loader, self._taken = self._run.position[0], dict(self._run.batches)
         if pace != self._now and self._runs < MAX_PACE_RUNS:
             after_forward = self.lines if pace[0] != self._now[0] else ()
-            lines = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
+            lines = skipping_lines(lines_of_program(sys._getframe(1)), after_forward)
             location = lines[0] if len(lines) == 1 else user_location()  # line that may skip the backward pass
             self._now, self._runs = pace, self._runs + 1
             self._run.add(PaceRun(self._number, step, *pace, location))

@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, relative_path, variables_of
 from ddpcheck.gather.autograd import exchanges
-from ddpcheck.gather.autograd.autograd_graph import LossGraph, kept_tensor, made_shapes, node_of
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, kept_tensor, node_of, output_shapes
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import sketch
@@ -55,7 +55,7 @@ class _Parts:
     operation: str = ""
     location: Location | None = None
     node: Any = None  # grad_fn of the rank's own part, if an autograd function gathers
-    of_all: bool = True  # True if gathered over all ranks, False if in a subgroup
+    current_params: bool = True  # True if gathered over all ranks, False if in a subgroup
 
 
 class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
@@ -134,7 +134,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         def note(input_grads: Any, _output_grads: Any) -> None:
             remove_hooks(handles)
             digest, factor = _passed_gradient(node, input_grads, captured, parts)
-            digest = digest if parts.of_all else ()
+            digest = digest if parts.current_params else ()
             inside = parts.node is not None
             if not inside or abs(factor - 1) < _PARALLEL:  # a backward that sums over ranks changes the factor
                 self._run.add(OwnPartPutBack(self._step, parts.operation, source_line, digest, factor, inside, besides))
@@ -152,7 +152,7 @@ def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.T
     """
     rows = shape[0]
     for node in nodes:
-        sizes = {size for shape in made_shapes(node) for size in shape}  # cheap check before reading saved tensors
+        sizes = {size for shape in output_shapes(node) for size in shape}  # cheap check before reading saved tensors
         for name in dir(node) if rows in sizes else ():
             tensor = kept_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
             if tensor is not None and not tensor.requires_grad and tensor.is_floating_point():
@@ -206,7 +206,7 @@ def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
         present = [index for index, next_node in enumerate(following) if next_node is not None]
         return next((part for part in parts if len(following) == part.count and present == [part.group_rank]), None)
     into_constant = node.name().endswith("CopySlices") and following[0] is None
-    return next((part for part in parts if into_constant and made_shapes(node)[:1] == (part.shape,)), None)
+    return next((part for part in parts if into_constant and output_shapes(node)[:1] == (part.shape,)), None)
 
 
 def _passed_gradient(

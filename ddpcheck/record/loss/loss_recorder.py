@@ -17,10 +17,10 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import last_assignment, location_of, user_frame, user_location, variables_of
-from ddpcheck.gather.autograd.autograd_graph import LossGraph, in_backward, kept_tensor, made_shapes, node_of
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, in_backward, kept_tensor, node_of, output_shapes
 from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder, guarded, patched
-from ddpcheck.gather.state.fingerprints import fingerprint, own_part
+from ddpcheck.gather.state.fingerprints import fingerprint, local_part
 from ddpcheck.record.loss.loss_source import LossSource, loss_source, uncounted_at
 from ddpcheck.record.loss.micro_batches import log_softmaxes
 from ddpcheck.record.optimizers.gradient_recorders import AutogradGradRecorder
@@ -111,7 +111,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         hooked = bool(reduced) and self._optimizers.have_hooks()
         user_line = user_location()
         source = self._source()
-        targets = () if self._exchanged == step else targets_of(losses)
+        targets = () if self._exchanged == step else loss_targets(losses)
         arrived: dict[int, ScaledTerm] = {}
         handles = []
         scaler = self._scaled[1] if self._scaled[0] == id(losses) else None
@@ -135,7 +135,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
                 terms = tuple(_unscaled(term, scale) for term in terms)
             now = self._optimizers.reductions()
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
-            put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
+            put_off = tuple(sorted(self._optimizers.unaveraged_wrappers() - set(wrappers)))
             weights = tuple(weight / scale for weight in totals) if scale else ()
             callers = [caller for watch in list(self._run.watches) if (caller := watch.called_in)]
             uncounted = next(filter(None, (uncounted_at(code) for code, _ in callers if code is not None)), None)
@@ -215,7 +215,7 @@ def _note_of(
 
     def note(gradients: Any) -> None:
         if gradients[0] is not None and gradients[0].numel():
-            factor = float(own_part(gradients[0]).flatten()[0])  # a DTensor if the model is split
+            factor = float(local_part(gradients[0]).flatten()[0])  # a DTensor if the model is split
             by = [tuple(value for name, value in scales if name == kind_of_scale) for kind_of_scale in ("Div", "Mul")]
             arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line, head)
 
@@ -225,7 +225,7 @@ def _note_of(
 def _note_targets(totals: list[float], gradients: Any) -> None:
     """Record the total target weight from the gradient of log-probabilities."""
     if gradients[0] is not None:
-        totals.append(-float(own_part(gradients[0]).double().sum()))
+        totals.append(-float(local_part(gradients[0]).double().sum()))
 
 
 _Scales = tuple[tuple[str, float], ...]
@@ -257,7 +257,7 @@ def _scale(node: Any, name: str, edge: int) -> _Scales:
     constant = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
     if constant is None or constant.numel() != 1 or constant.is_complex() or constant.requires_grad:
         return ()
-    return ((name, float(own_part(constant))),)
+    return ((name, float(local_part(constant))),)
 
 
 def _count(node: Any) -> tuple[int, bool]:
@@ -266,24 +266,24 @@ def _count(node: Any) -> tuple[int, bool]:
     A cross entropy saves the number of its targets that are not ignored.
     """
     next_node, index = node.next_functions[0]
-    shapes = made_shapes(next_node)
+    shapes = output_shapes(next_node)
     shape = shapes[index] if shapes else ()
     count = math.prod(shape) if shapes else 0
     total, target = kept_tensor(node, "total_weight"), kept_tensor(node, "target")
     if total is not None and target is not None and kept_tensor(node, "weight") is None:
-        counted = round(float(own_part(total)))
+        counted = round(float(local_part(total)))
         return counted, counted < target.numel() or _is_chosen(next_node, shape)
     if next_node is not None and next_node.name().startswith("Mul") and node.name().startswith(_SUMS):
         mask = kept_tensor(next_node, "self" if next_node.next_functions[0][0] is None else "other")
         if mask is not None and not mask.requires_grad and mask.numel() and bool(((mask == 0) | (mask == 1)).all()):
-            return round(float(own_part(mask).sum()) * count / mask.numel()), True
+            return round(float(local_part(mask).sum()) * count / mask.numel()), True
     return count, _is_chosen(next_node, shape)
 
 
 def _is_chosen(node: Any, shape: tuple[int, ...]) -> bool:
     """Return True if the rows were selected by value from another tensor."""
     for _ in range(_MOST_FOLLOWED):
-        if node is None or ((shapes := made_shapes(node)) and shapes[0][:1] != shape[:1]):
+        if node is None or ((shapes := output_shapes(node)) and shapes[0][:1] != shape[:1]):
             return False
         if node.name().startswith(_CHOICES):
             return True
@@ -296,7 +296,7 @@ _MOST_COUNTED = 1 << 12  # max elements for the entropy estimate
 _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone")
 
 
-def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
+def loss_targets(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     """Return the targets of a loss that combines torch's losses arithmetically."""
     targets = []
     graph = LossGraph(

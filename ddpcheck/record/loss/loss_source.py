@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import parsed_source, relative_path, targets_of
+from ddpcheck.findings.source_lines import assignment_targets, parsed_source, relative_path
 from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.record.source.source_scope import (
     UNKNOWN,
@@ -31,9 +31,9 @@ from ddpcheck.record.source.source_scope import (
     function_of,
     is_users,
     location_in,
+    node_position,
     own_nodes,
-    parameters_of,
-    place_of,
+    parameter_names,
     resolved,
     returns,
     scope_of_function,
@@ -83,8 +83,8 @@ def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str
         loss = _unscaled(scope, loss)
     if loss is None:
         return None
-    _follow(trace, scope, loss, place_of(statement), None)
-    if trace.made is None and isinstance(loss, ast.Name) and loss.id in parameters_of(scope.body):
+    _follow(trace, scope, loss, node_position(statement), None)
+    if trace.made is None and isinstance(loss, ast.Name) and loss.id in parameter_names(scope.body):
         return loss.id
     trace.made = trace.made or location_in(scope, loss.lineno)
     return None
@@ -118,7 +118,7 @@ def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: in
     if trace.steps > _DEEPEST or trace.made is not None:
         return trace.made is not None
     if isinstance(node, ast.Name):
-        return _follow_name(trace, scope, node.id, min(before, place_of(node)), part)
+        return _follow_name(trace, scope, node.id, min(before, node_position(node)), part)
     if isinstance(node, ast.BinOp):
         return _follow_operation(trace, scope, node, before)
     if isinstance(node, ast.UnaryOp | ast.Await | ast.NamedExpr):
@@ -249,7 +249,7 @@ def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
 def uncounted_at(code: CodeType) -> Location | None:
     """Return the line of a function that ignores its argument `num_items_in_batch`, or None."""
     body = body_of(code)
-    if body is None or _ITEMS not in parameters_of(body):
+    if body is None or _ITEMS not in parameter_names(body):
         return None
     reads = any(isinstance(node, ast.Name) and node.id == _ITEMS for node in ast.walk(body))
     return None if reads else Location(relative_path(code.co_filename), code.co_firstlineno)
@@ -289,7 +289,7 @@ def gradients_changed_at(frame: FrameType | None) -> Location | None:
 def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
     """Return True if a statement assigns `.grad`, or changes it in place."""
     if isinstance(node, ast.Assign | ast.AugAssign):
-        written = itertools.chain.from_iterable(map(ast.walk, targets_of(node)))
+        written = itertools.chain.from_iterable(map(ast.walk, assignment_targets(node)))
         return any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in written)
     if not isinstance(node, ast.Expr) or not isinstance(call := node.value, ast.Call):
         return False

@@ -19,7 +19,7 @@ from torch import nn
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, node_of
 from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.gather.state.fingerprints import version_of
+from ddpcheck.gather.state.fingerprints import version_counter
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.recording import remove_hooks
 from ddpcheck.stream.rank_report import MicroBatch, is_probed
@@ -73,7 +73,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
     def step_ended(self) -> None:
         self._reduced = True
-        self._versions = sum(map(version_of, self._some))
+        self._versions = sum(map(version_counter, self._some))
 
     def measured(self) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of the last measured optimizer steps."""
@@ -95,7 +95,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
         Requires that parameters are known to change between reductions, and that gradients were not zeroed.
         """
-        if sum(map(version_of, self._some)) != self._versions:
+        if sum(map(version_counter, self._some)) != self._versions:
             self._has_moved = True
             return False
         return self._has_moved and self._has_gradients()
@@ -112,7 +112,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
         nodes = log_softmaxes(tensors)
         for index in _with_unshared_head(nodes):
             which = step, f"log_softmax {index}", position, sequences
-            self._measure(nodes[index], 0, which, _of_log_probabilities)
+            self._measure(nodes[index], 0, which, _weights_of_log_probs)
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
         for index in _with_unshared_head([node_of(tensor) for tensor in scores]):
             which = step, f"output {index}", position, sequences
@@ -182,7 +182,7 @@ def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor
     return torch.stack([count, torch.where(is_equal, median, torch.zeros_like(median)), rows])
 
 
-def _of_log_probabilities(gradient: torch.Tensor) -> torch.Tensor:
+def _weights_of_log_probs(gradient: torch.Tensor) -> torch.Tensor:
     """Measure weights from log-probability gradients: -w at the target (less with label smoothing)."""
     least = _rows(gradient).amin(-1)
     counted = least < 0

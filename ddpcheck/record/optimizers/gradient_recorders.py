@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft, GradientsTaken
+from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsTaken, StaleGradients
 from ddpcheck.findings.evidence.script import GradientsClipped, GradientsZeroed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.autograd.exchanges import has_parts, part_of_gradient
-from ddpcheck.gather.ddp.ddp_wrapper import parameters_of
+from ddpcheck.gather.ddp.ddp_wrapper import optimizer_params
 from ddpcheck.gather.patching import Recorder, patched
-from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, is_shard, version_of
+from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, is_shard, version_counter
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms, sketch
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import names_of_parameters
 from ddpcheck.stream.rank_report import is_probed
@@ -58,7 +58,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         patched(nn.utils, "clip_grad_value_", self._clips_value)
 
     def _clips_norm(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
-        norm = norm_given(arguments, named)
+        norm = norm_before_clip(arguments, named)
         self._before()
         result = yield
         limit = named["max_norm"] if "max_norm" in named else arguments[1]
@@ -123,12 +123,12 @@ def kinds_clipped(error: BaseException) -> list[list[str]]:
 
 
 def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
-    """Call `before` with the arguments of each gradient norm clip (see `norm_given`)."""
+    """Call `before` with the arguments of each gradient norm clip (see `norm_before_clip`)."""
     has_norm = hasattr(clip_grad, _WITH_NORM)
     patched(clip_grad if has_norm else nn.utils, _WITH_NORM if has_norm else "clip_grad_norm_", before)
 
 
-def norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Return the total norm before a clip; infinity without a limit, None if unknown."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf
@@ -181,7 +181,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
 
     def __init__(
         self,
-        sink: Callable[[GradientsLeft | GradientsZeroed], object],
+        sink: Callable[[StaleGradients | GradientsZeroed], object],
         names: Callable[[list[torch.Tensor]], tuple[str, ...]],
     ) -> None:
         self._sink = sink
@@ -194,7 +194,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         """Record an optimizer before its step; return True if no longer followed."""
         tracked = self._known.get(optimizer)
         if tracked is None:
-            params = [p for p in parameters_of(optimizer) if p.grad is not None]
+            params = [p for p in optimizer_params(optimizer) if p.grad is not None]
             if params:
                 is_plain = type(params[0].grad) is torch.Tensor
                 self._known[optimizer] = _Followed(number, tensor_ref(params[0]), is_plain)
@@ -221,12 +221,12 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
             tracked.now = _gradient_of(tracked)
             if (tracked.stale or tracked.mixed) and not (value := _mark(tracked.sample())):
                 tracked.stale, tracked.mixed = 0, None  # zeroed
-                if tracked.steps == 1 and (kept := next(filter(_mark, parameters_of(optimizer)), None)) is not None:
+                if tracked.steps == 1 and (kept := next(filter(_mark, optimizer_params(optimizer)), None)) is not None:
                     tracked.sample, tracked.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # was not zeroed
             elif tracked.stale and value != tracked.stale:
                 tracked.stale = 0
             elif tracked.stale:
-                tracked.stale_params = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
+                tracked.stale_params = [tensor_ref(p) for p in optimizer_params(optimizer) if _mark(p)]
             if _repeats(tracked.zeroed_before) and not tracked.for_inputs and isinstance(loss, torch.Tensor):
                 leaves = LossGraph([loss]).leaves if leaves is None else leaves
                 tracked.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
@@ -252,7 +252,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         tracked = self._known.get(optimizer)
         if tracked is None or tracked.steps >= _MOST_LOOKED_AT:
             return
-        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in optimizer_params(optimizer) if p.grad is not None]
         if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:_SOME_PARAMETERS])):
             location = user_location()
             tracked.zeroed[location] = tracked.zeroed.get(location, 0) + 1
@@ -263,10 +263,10 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         tracked.stale_steps = tracked.stale_steps + 1 if again else 0
         if mixed is not None and again:
             params = [p for ref in tracked.stale_params if (p := ref()) is not None]
-            count = len([p for p in parameters_of(optimizer) if p.grad is not None])
+            count = len([p for p in optimizer_params(optimizer) if p.grad is not None])
             names = self._names(params) if len(params) < count else ()
             lines = *mixed, user_location()
-            self._sink(GradientsLeft(tracked.number, tracked.is_own, *lines, names, tracked.stale_steps))
+            self._sink(StaleGradients(tracked.number, tracked.is_own, *lines, names, tracked.stale_steps))
 
     def _note_zeroed(self, tracked: _Followed) -> None:
         """Record that gradients are zeroed repeatedly before each step, at the same lines.
@@ -294,12 +294,12 @@ def _repeats(zeroed: dict[Location | None, int]) -> bool:
 
 def _gradient_of(tracked: _Followed) -> _State:
     gradient = getattr(tracked.sample(), "grad", None)
-    return _NONE if gradient is None else (tensor_ref(gradient), version_of(gradient))
+    return _NONE if gradient is None else (tensor_ref(gradient), version_counter(gradient))
 
 
 def _is_unchanged(tracked: _Followed) -> bool:
     gradient, (gradient_ref, version) = getattr(tracked.sample(), "grad", None), tracked.now
-    return gradient is not None and gradient_ref() is gradient and version_of(gradient) == version
+    return gradient is not None and gradient_ref() is gradient and version_counter(gradient) == version
 
 
 def _mark(parameter: Any) -> int:
@@ -349,7 +349,7 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         """Return the line of the largest collective over all ranks since backward."""
         return Location.parse(self._largest[1])
 
-    def of(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
+    def inputs_for(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
         """Return the input fingerprints if their total size matches a list of gradients."""
         sizes = [[gradient.numel() for gradient in group] for group in gradients]
         elements = {sum(size for size in group if size > least) for group in sizes for least in (0, _FEW)}
@@ -365,7 +365,7 @@ _MOST_PARAMETERS = 64  # compared parameters per call
 
 
 @dataclass(slots=True)
-class _TakenGradients:
+class _AutogradGrads:
     names: dict[int, str]  # parameter names, by id()
     calls: int = 0
     marks: list[int] = field(default_factory=list)
@@ -377,7 +377,7 @@ class AutogradGradRecorder(Recorder, subjects=("loop",)):
 
     def __init__(self, run: Recording) -> None:
         self._run = run
-        self._known: WeakKeyDictionary[ScriptWatch, _TakenGradients] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[WrapperRecorder, _AutogradGrads] = WeakKeyDictionary()
 
     def close(self) -> None:
         for watch, followed in list(self._known.items()):
@@ -391,7 +391,7 @@ class AutogradGradRecorder(Recorder, subjects=("loop",)):
         for watch in list(self._run.watches) if pairs else ():
             followed = self._known.get(watch)
             if followed is None:
-                followed = self._known[watch] = _TakenGradients({id(p): name for name, p in watch.parameters.items()})
+                followed = self._known[watch] = _AutogradGrads({id(p): name for name, p in watch.parameters.items()})
             entries = [(followed.names[id(p)], p, g) for p, g in pairs if id(p) in followed.names]
             if not entries:
                 continue
@@ -404,7 +404,11 @@ class AutogradGradRecorder(Recorder, subjects=("loop",)):
             followed.calls += 1
 
     def _note(
-        self, watch: ScriptWatch, followed: _TakenGradients, gradients: dict[str, torch.Tensor], where: Location | None
+        self,
+        watch: WrapperRecorder,
+        followed: _AutogradGrads,
+        gradients: dict[str, torch.Tensor],
+        where: Location | None,
     ) -> None:
         params = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
         self._run.add(

@@ -22,10 +22,17 @@ from ddpcheck.findings.source_lines import below_common, lines_of_program, step_
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
-from ddpcheck.gather.ddp.ddp_wrapper import optimizer_options, parameters_in_wrappers, parameters_of
+from ddpcheck.gather.ddp.ddp_wrapper import optimizer_options, optimizer_params, parameters_in_wrappers
 from ddpcheck.gather.ddp.sharding import count_in_fsdp1, shard_states
 from ddpcheck.gather.patching import Recorder, patched
-from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, place_of, version_of
+from ddpcheck.gather.state.fingerprints import (
+    PLAIN,
+    fingerprint,
+    fingerprints,
+    is_shard,
+    storage_address,
+    version_counter,
+)
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.loss.loss_source import gradients_changed_at, gradients_scaled_at
@@ -33,12 +40,12 @@ from ddpcheck.record.optimizers.gradient_recorders import AllreduceInputRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook, follow_steps
 from ddpcheck.record.replicas.module_uses import LoadRecorder, UseRecorder, WriteRecorder
 from ddpcheck.record.replicas.program_state import StateRecorder, names_of_parameters, names_of_tensors
 from ddpcheck.record.replicas.tables import tables_of_program
-from ddpcheck.record.source.source_scope import assignment_in_program, lines_left_out_by
+from ddpcheck.record.source.source_scope import assignment_in_program, skipping_lines
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_SKETCHED = 64  # max gradients outside wrappers
@@ -64,7 +71,7 @@ class _Optimizer:
     rescaled_at: Location | None = None  # line that scales gradients by the world size
     norm_at: Location | None = None  # line that takes the norm of gradient shards
     changed_at: Location | None = None  # line that writes gradients before the step
-    watches: tuple[Any, list[ref[ScriptWatch]]] = field(default=((), []))  # wrapper watches, with their cache key
+    watches: tuple[Any, list[ref[WrapperRecorder]]] = field(default=((), []))  # wrapper watches, with their cache key
 
 
 class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
@@ -105,7 +112,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             optimizer = living.get(known.number)
             watches = [] if optimizer is None else self._watches_of(optimizer, known)
             reductions = sum(watch.step for watch in watches) if watches and not known.may_diverge else -1
-            schedule = known.schedule if optimizer is None else self._schedules.of(optimizer)
+            schedule = known.schedule if optimizer is None else self._schedules.state_of(optimizer)
             self._run.add(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
 
     def note_sum(self, tensor: Any, location: Location | None, callers: tuple[str, ...] = ()) -> None:
@@ -115,12 +122,12 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             if is_after and getattr(known.sample(), "grad", None) is tensor is not None:
                 known.late = Location.parse(below_common(callers, known.used[1])) or location
         if type(tensor) is torch.Tensor and self._run.is_written(self._run.steps) and len(self._sums) < _MOST_SUMS:
-            self._sums[id(tensor)] = tensor_ref(tensor), version_of(tensor), location
+            self._sums[id(tensor)] = tensor_ref(tensor), version_counter(tensor), location
             self._sum_at = location if tensor.is_floating_point() and tensor.numel() > 1 else self._sum_at
 
     def are_gradients(self, places: Collection[int]) -> bool:
         """Return True if any parameter's gradient is at one of the memory addresses `places`."""
-        return any(p.grad is not None and place_of(p.grad) in places for p in self._params())
+        return any(p.grad is not None and storage_address(p.grad) in places for p in self._params())
 
     def steps_of(self, optimizer: Any) -> int:
         known = self._known.get(optimizer)
@@ -131,7 +138,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return -1 if known is None else known.number
 
     def _params(self) -> list[torch.Tensor]:
-        return [p for optimizer in list(self._known) for p in parameters_of(optimizer)]
+        return [p for optimizer in list(self._known) for p in optimizer_params(optimizer)]
 
     # Steps
 
@@ -149,7 +156,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._all.append(known)
             self._look_at(optimizer, known)
         known.inside = True
-        known.schedule = self._schedules.of(optimizer) if self._schedules.followed else None
+        known.schedule = self._schedules.state_of(optimizer) if self._schedules.followed else None
         watches = self._watches_of(optimizer, known)
         if watches and in_backward():
             self._lines.note_step_in_backward(optimizer)
@@ -183,8 +190,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             if self._zeroings.follows or not known.is_settled:
                 self._zeroings.has_stepped(optimizer, self._run.steps)
 
-    def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
-        params = parameters_of(optimizer)
+    def _described(self, optimizer: Any, known: _Optimizer, watches: list[WrapperRecorder]) -> OptimizerStep:
+        params = optimizer_params(optimizer)
         shards = {id(p): p for p in params if type(p) not in PLAIN and is_shard(p)}
         wrapped = {key: name for watch in watches for key, name in watch.numbered.items()}
         synced = {wrapped[id(p)]: p for p in params if id(p) in wrapped}
@@ -200,11 +207,11 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         summed: dict[str, Location | None] = {}
         if self._sums:
             # gradients written in place before the sum may have been divided
-            written = [name for name, p in unwrapped.items() if p.grad is not None and version_of(p.grad)]
+            written = [name for name, p in unwrapped.items() if p.grad is not None and version_counter(p.grad)]
             summed = {n: line for n, p in named.items() if n not in written and (line := self._sum_in(p.grad))}
         others = [opt for opt in self._lines.optimizers() if opt not in self._known]
         numbered = [watch.numbered for watch in self._run.watches] if others else []
-        idle = {names[id(p)] for names in numbered for opt in others for p in parameters_of(opt) if id(p) in names}
+        idle = {names[id(p)] for names in numbered for opt in others for p in optimizer_params(opt) if id(p) in names}
         step = OptimizerStep(
             known.number,
             known.steps,
@@ -235,7 +242,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             scale_at=self._lines.restored.get(scaler) if scaler else None,
             seed=self._lines.seeded[0],
             seeded=self._lines.seeded[1],
-            given=self.allreduce_inputs.of(*gradients),
+            given=self.allreduce_inputs.inputs_for(*gradients),
             parts_reduced=self._names_of([p for p in params if self.allreduce_inputs.is_reduced(p)]),
             shard_states=shard_states(optimizer, {n: p for n, p in synced.items() if id(p) in shards}),
         )
@@ -254,7 +261,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             step,
             made=self._lines.constructed.get(optimizer),
             rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
-            left_out_at=lines_left_out_by(lines, self._differentiated) if self._differentiated else (),
+            left_out_at=skipping_lines(lines, self._differentiated) if self._differentiated else (),
             late_sum_at=known.late,
             restored_at=self._lines.restored.get(optimizer),
             rescaled_at=known.rescaled_at,
@@ -267,7 +274,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def _sketches(self) -> dict[int, tuple[float, ...]]:
         """Return gradient sketches of parameters in no wrapper, by parameter id."""
-        params = ((p, known) for optimizer, known in list(self._known.items()) for p in parameters_of(optimizer))
+        params = ((p, known) for optimizer, known in list(self._known.items()) for p in optimizer_params(optimizer))
         loose = {str(id(p)): p.grad for p, known in params if id(p) in known.unwrapped and p.grad is not None}
         sampled = dict(itertools.islice(loose.items(), _MOST_SKETCHED))
         return {int(key): numbers for key, numbers in sketches({k: dense(g) for k, g in sampled.items()}).items()}
@@ -278,7 +285,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
         """Return the line of the all_reduce that last wrote a gradient, or None."""
         summed, version, line = self._sums.get(id(gradient), (lambda: None, 0, None))
-        return line if gradient is not None and summed() is gradient and version_of(gradient) == version else None
+        return line if gradient is not None and summed() is gradient and version_counter(gradient) == version else None
 
     def _names_of(self, parameters: list[torch.Tensor]) -> tuple[str, ...]:
         names = {key: name for watch in list(self._run.watches) for key, name in watch.numbered.items()}
@@ -286,11 +293,11 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             names |= names_of_parameters(loose)
         return tuple(names.get(id(p), "?") for p in parameters)
 
-    def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
+    def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[WrapperRecorder]:
         """Return the watches on wrappers of an optimizer's parameters (cached)."""
         key = len(optimizer.param_groups), self._run.watches.refs
         if known.watches[0] != key:
-            ids = {id(p) for p in parameters_of(optimizer)}
+            ids = {id(p) for p in optimizer_params(optimizer)}
             watches = []
             for last in sorted(self._run.watches, key=lambda watch: -watch.number):  # the newest wrapper of a parameter
                 if shared := ids & {id(p) for p in last.parameters.values()}:
@@ -301,15 +308,15 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """Record parameters in no wrapper, and schedules, at an optimizer's first step."""
-        known.sample = tensor_ref(parameters_of(optimizer)[0])
+        known.sample = tensor_ref(optimizer_params(optimizer)[0])
         self._stepped += self._lines.constructed.get(optimizer) is not None
-        self._schedules.look_for(optimizer)
+        self._schedules.follow_attributes(optimizer)
         if not known.number:
             for table in tables_of_program():
                 self._run.add(table)
         watches = list(self._run.watches)
         watched = {id(p) for watch in watches for p in watch.parameters.values()}
-        loose = [p for p in parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
+        loose = [p for p in optimizer_params(optimizer) if id(p) not in watched and _is_whole(p)]
         later: dict[int, str] = {}  # parameters unknown to their wrapper
         if loose:
             later = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.later_parameters()}
@@ -334,7 +341,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         params = itertools.chain.from_iterable(watch.parameters.values() for watch in self._run.watches)
         return any(not isinstance(hook, UnpickledHook) for hook in hooks_on(params))
 
-    def put_off(self) -> set[int]:
+    def unaveraged_wrappers(self) -> set[int]:
         """Return the numbers of wrappers with gradients not yet averaged."""
         return {watch.number for watch in list(self._run.watches) if watch.has_unreduced}
 
@@ -372,7 +379,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     def _before_module_zero_grad(self, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         module_ids = {id(p) for p in module.parameters()}
         for optimizer in list(self._known):
-            if {id(p) for p in parameters_of(optimizer)} <= module_ids:
+            if {id(p) for p in optimizer_params(optimizer)} <= module_ids:
                 self._before_zero_grad(optimizer)
 
 

@@ -19,13 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import targets_of, user_frame, user_location
-from ddpcheck.gather.ddp.ddp_wrapper import parameters_of
+from ddpcheck.findings.source_lines import assignment_targets, user_frame, user_location
+from ddpcheck.gather.ddp.ddp_wrapper import optimizer_params
 from ddpcheck.gather.ddp.model_parts import input_layouts, is_sum
 from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
-from ddpcheck.record.data.constructions import seeded_at
+from ddpcheck.record.data.constructions import seed_line
 from ddpcheck.record.loss.loss_source import called_in
 from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.line_recorder import LineRecorder
@@ -62,7 +62,7 @@ def _norm_line(body: ast.AST) -> int | None:
         has_power = any(isinstance(child, ast.BinOp) and isinstance(child.op, ast.Pow) for child in ast.walk(value))
         if not isinstance(node, ast.For) and (has_power or _mentions(value, _NORMS)):
             return node.lineno
-        for target in [node.target] if isinstance(node, ast.For) else targets_of(node):
+        for target in [node.target] if isinstance(node, ast.For) else assignment_targets(node):
             derived |= _names(target)
     return None
 
@@ -117,7 +117,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         """Hook modules whose parallel plan, applied earlier, splits their inputs."""
         for module in modules:
             for layouts in [*input_layouts(module)]:
-                self._note_given(module, layouts)
+                self._hook_split_input(module, layouts)
 
     def close(self) -> None:
         remove_hooks(self._handles)
@@ -131,9 +131,9 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
 
     def _applies(self, style: Any, module: Any, *_arguments: Any, **_named: Any) -> None:
         if isinstance(module, nn.Module):
-            self._note_given(module, getattr(style, "input_layouts", None) or ())
+            self._hook_split_input(module, getattr(style, "input_layouts", None) or ())
 
-    def _note_given(self, module: nn.Module, layouts: Sequence[Any]) -> None:
+    def _hook_split_input(self, module: nn.Module, layouts: Sequence[Any]) -> None:
         """Hook a module whose input is split, except along the last dimension."""
         if parts := [index for index, layout in enumerate(layouts) if getattr(layout, "dim", -1) != -1]:
             hook = UnpickledHook(functools.partial(self._before_forward, parts))
@@ -163,7 +163,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         self._steps[optimizer] = number, count + 1
         if not is_sampled(count, self._every):
             return
-        params = parameters_of(optimizer)
+        params = optimizer_params(optimizer)
         if not count:
             self._norm_at = self._norm_at or shard_norm_at(user_frame(sys._getframe(1)), plain=True)
             watched = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
@@ -176,7 +176,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         parts = tuple(name for name, p in named.items() if id(p) in split)
         whole = {name: p for name, p in named.items() if id(p) not in split}
         others = () if self._lines is None else self._lines.optimizers()
-        assigned = {id(p) for opt in (*others, optimizer) for p in parameters_of(opt)}
+        assigned = {id(p) for opt in (*others, optimizer) for p in optimizer_params(opt)}
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not is_sum(p.grad)}
         self._sink(
             PartStep(
@@ -191,7 +191,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 sketches({name: dense(gradients[name]) for name in whole if name in gradients}),
                 tuple(name for name, p in named.items() if id(p) in sharded),
                 fingerprint(torch.get_rng_state()),
-                seeded_at("torch"),
+                seed_line("torch"),
                 self._norm_at,
                 self._parts_given,
             )

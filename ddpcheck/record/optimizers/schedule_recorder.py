@@ -29,7 +29,7 @@ from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.reachable import function_variables
 from ddpcheck.record.loss.loss_source import is_world_size
 from ddpcheck.record.rank.environment import when_imported
-from ddpcheck.record.source.program_numbers import held_by_program, held_in, program_frames
+from ddpcheck.record.source.program_numbers import items_with_paths, program_contents, program_frames
 from ddpcheck.record.source.source_scope import (
     MOST_CALLERS,
     Scope,
@@ -75,7 +75,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
             patched(base, "__init__", self._made)
         patched(ReduceLROnPlateau, "step", self._before_plateau)
 
-    def of(self, optimizer: Any) -> ScheduleState | None:
+    def state_of(self, optimizer: Any) -> ScheduleState | None:
         """Return the state of an optimizer's schedule with the most steps, or None."""
         if not self.followed:
             return None
@@ -83,14 +83,14 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         schedules = [s for s in list(self._known.values()) if getattr(s.optimizer(), "param_groups", None) is groups]
         return max((s.state for s in reversed(schedules)), key=lambda state: state.steps, default=None)
 
-    def look_for(self, optimizer: Any) -> None:
+    def follow_attributes(self, optimizer: Any) -> None:
         """Follow user objects that hold an optimizer and have a `step`."""
-        for _, value in held_by_program():
+        for _, value in program_contents():
             step = getattr(type(value), "step", None)
             if not is_users(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
                 continue
             with contextlib.suppress(Exception):  # unhashable, no weak references, or raises on access
-                if value not in self._known and any(item is optimizer for _, item in held_in("", value)):
+                if value not in self._known and any(item is optimizer for _, item in items_with_paths("", value)):
                     self._follow(value, _Schedule(ref(optimizer), ScheduleState(None)))
 
     def _made(self, schedule: Any, *arguments: Any, **named: Any) -> None:
@@ -160,7 +160,10 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
 
 
 def _numbers_of(schedule: Any) -> Iterator[float]:
-    pending: list[Any] = [*getattr(schedule, "__dict__", {}).values(), *(item for _, item in held_in("", schedule))]
+    pending: list[Any] = [
+        *getattr(schedule, "__dict__", {}).values(),
+        *(item for _, item in items_with_paths("", schedule)),
+    ]
     seen = 0
     while pending and seen < 8 * _MOST_NUMBERS:
         value = pending.pop()
@@ -290,11 +293,11 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         self._states: dict[int, tuple[Any, int, int]] = {}  # (param_groups, steps, epochs) by id of param_groups
         self._files: dict[str, int] = {}  # steps of the saved states, by path
         self._epoch_lines: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # last set_epoch by sampler
-        patched(Optimizer, "state_dict", self._takes)
-        patched(Optimizer, "load_state_dict", self._restores)
-        patched(torch, "save", self._writes)
-        patched(torch, "load", self._reads)
-        patched(DistributedSampler, "set_epoch", self._tells)
+        patched(Optimizer, "state_dict", self._note_state_dict)
+        patched(Optimizer, "load_state_dict", self._note_load_state)
+        patched(torch, "save", self._note_save)
+        patched(torch, "load", self._note_load)
+        patched(DistributedSampler, "set_epoch", self._note_epoch)
 
     def goes_on(self, restored: Restored | None) -> None:
         """Clear `restored`: training has continued from that state."""
@@ -305,19 +308,19 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         """Return the line of the last `set_epoch` of a DistributedSampler, or None."""
         return self._epoch_lines.get(sampler) if isinstance(sampler, DistributedSampler) else None
 
-    def _tells(self, sampler: Any, *_arguments: Any, **_named: Any) -> None:
+    def _note_epoch(self, sampler: Any, *_arguments: Any, **_named: Any) -> None:
         self._epoch_lines[sampler] = user_location()
 
-    def _takes(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+    def _note_state_dict(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         state = yield
         self._note(state, self._before.get(optimizer, 0) + self._steps_of(optimizer), 0)
 
-    def _writes(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> None:
+    def _note_save(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> None:
         steps = [self._known(state)[0] for state, _ in _optimizers_in(obj, {}, 0)]
         if steps and isinstance(f, str | os.PathLike) and len(self._files) < _MOST_FILES:
             self._files[os.path.realpath(f)] = max(steps)
 
-    def _reads(self, f: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+    def _note_load(self, f: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         loaded = yield
         written = self._files.get(os.path.realpath(f), 0) if isinstance(f, str | os.PathLike) else 0
         for state, numbers in _optimizers_in(loaded, {}, 0):
@@ -325,7 +328,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
             steps = [number for key, number in numbers.items() if key.lower().rpartition("_")[2] == "step"]
             self._note(state, max([written, *steps]), max(epochs, default=0))
 
-    def _restores(self, optimizer: Any, state_dict: Any, *_arguments: Any, **_named: Any) -> None:
+    def _note_load_state(self, optimizer: Any, state_dict: Any, *_arguments: Any, **_named: Any) -> None:
         if not isinstance(state_dict, Mapping):
             return
         steps, epochs = self._known(state_dict)

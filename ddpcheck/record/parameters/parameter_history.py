@@ -20,7 +20,7 @@ from ddpcheck.gather.autograd.autograd_graph import LossGraph, gradient_nodes, n
 from ddpcheck.gather.autograd.gradient_paths import COMPILED_CODE, function_returning_none
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes, parameters_in_wrappers
 from ddpcheck.gather.ddp.sharding import gathered_twice, is_gathered, shards_in_use
-from ddpcheck.gather.state.fingerprints import fingerprint, is_shard, own_part
+from ddpcheck.gather.state.fingerprints import fingerprint, is_shard, local_part
 from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.record.loop.loop_record import Snapshot
@@ -46,7 +46,7 @@ class ParameterHistory:
         self._module = module
         self._parameters = parameters
         self._wrapper = wrapper
-        self._at_start = SeenParameter.of_all(module.named_parameters())
+        self._at_start = SeenParameter.current_params(module.named_parameters())
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._unfrozen_noticed = False
         self._never_used = set(parameters)
@@ -270,7 +270,7 @@ class StepProbe:
                 self.beside.add(name)  # under tensor parallelism
             if self.keep is not None:
                 self.hooked.arrived(name, gradient)
-                self._keep_held(name)
+                self._keep_earlier(name)
                 value = self.keep(name, gradient.detach() if plain else dense(gradient))
                 self.local[name] = self.local[name] + value if name in self.local else value
 
@@ -282,7 +282,7 @@ class StepProbe:
         if self.keep is not None and grad is not None and name in self.local and not is_shard(grad):
             self.local[name] = self.keep(name, dense(grad))
 
-    def _keep_held(self, name: str) -> None:
+    def _keep_earlier(self, name: str) -> None:
         """Keep `.grad` of earlier backward passes without a reduction: DDP averages it, too."""
         grad = self._parameters[name].grad
         if name in self.local or name in self.grads_before or grad is None or self.keep is None:
@@ -295,7 +295,7 @@ class StepProbe:
     def backward_begins(self) -> None:
         """Keep `.grad`; a parameter used outside of forward may already have a gradient."""
         for name in self._parameters if self.keep is not None else ():
-            self._keep_held(name)
+            self._keep_earlier(name)
 
     def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:
         """Walk the graph of the tensors that a forward pass returned, while it exists."""
@@ -344,7 +344,7 @@ _SINK = "_DDPSink"  # in torch/nn/parallel/distributed.py; private to torch
 
 def zero_gradients(parameters: Mapping[str, nn.Parameter]) -> set[str]:
     """Return the parameters whose gradient exists and is exactly zero."""
-    gradients = {name: own_part(p.grad) for name, p in parameters.items() if p.grad is not None and p.numel()}
+    gradients = {name: local_part(p.grad) for name, p in parameters.items() if p.grad is not None and p.numel()}
     values = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in gradients.values()]
     nonzero = torch.stack([value.ne(0).any() for value in values]).tolist() if values else []
     return {name for name, is_nonzero in zip(gradients, nonzero, strict=True) if not is_nonzero}

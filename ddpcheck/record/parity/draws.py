@@ -26,7 +26,7 @@ from ddpcheck.findings.source_lines import frames_from, is_of_program, location_
 from ddpcheck.gather.forward_hooks import scripting_in
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.data.draw_recorder import NOT_OF_THE_STEP
-from ddpcheck.record.parity.sample_store import NotTogetherError, rows_of
+from ddpcheck.record.parity.sample_store import NotTogetherError, row_count
 from ddpcheck.record.parity.samples import Samples
 from ddpcheck.record.rank.environment import when_imported
 
@@ -43,7 +43,7 @@ _OF_NUMPY = (
 _DEEPEST = 12  # max torch frames between the call and a line of the program
 
 
-class RandomDraws(Recorder, subjects=("parity",)):
+class DrawReplay(Recorder, subjects=("parity",)):
     """Recorder of random draws by program lines, or their replay in a single process."""
 
     def __init__(self, samples: Samples, *, replays: bool) -> None:
@@ -56,12 +56,12 @@ class RandomDraws(Recorder, subjects=("parity",)):
                 Patch(owner, name, functools.partial(self._drawing, name=name))
         if samples.replays:
             for name in ("__iter__", "split", "chunk", "unbind"):
-                Patch(torch.Tensor, name, self._of_parts)
+                Patch(torch.Tensor, name, self._split_rows)
             for name in CONCATENATIONS:
                 patched(torch, name, self._concatenates)
 
     def _drawing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        drew = guarded(self._drew)
+        drew = guarded(self._record_draw)
 
         @functools.wraps(original)
         def draw(*arguments: Any, **named: Any) -> Any:
@@ -73,8 +73,8 @@ class RandomDraws(Recorder, subjects=("parity",)):
 
         return draw
 
-    def _drew(self, frame: FrameType, name: str, drawn: Any) -> Any:
-        if os.getpid() != self._process or not rows_of(drawn) or not (line := _line_of_draw(frame)):
+    def _record_draw(self, frame: FrameType, name: str, drawn: Any) -> Any:
+        if os.getpid() != self._process or not row_count(drawn) or not (line := _line_of_draw(frame)):
             return drawn
         key, number = f"{name} {line}", self._drawn[name + line]
         self._drawn[name + line] += 1
@@ -85,10 +85,10 @@ class RandomDraws(Recorder, subjects=("parity",)):
             self._samples.refuse(key, "the script fails with the numbers of all ranks")
             return drawn
         rank_draws = self._samples.rank_values(key, number) if name.endswith(("randperm", "permutation")) else ()
-        if len(rank_draws) > 1 and rows_of(drawn) == sum(map(rows_of, rank_draws)):
+        if len(rank_draws) > 1 and row_count(drawn) == sum(map(row_count, rank_draws)):
             return drawn  # a permutation over the samples of all ranks; each rank only permuted its own shard
         try:
-            value = self._samples.replayed(key, number, rows_of(drawn))
+            value = self._samples.replayed(key, number, row_count(drawn))
         except NotTogetherError as error:
             self._samples.refuse(key, str(error))
             return drawn
@@ -120,7 +120,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
         result: Any = yield
         self._samples.note_cat(result, tensors, dim)
 
-    def _of_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _split_rows(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method to split each rank's rows separately, and concatenate the pieces."""
 
         @functools.wraps(original)
@@ -193,7 +193,7 @@ class RankLayers(Recorder, subjects=("parity",)):
             p = arguments[0] if arguments else named.get("p", 0.5)
             if not training or not p or not self._follows():
                 return original(inputs, *arguments, **named)
-            return self._with_states(lambda part: original(part, *arguments, **named), inputs)
+            return self._draw_by_rank(lambda part: original(part, *arguments, **named), inputs)
 
         return dropout
 
@@ -205,9 +205,9 @@ class RankLayers(Recorder, subjects=("parity",)):
             if not p or not self._follows():
                 return original(query, key, value, *arguments, **named)
             if mask is None or len(mask) != len(query):  # one mask for all rows
-                return self._with_states(lambda *parts: original(*parts, *arguments, **named), query, key, value)
+                return self._draw_by_rank(lambda *parts: original(*parts, *arguments, **named), query, key, value)
             rest_args, kwargs = arguments[1:], {name: item for name, item in named.items() if name != "attn_mask"}
-            return self._with_states(lambda *parts: original(*parts, *rest_args, **kwargs), query, key, value, mask)
+            return self._draw_by_rank(lambda *parts: original(*parts, *rest_args, **kwargs), query, key, value, mask)
 
         return attention
 
@@ -215,7 +215,7 @@ class RankLayers(Recorder, subjects=("parity",)):
         is_rank = not self.is_off and os.getpid() == self._process
         return is_rank and self._samples.draws and not torch.compiler.is_compiling()
 
-    def _with_states(self, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    def _draw_by_rank(self, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Record the generator state; in a single process, compute on each rank's rows."""
         if self._backward != self._samples.backwards:
             self._backward, self._calls = self._samples.backwards, 0
@@ -285,7 +285,7 @@ class Frameworks(Recorder, subjects=("parity",)):
         if is_single_process:
             when_imported(_LIGHTNING, self._follow_lightning)
         when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._steps))
-        Patch(torch.jit, "script", functools.partial(scripting_in, _originals_in_place))
+        Patch(torch.jit, "script", functools.partial(scripting_in, _without_patches))
 
     def _follow_lightning(self, module: Any) -> None:
         for name in ("Trainer", "Fabric"):
@@ -297,7 +297,7 @@ class Frameworks(Recorder, subjects=("parity",)):
 
 
 @contextlib.contextmanager
-def _originals_in_place(_code: object) -> Iterator[None]:
+def _without_patches(_code: object) -> Iterator[None]:
     """Restore the original functions while TorchScript compiles, instead of the patched ones."""
     functions = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
     current = [(owner, name, getattr(owner, name)) for owner, name in functions]

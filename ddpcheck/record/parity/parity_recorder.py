@@ -31,16 +31,16 @@ from ddpcheck.findings.source_lines import (
     user_frame,
     user_location,
 )
-from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, in_a_line, patched
-from ddpcheck.gather.state.fingerprints import is_shard, own_part
+from ddpcheck.gather.patching import ErrorGuard, Patch, Recorder, in_a_line, patched
+from ddpcheck.gather.state.fingerprints import is_shard, local_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.optimizers.gradient_recorders import norm_given, patch_clip_grad_norm
-from ddpcheck.record.parity.draws import Frameworks, Noise, RandomDraws, RankLayers
+from ddpcheck.record.optimizers.gradient_recorders import norm_before_clip, patch_clip_grad_norm
+from ddpcheck.record.parity.draws import DrawReplay, Frameworks, Noise, RankLayers
 from ddpcheck.record.parity.own_files import redirect_files
 from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
-from ddpcheck.record.parity.shown import Shown, ValueTrace
+from ddpcheck.record.parity.shown import ShownRecorder, ValueTrace
 from ddpcheck.record.rank.environment import ParityOptions, when_imported
 from ddpcheck.record.recording import follow_steps
 from ddpcheck.record.source import program_numbers
@@ -68,7 +68,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         reader = SampleReader(Path(options.samples), options.world_size) if options.replays else None
         self._reader = reader
         self.samples = Samples(self.write, reader, options)
-        self._draws = RandomDraws(self.samples, replays=options.draws)
+        self._draws = DrawReplay(self.samples, replays=options.draws)
         self._layers = RankLayers(self.samples)
         self._frameworks = Frameworks(is_single_process=reader is not None)
         self._optimizers: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
@@ -84,7 +84,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._described = self._stepped_inside = 0
         self._rates: list[float] | None = None  # the single process's own rates while the ranks' rates are set
         self._trace = ValueTrace(self.write, lambda: self.samples.loads)
-        self._shows = Shown(self.write, self.samples, lambda: self._steps, self._known_rates)
+        self._shows = ShownRecorder(self.write, self.samples, lambda: self._steps, self._known_rates)
         self._looks = 0
         self.samples.on_pass = self._look
         self._noise = Noise() if options.is_noise else None
@@ -137,7 +137,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self.samples.draws = True
         if self._noise is not None:
             self._noise.begin()
-            parameters = [own_part(p) for group in optimizer.param_groups for p in group["params"]]
+            parameters = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
             self._noise.round(parameters, _OF_KERNELS)
 
     def _switches(self, _module: Any, mode: bool = True) -> None:
@@ -177,7 +177,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self._loss_at = None if frame is None else _loss_line(frame.f_code.co_filename, frame.f_lineno)
 
     def _clips(self, *arguments: Any, **named: Any) -> None:
-        limit, norm = named.get("max_norm", arguments[1:2]), norm_given(arguments, named)
+        limit, norm = named.get("max_norm", arguments[1:2]), norm_before_clip(arguments, named)
         if norm is not None and not math.isinf(norm):
             self._clip = float(norm), float(limit[0] if isinstance(limit, tuple) else limit)
 
@@ -242,11 +242,11 @@ class ParityRecorder(Recorder, subjects=("parity",)):
     def _step_of(self, optimizer: Any, number: int, count: int, rates: Sequence[float]) -> ParityStep:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not count and any(p not in self._names for p in parameters):
-            for _, value in program_numbers.held_by_program():
+            for _, value in program_numbers.program_contents():
                 if isinstance(value, nn.Module):
                     self._name(value)
         names = [self._names.get(p, f"parameter {index}") for index, p in enumerate(parameters)]
-        values = norms({f"{index}": own_part(p) for index, p in enumerate(parameters)})
+        values = norms({f"{index}": local_part(p) for index, p in enumerate(parameters)})
         return ParityStep(
             number,
             count,
@@ -255,14 +255,14 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             rates=tuple(rates),
             sharded=any(map(_is_part, parameters)),
             names=() if count else tuple(names),
-            elements=tuple(own_part(p).numel() for p in parameters) if not count else (),
+            elements=tuple(local_part(p).numel() for p in parameters) if not count else (),
         )
 
     def _note_gradients(self, optimizer: Any, step: ParityStep) -> None:
         if not step.count:
             self._compare_rows(step.optimizer)
         parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-        gradients = {f"{index}": own_part(p.grad) for index, p in parameters.items() if p.grad is not None}
+        gradients = {f"{index}": local_part(p.grad) for index, p in parameters.items() if p.grad is not None}
         if self._noise is not None:
             self._noise.round(gradients.values())
         sizes = norms(gradients)
@@ -372,4 +372,4 @@ def start(options: ParityOptions, folder: str) -> None:
     def failed(error: Exception, failed_recorder: Recorder) -> None:
         current.write(WatchingFailed("", failed_recorder.name, ("parity",), 0, in_a_line(error)))
 
-    OwnErrors.taken_by = failed
+    ErrorGuard.taken_by = failed

@@ -130,7 +130,7 @@ def _offsets_in(path: Path) -> dict[str, tuple[int, int]]:
     return offsets
 
 
-def together(values: Sequence[Any], *, is_whole: bool = False) -> Any:
+def join_ranks(values: Sequence[Any], *, is_whole: bool = False) -> Any:
     """Concatenate the ranks' values along the batch dimension; return equal values once unless `is_whole`.
 
     Raises:
@@ -203,12 +203,12 @@ def is_padded(value: Any, part: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.shape[1:] != part.shape[1:]
 
 
-def rows_of(value: Any) -> int:
+def row_count(value: Any) -> int:
     """Return the row count of the first tensor or array, or 0."""
     if isinstance(value, Mapping | UserDict):
         value = [*value.values()]
     if isinstance(value, list | tuple):
-        return next((rows for item in value if (rows := rows_of(item))), 0)
+        return next((rows for item in value if (rows := row_count(item))), 0)
     shape: Any = getattr(value, "shape", ())
     return int(shape[0]) if len(shape) else 0
 

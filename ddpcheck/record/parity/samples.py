@@ -34,9 +34,9 @@ from ddpcheck.record.parity.sample_store import (
     SampleWriter,
     is_padded,
     is_same,
-    rows_of,
+    join_ranks,
+    row_count,
     scale_batch_size,
-    together,
 )
 from ddpcheck.record.rank.environment import ParityOptions
 
@@ -154,10 +154,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             raise NotTogetherError("no rank has recorded it")
         if (dim := self._batch_dim(values)) and not is_same(values[0], values[-1]):
             return cat(values, dim)
-        rows = tuple(map(rows_of, values))
-        value = together(values, is_whole=rows_here == sum(rows))
+        rows = tuple(map(row_count, values))
+        value = join_ranks(values, is_whole=rows_here == sum(rows))
         self.is_padded |= any(is_padded(value, part) for part in values)
-        count = rows_of(value)
+        count = row_count(value)
         is_whole, owners = count == sum(rows), self.owners(count)
         if not is_whole or count in self.rows or owners is None or owners.bincount().tolist() != [*rows]:
             self.note_rows(rows if is_whole else ())  # not for draws with a row count derived from a batch
@@ -256,14 +256,16 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self.is_smaller |= smaller is not None
             return smaller
         sizes: list[int] = self._reader.get(key)
-        whole = kind is data.DataLoader and self._is_taken_whole(key, named.get("dataset", next(iter(arguments), ())))
+        whole = kind is data.DataLoader and self._evaluates_all_samples(
+            key, named.get("dataset", next(iter(arguments), ()))
+        )
         if not sizes or self._turns > 1 or whole:
             return sizes[0] if sizes else None
         if 1 < size == sizes[0]:
             self.scaled.update(scale_batch_size(size, sum(sizes)))
         return sum(sizes)
 
-    def _is_taken_whole(self, key: str, dataset: Any) -> bool:
+    def _evaluates_all_samples(self, key: str, dataset: Any) -> bool:
         """Return True if the ranks (or a single rank) each evaluate all samples."""
         assert self._reader is not None
         ended = self._reader.get(f"{key} pass 0 ended")
@@ -320,7 +322,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             if pass_.batches < _MOST_WITHOUT or pass_.began < self.backwards:
                 self.keep(f"{pass_.key} batch#{pass_.batches}", batch)
         pass_.batches += 1
-        pass_.rows += rows_of(batch)
+        pass_.rows += row_count(batch)
 
     def _ended(self, pass_: _Pass) -> None:
         if pass_.is_over:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ddpcheck.record.rank import started_processes
-from ddpcheck.record.rank.environment import ParityOptions, RunOptions, guarded, options_of_run, when_imported
+from ddpcheck.record.rank.environment import ParityOptions, RunOptions, errors_to_folder, options_of_run, when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
 _WITH_LINES = (  # constructions and seeds are recorded, also before a process group exists
@@ -58,7 +58,7 @@ def _record_parity(options: ParityOptions, folder: str) -> None:
     if options.replays and started_processes.is_first_process():
         from ddpcheck.record.rank import rank_watch
 
-        rank_watch.begin_alone(RunOptions(folder, 0, options))
+        rank_watch.begin_single_process(RunOptions(folder, 0, options))
 
 
 def _arm(module: ModuleType) -> None:
@@ -95,13 +95,13 @@ def _begin() -> None:
 def _announcing(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
-        guarded(started_processes.leave_agent_store)(arguments, named)
+        errors_to_folder(started_processes.leave_agent_store)(arguments, named)
         with started_processes.noted_joining(arguments, named):
             original(*arguments, **named)
         collects = gc.isenabled()
         gc.disable()  # a collection over all torch objects would add half of the import time
         try:
-            guarded(_begin)()
+            errors_to_folder(_begin)()
         finally:
             if collects:
                 gc.enable()

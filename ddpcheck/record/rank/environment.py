@@ -100,14 +100,14 @@ def when_imported(names: Iterable[str], follow: _Follow) -> None:
     """Call `follow` with each named module, now or right after its import."""
     for name in names:
         if name in sys.modules:
-            guarded(follow)(sys.modules[name])
+            errors_to_folder(follow)(sys.modules[name])
         else:
             _awaited[name] = follow
     if _awaited and _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
-def guarded(function: Callable[..., object]) -> Callable[..., None]:
+def errors_to_folder(function: Callable[..., object]) -> Callable[..., None]:
     """Wrap a function: its errors go to the run folder and never propagate.
 
     Errors include ImportError: a program may block modules unknown to it.
@@ -139,14 +139,14 @@ class _Finder(MetaPathFinder):
             sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LoaderThatFollows(spec.loader, follow)
+            spec.loader = _FollowingLoader(spec.loader, follow)
         return spec
 
 
 _finder = _Finder()
 
 
-class _LoaderThatFollows(Loader):
+class _FollowingLoader(Loader):
     """Loader that calls `follow`, then restores the real loader (for `inspect`)."""
 
     def __init__(self, loader: Loader, follow: _Follow) -> None:
@@ -161,4 +161,4 @@ class _LoaderThatFollows(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        guarded(self._follow)(module)
+        errors_to_folder(self._follow)(module)

@@ -17,7 +17,7 @@ import torch
 from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, location_of, user_location
-from ddpcheck.gather.ddp.sharding import shard_held
+from ddpcheck.gather.ddp.sharding import shard_position
 from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.recording import Recording
@@ -70,7 +70,7 @@ class FileRecorder(Recorder, subjects=("files",)):
     def _saves(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
         sharded = [watch.parameters for watch in list(self._watches) if watch.is_sharded]
-        shard = next((candidate for params in sharded if (candidate := shard_held(obj, params)) is not None), None)
+        shard = next((candidate for params in sharded if (candidate := shard_position(obj, params)) is not None), None)
         self._note(f, began, None, writes=True, shard=shard)  # recorded early: this rank may be killed during the save
         yield
         self._note(f, began, None, writes=True, shard=shard)

@@ -19,12 +19,12 @@ from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import code_of, frames_from, is_of_program, location_of, user_location, variables_of
-from ddpcheck.gather.ddp.ddp_wrapper import constructor_options, parameters_of
+from ddpcheck.gather.ddp.ddp_wrapper import constructor_options, optimizer_params
 from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.state.module_description import class_name, structure_of
-from ddpcheck.record.data.constructions import seeded_at
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.data.constructions import seed_line
+from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.replicas.program_state import program_variables
 from ddpcheck.record.replicas.tables import is_order_of_a_set
@@ -71,7 +71,7 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
         """Return the optimizers that the script constructed and still references."""
         return [optimizer for optimizer in list(self.constructed) if hasattr(optimizer, "param_groups")]
 
-    def note_changes(self, watch: ScriptWatch, kinds: Sequence[str]) -> None:
+    def note_changes(self, watch: WrapperRecorder, kinds: Sequence[str]) -> None:
         """Record the line of a `requires_grad` change detected by a watch."""
         if {"frozen", "unfrozen"}.isdisjoint(kinds) or any(
             key[:2] == (watch.number, "requires_grad") for key in self._seen
@@ -125,7 +125,7 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
 
     def note_step_in_backward(self, optimizer: Any) -> None:
         """Record an optimizer step during backward, before DDP has averaged the gradients."""
-        param_ids = {id(p) for p in parameters_of(optimizer)}
+        param_ids = {id(p) for p in optimizer_params(optimizer)}
         hooks = (self._hooks.get(frame.f_code) for frame in frames_from(sys._getframe(1)))
         location = next(filter(None, hooks), None) or user_location()
         for watch in list(self._run.watches):
@@ -146,20 +146,22 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
 
     def _registered(self, module: nn.Module, name: str, _obj: Any) -> None:
         if self.seeded[0] is None:
-            self.seeded = torch.initial_seed(), seeded_at("torch")
+            self.seeded = torch.initial_seed(), seed_line("torch")
         if len(self._seen) < _MOST_CHANGES:
             for watch in list(self._run.watches):
                 if (path := watch.path_of(module)) is not None:
                     self._note(watch, "parameters", f"{path}.{name}".lstrip("."), (), user_location())
 
-    def _note(self, watch: ScriptWatch, what: str, how: str, names: tuple[str, ...], where: Location | None) -> None:
+    def _note(
+        self, watch: WrapperRecorder, what: str, how: str, names: tuple[str, ...], where: Location | None
+    ) -> None:
         key = watch.number, what, where
         if where is not None and key not in self._seen:
             self._seen.add(key)
             self._run.add(ModuleChanged(watch.number, what, how, names, where, watch.forwards, watch.step))
 
 
-def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:
+def _path_in(watch: WrapperRecorder, module: nn.Module) -> str | None:
     """Return the path in the wrapped module; '' for that module and its parents."""
     path = watch.path_of(module)
     return "" if path is None and any(part is watch.module for part in module.modules()) else path

@@ -46,7 +46,7 @@ from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.collectives import collective_log
 from ddpcheck.gather.collectives.groups import backend_of, name_of_group
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
-from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, Recorder, accompanied, guarded, in_a_line, patched
+from ddpcheck.gather.patching import CALLER, ErrorGuard, Patch, Recorder, accompanied, guarded, in_a_line, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.compilations import MODULES as OF_COMPILER
 from ddpcheck.gather.steps.compilations import CompilationRecorder, follow_compiler
@@ -63,10 +63,10 @@ from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
 from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run, when_imported
 from ddpcheck.record.rank.file_recorder import FileRecorder
 from ddpcheck.record.rank.line_recorder import ConstructionRecorder, LineRecorder
-from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.started_processes import launched_beside, on_end
 from ddpcheck.record.rank.work_recorder import PeerRecorder, SumRecorder, WorkRecorder
+from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.replicas.module_uses import WriteRecorder
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
@@ -113,7 +113,7 @@ def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Calla
         _rank = _RankRecorder(options, replacements)
 
 
-def begin_alone(options: RunOptions) -> None:
+def begin_single_process(options: RunOptions) -> None:
     """Record the end of this single process, which may have no process group."""
     global _rank
     _rank = _RankRecorder(options, {})
@@ -136,7 +136,7 @@ class _RankRecorder:
         self._log = RankLog(Path(options.folder), started)
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
-        OwnErrors.taken_by = self._failed
+        ErrorGuard.taken_by = self._failed
         self._parity: Any = None
         if options.parity is not None:
             from ddpcheck.record.parity import parity_recorder  # import only if needed
@@ -181,7 +181,7 @@ class _RankRecorder:
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             collective_log.on_given.append(recorder.note_collective)
         self._sums = SumRecorder(add)
-        collective_log.on_given += (self._optimizers.allreduce_inputs.note, self._sums.note_given)
+        collective_log.on_given += (self._optimizers.allreduce_inputs.note, self._sums.note_input)
         collective_log.on_overwritten.append(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
         patched(vars(dist)["Reducer"], "prepare_for_backward", self._prepares)
@@ -305,13 +305,13 @@ class _RankRecorder:
         began_alike: bool,
         built: Mapping[str, int] | None = None,
         at: Location | None = None,
-    ) -> ScriptWatch | None:
+    ) -> WrapperRecorder | None:
         if os.getpid() != self._process:
             return None
         self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
         count = self._of_group[group]  # equal on all ranks of the group, which construct wrappers in the same order
         note = self._lines.note_changes
-        watch = ScriptWatch(self._run, wrapper, note, began_alike=began_alike, of_group=count, built=built, at=at)
+        watch = WrapperRecorder(self._run, wrapper, note, began_alike=began_alike, of_group=count, built=built, at=at)
         if watch.is_off:
             return None
         self._watches.add(watch)
@@ -323,7 +323,7 @@ class _RankRecorder:
 
     def _overwritten(self, call: Call, call_args: Mapping[str, Any]) -> None:
         """Record sums of gradients; watch for backward through tensors that a collective overwrote."""
-        self._sums.note_left(call, call_args)
+        self._sums.note_output(call, call_args)
         tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()
         is_sum, is_average = (is_world and call.operation == "all_reduce" and op == reduce_op for reduce_op in _SUMS)

@@ -23,7 +23,7 @@ from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.loop_record import follow_switches
 from ddpcheck.record.rank.environment import when_imported
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import UnpickledHook
 
 _HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; if missing, shards are not watched
@@ -45,14 +45,16 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
 
     def __init__(
         self,
-        watch: Callable[[nn.Module, Mapping[str, int], Location | None], ScriptWatch | None],
+        watch: Callable[[nn.Module, Mapping[str, int], Location | None], WrapperRecorder | None],
         sharded: Callable[[torch.Tensor], object],
     ) -> None:
         self._watch = watch
         self._note_shard = sharded
         self._lines: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # line that shards the module
         self._scales: WeakKeyDictionary[nn.Module, list[tuple[str, Location | None]]] = WeakKeyDictionary()
-        self._known: WeakKeyDictionary[nn.Module, tuple[Callable[[], ScriptWatch | None], str]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[nn.Module, tuple[Callable[[], WrapperRecorder | None], str]] = (
+            WeakKeyDictionary()
+        )
         self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # (shard, fingerprints of whole and shard)
         self._assigned: list[_Assigned] = []
         self._modules: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # replace sharded modules
@@ -117,7 +119,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
             if any(map(is_shard, before.parameters())) and not any(map(is_shard, submodule.parameters())):
                 self._modules[submodule] = user_location()
 
-    def _note_replaced(self, watch: ScriptWatch, *, first: bool) -> None:
+    def _note_replaced(self, watch: WrapperRecorder, *, first: bool) -> None:
         """Report parameters assigned since the last forward pass, unless `fully_shard` gathers them.
 
         In the first forward pass, torch adopts new shards.
@@ -149,7 +151,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
             watch.shards_forward(module, arguments, named)
         yield
         if watch is not None:
-            watch.look_for_leaves(prefix, module)
+            watch.find_unsharded(prefix, module)
 
     def _after(self, _state: Any, module: nn.Module, *_arguments: Any) -> Iterator[None]:
         output = yield
@@ -157,10 +159,10 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         if watch is not None and watch.module is module:
             watch.shards_returned(module, output)
 
-    def _begin(self, module: nn.Module) -> tuple[Callable[[], ScriptWatch | None], str]:
+    def _begin(self, module: nn.Module) -> tuple[Callable[[], WrapperRecorder | None], str]:
         """Watch the outermost module, whose forward pass runs first."""
         watch = self._watch(module, self._values_of(module), self._lines.get(module))
-        watch_ref: Callable[[], ScriptWatch | None] = (lambda: None) if watch is None else ref(watch)
+        watch_ref: Callable[[], WrapperRecorder | None] = (lambda: None) if watch is None else ref(watch)
         for path, part in module.named_modules():
             self._known[part] = watch_ref, f"{path}." if path else ""
             for name, location in self._scales.pop(part, ()):

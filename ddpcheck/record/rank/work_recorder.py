@@ -33,7 +33,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
 from ddpcheck.gather.collectives.collective_log import on_given, on_started, replace_functions, tensors_of
 from ddpcheck.gather.patching import CALLER, Recorder, accompanied, guarded, patched
-from ddpcheck.gather.state.fingerprints import place_of, version_of
+from ddpcheck.gather.state.fingerprints import storage_address, version_counter
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import program_variables
@@ -87,7 +87,10 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             tensors, backend = tensors_of(call_args), dist.get_backend(call_args.get("group"))
             result = id(call_args.get("tensor"))
             versions = [  # views share the version counter of their base
-                (tensor_ref(tensor), version_of(tensor) + (id(tensor) == result and _writes(tensor, call, backend)))
+                (
+                    tensor_ref(tensor),
+                    version_counter(tensor) + (id(tensor) == result and _writes(tensor, call, backend)),
+                )
                 for tensor in map(call_args.get, _GIVEN)
                 if isinstance(tensor, torch.Tensor) and not tensor._is_view()
                 if all(t._base is not tensor for t in tensors)
@@ -112,7 +115,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             location,
             all(tensor.device.type == "cpu" for tensor in tensors),
             [*map(weakref.ref, tensors)],
-            {*map(place_of, tensors)},
+            {*map(storage_address, tensors)},
             versions if call_before == id(call_args) else [],  # else recorded by another thread
         )
 
@@ -123,7 +126,9 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         self._add(WorkUsed(pending.location))
         yield  # after wait(), the backend has finished its own writes
         written = [
-            ref for ref, version in pending.versions if (tensor := ref()) is not None and version_of(tensor) > version
+            ref
+            for ref, version in pending.versions
+            if (tensor := ref()) is not None and version_counter(tensor) > version
         ]
         if written and self._looks_at(pending):
             waits_at = user_location(sys._getframe(CALLER))
@@ -136,7 +141,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         if pending is None or not pending.on_cpu or not self._looks_at(pending):
             return
         of_gradients = self._are_gradients(pending.places)
-        if of_gradients or _are_held([tensor for ref in pending.tensors if (tensor := ref()) is not None]):
+        if of_gradients or _is_referenced([tensor for ref in pending.tensors if (tensor := ref()) is not None]):
             self._add(WorkDropped(pending.operation, pending.location, of_gradients))
 
     def _looks_at(self, pending: _Pending) -> bool:
@@ -156,7 +161,7 @@ def _writes(tensor: torch.Tensor, call: Call, backend: str) -> bool:
     return (on_cpu or "nccl" not in backend) and (averages or not on_cpu or tensor.layout != torch.strided)
 
 
-def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
+def _is_referenced(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if a program variable, container or module refers to a tensor."""
     tensor_ids = set(map(id, tensors))
     for _, value, _ in program_variables(depth=1) if tensor_ids else ():
@@ -266,7 +271,7 @@ class SumRecorder(Recorder, subjects=("evaluation",)):
         self._sink = sink
         self._lines: dict[tuple[str, int], _SumLine] = {}
 
-    def note_given(self, call: Call, call_args: Mapping[str, Any]) -> None:
+    def note_input(self, call: Call, call_args: Mapping[str, Any]) -> None:
         line = self._line_of(call, call_args)
         if line is None:
             return
@@ -275,7 +280,7 @@ class SumRecorder(Recorder, subjects=("evaluation",)):
             line.inputs, line.results = [], []
         line.inputs.append(numbers)
 
-    def note_left(self, call: Call, call_args: Mapping[str, Any]) -> None:
+    def note_output(self, call: Call, call_args: Mapping[str, Any]) -> None:
         line = self._line_of(call, call_args)
         if line is None or len(line.inputs) <= len(line.results):
             return

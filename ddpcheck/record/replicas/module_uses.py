@@ -34,7 +34,7 @@ from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.wrapper_checks import is_ignored
 from ddpcheck.record.rank.environment import when_imported
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.stream.rank_report import is_probed
 
@@ -84,7 +84,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         """Follow a shard whose module is watched from the first forward pass on."""
         self._wrapped[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
 
-    def wrapped(self, watch: ScriptWatch) -> None:
+    def wrapped(self, watch: WrapperRecorder) -> None:
         """Follow the parameters of a new wrapper, and report earlier writes."""
         for name, parameter in watch.module_parameters():  # frozen parameters, too
             self._wrapped[id(parameter)] = tensor_ref(parameter), watch.number, name

@@ -31,10 +31,10 @@ from ddpcheck.findings.source_lines import (
 from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, place_of
+from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, storage_address
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.replicas.module_uses import UseRecorder
 from ddpcheck.record.replicas.replica_recorder import batch_statistics
@@ -93,7 +93,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         for path, value, location in program_variables(depth=2, nested=_MOST_NESTED) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
                 continue
-            if isinstance(value, nn.Module) and not _can_be_followed(value, trained):
+            if isinstance(value, nn.Module) and not _accepts_hooks(value, trained):
                 continue
             seen.add(id(value))
             state, stays = self._copied(path, value, wrapped, parts)
@@ -104,7 +104,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
                 state = {}
             copies = bool(state)
             if not state and isinstance(value, nn.Module):
-                state = self._of_criterion(value) or self._of_other(path, value)
+                state = self._of_criterion(value) or self._constant_parameters(path, value)
             if state and not any(id(tensor) in trained for tensor in state.values()):
                 if copies:
                     self._copy_found(path, state.values())
@@ -128,7 +128,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
     ) -> StateHeld:
         used = isinstance(value, nn.Module) and bool(self._in_use(value))
         values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
-        together = min(self._together[place_of(tensor)] for tensor in state.values())
+        together = min(self._together[storage_address(tensor)] for tensor in state.values())
         kind, line = type(value).__name__, line_of_variable(path, where)
         if not copies:
             line = next((location for name in state if (location := writing_line(value, name)) is not None), line)
@@ -138,7 +138,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
     def note_together(self, tensor: Any) -> None:
         """Count a collective that made a tensor equal on all ranks."""
         if type(tensor) in (torch.Tensor, nn.Parameter) and len(self._together) < _MOST_TOGETHER:
-            self._together[place_of(tensor)] += 1
+            self._together[storage_address(tensor)] += 1
 
     def _copied(
         self,
@@ -174,7 +174,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
             if matched := _like(params, tensors, by_name=by_name):
                 return (matched if _is_near(matched, params) else {}), stays
         for params in parts():
-            if (matched := _like(params, tensors, by_name=by_name)) and _points_alike(matched, params):
+            if (matched := _like(params, tensors, by_name=by_name)) and _have_similar_directions(matched, params):
                 return matched, stays
         return {}, False
 
@@ -186,7 +186,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point() and n not in statistics}
         return buffers if buffers and self._use_of(module) == "training" else {}
 
-    def _of_other(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
+    def _constant_parameters(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the parameters of a called module, expected to stay constant, a few times."""
         tensors = _parameters(module)
         if not tensors or any(map(is_shard, tensors.values())):
@@ -216,7 +216,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._used[module] = "training" if trains else self._used.get(module) or "evaluation"
 
 
-def _parts_of(watches: Iterable[ScriptWatch]) -> list[dict[str, torch.Tensor]]:
+def _parts_of(watches: Iterable[WrapperRecorder]) -> list[dict[str, torch.Tensor]]:
     modules = (watch.module for watch in list(watches) if not watch.is_sharded)
     parts = (_parameters(part) for module in modules for part in itertools.islice(nn.Module.modules(module), 1, None))
     return [part for part in parts if part]
@@ -227,7 +227,7 @@ def _is_of_a_part(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[s
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     layers = {name.rpartition(".")[0] for name in tensors}
     candidates = (part for part in parts if {name: tensor.shape for name, tensor in part.items()} == shapes)
-    return any(len(layers) > 1 or _points_alike(tensors, part) for part in candidates)
+    return any(len(layers) > 1 or _have_similar_directions(tensors, part) for part in candidates)
 
 
 def _like(
@@ -264,7 +264,7 @@ def _is_near(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor
     return bool(torch.dot(a, b) >= _LEAST_COSINE * a.norm() * b.norm() or as_large)
 
 
-def _points_alike(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
+def _have_similar_directions(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
     """Return True if the largest parameters have similar directions, and elements of both signs."""
     a, b = _largest(copies, ours)
     is_enough = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
@@ -288,7 +288,7 @@ def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(nn.Module.named_parameters(module))
 
 
-def _can_be_followed(module: nn.Module, trained: Set[int]) -> bool:
+def _accepts_hooks(module: nn.Module, trained: Set[int]) -> bool:
     """Return True if a module is initialized, not lazy, not trained, and takes hooks."""
     try:
         if any(id(p) in trained for p in nn.Module.parameters(module)):

@@ -19,7 +19,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven, uneven_parts
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard, own_part
+from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard, local_part
 from ddpcheck.gather.state.module_description import Parts
 from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, is_subnormal, short_sketches, sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
@@ -47,7 +47,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
         self._written: set[str] = set()  # names of buffers that have changed
-        self._begun = -1  # captured step without a forward pass since then; -1 for none
+        self._count_passes = -1  # captured step without a forward pass since then; -1 for none
 
     def write(self) -> None:
         """Write the captured state, with the current parameters.
@@ -69,7 +69,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             self._log.add(replace(captured, state=state, parts=parts, values=sketched))
 
     def write_buffers(self) -> None:
-        step, self._begun, self.waits = self._begun, -1, False
+        step, self._count_passes, self.waits = self._count_passes, -1, False
         parts = self._recorder.parts.now() if step >= 0 else None
         if parts is not None and (buffers := self._own_buffers(fingerprints(parts.buffers.items()), parts)):
             self._log.add(BuffersKept(self._number, step, buffers))
@@ -78,7 +78,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         """Keep the state after the backward pass of a step, to be written later."""
         tensors = self._recorder.parameters
         gradients = {name: p.grad for name, p in tensors.items() if p.grad is not None}
-        self.reduced = rows = in_rows({name: own_part(g) if is_shard(g) else g for name, g in gradients.items()})
+        self.reduced = rows = in_rows({name: local_part(g) if is_shard(g) else g for name, g in gradients.items()})
         state = self._recorder.replica.capture(step, after_backward=True, parts=parts, reduced=(tensors, rows))
         buffers = self._own_buffers(state.values.buffers, parts)
         changed = {name for name in buffers if self._buffers.get(name, buffers[name]) != buffers[name]}
@@ -108,7 +108,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
                 hooked = probe.hooked.location, probe.hooked.changed, probe.hooked.factors
                 self._log.add(GradientsHooked(self._number, step, *hooked))
         self.write()
-        self._captured, self._begun, self.waits = (captured, parts.parameters), step, True
+        self._captured, self._count_passes, self.waits = (captured, parts.parameters), step, True
 
     def write_statistics(self, step: int) -> None:
         """Write the last running statistics of normalization layers.

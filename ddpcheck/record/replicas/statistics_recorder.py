@@ -32,7 +32,7 @@ from ddpcheck.gather.patching import Recorder
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.record.loop.optimizer_steps import DDP_FILE
 from ddpcheck.record.recording import Recording, UnpickledHook
-from ddpcheck.record.source.program_numbers import held_by_program, is_usable, tensor_of
+from ddpcheck.record.source.program_numbers import is_usable, program_contents, tensor_of
 from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed
 
@@ -149,7 +149,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             state.entry, state.rollouts, state.calls = id(part), state.rollouts + 1, 0
         if state.entry == id(part):
             count, state.calls, acts, state.acts = state.calls, state.calls + 1, state.acts, state.acts + 1
-            if _is_looked_at(state.rollouts) and _is_looked_at(count) and (look := self._look(state, inputs)):
+            if _is_recorded_call(state.rollouts) and _is_recorded_call(count) and (look := self._look(state, inputs)):
                 if state.called.acts == acts:
                     _compare(state, look, state.called, begins=True)
                 if state.acted.acts == acts:
@@ -158,11 +158,11 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 
     def _called(self, state: _Followed, _module: nn.Module, *inputs: Any) -> None:
         count, state.forwards = state.forwards, state.forwards + 1
-        acted, state.entry = state.entry != 0 and _is_looked_at(state.rollouts), 0
+        acted, state.entry = state.entry != 0 and _is_recorded_call(state.rollouts), 0
         if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(state, inputs)):
             return
         unseen = state.acts > max(state.acted.acts, state.called.acts, 0)
-        _compare(state, look, state.called, counts=state.called.acts == state.acts and _is_looked_at(count - 1))
+        _compare(state, look, state.called, counts=state.called.acts == state.acts and _is_recorded_call(count - 1))
         state.called = look.without_rows()
         for name, tally in state.tallies.items():
             if not tally.features or (unseen and not tally.moves) or (mean := look.variables.get(name)) is None:
@@ -189,7 +189,7 @@ def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True,
     both = [(name, now, last.variables[name]) for name, now in look.variables.items() if name in last.variables]
     alike = [(name, now, before) for name, now, before in both if now.features == before.features]
     changed = [name for name, now, before in alike if bool(((now.mean - before.mean).abs() > now.rounding).any())]
-    finders = (_found_by_inputs, _found_by_samples, _found_in_whole)
+    finders = (_moved_with_inputs, _moved_with_samples, _moved_with_table)
     fits = {name: fit for finder in finders for name, fit in finder(look, last, changed).items()}
     for name in changed if counts else fits:
         tally, mean = state.tallies.setdefault(name, _Tally()), look.variables[name]
@@ -205,7 +205,7 @@ def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True,
 _Found = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by name of a statistic
 
 
-def _is_looked_at(count: int) -> bool:
+def _is_recorded_call(count: int) -> bool:
     """Return True if a call or rollout is recorded: probed ones and their successors."""
     return is_probed(count) or is_probed(count - 1)
 
@@ -219,7 +219,7 @@ def _are_from(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
     return any(bool(((new - old).abs() <= _SAME).all(2).any()) for pair in pairs for old in pair)
 
 
-def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
+def _moved_with_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
     """Find variables that moved like the mean of the inputs times another variable."""
     fits: _Found = {}
     for name in changed:
@@ -227,7 +227,7 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
         best = _FITS
         for src, scaled_by in ((look, look), (last, last), (look, last)):  # updated before use, later, or right after
             inputs = [x for x in src.inputs if x.features == now.features > 1]
-            inputs = [x for x in inputs if _is_same_way(now, before, x)]
+            inputs = [x for x in inputs if _may_fit(now, before, x)]
             scales = _scales(scaled_by, name) if inputs else torch.empty(0)
             for x in inputs if len(scales) else ():
                 moved, mask = _moved(now, before, scales)
@@ -242,14 +242,14 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
     return fits
 
 
-def _is_same_way(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
+def _may_fit(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
     """Return False if no positive scale fits the move to the inputs (quick test)."""
     moved, size = now.mean - before.mean, inputs.mean.norm()
     mask = (moved.abs() > 2 * now.rounding) & (inputs.rounding <= _ROUNDED * size)
     return not bool((mask & (moved * inputs.mean < 0) & (inputs.mean.abs() > 2 * _FITS * size)).any())
 
 
-def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
+def _moved_with_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
     """Find variables subtracted from known samples that moved towards the samples' mean."""
     fits: _Found = {}
     for x in look.inputs if changed else ():
@@ -272,7 +272,7 @@ def _is_at(offset: torch.Tensor, scale: torch.Tensor, numbers: _Numbers) -> bool
     return bool(((numbers.mean - offset).abs() <= _SAME * scale).all())
 
 
-def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
+def _moved_with_table(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
     """Find variables that moved towards the mean of a table with the raw inputs."""
     fits: _Found = {}
     for whole in look.whole if changed else ():
@@ -412,7 +412,7 @@ def _held_variables(
     samples: list[torch.Tensor] = []
     ids: dict[str, int] = {}  # `id()` by name
     kinds: dict[str, type] = {}
-    for path, value in held_by_program(wide=True, without=without):
+    for path, value in program_contents(wide=True, without=without):
         tensor, name = tensor_of(value), path.partition(".")[2]
         if ids.setdefault(name, id(value)) != id(value):  # another function has a variable of the same name
             name = path

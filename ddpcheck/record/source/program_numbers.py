@@ -18,13 +18,13 @@ from torch import nn
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
+    assignment_targets,
     file_of_class,
     file_of_module,
     frames_from,
     is_of_program,
     parsed_source,
     relative_path,
-    targets_of,
     user_location,
     variables_of,
 )
@@ -50,7 +50,7 @@ def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
     for node in own_nodes(body):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             if not isinstance(node.value, _SEVERAL_THINGS):
-                for target in targets_of(node):
+                for target in assignment_targets(node):
                     yield ast.unparse(target), [node.value]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             args = [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -84,7 +84,7 @@ _MOST_PARTS = 16  # items of a list or tuple that are searched
 def numbers_of_program() -> dict[str, float]:
     """Return the numbers in functions on the stack, by function and variable."""
     numbers: dict[str, float] = {}
-    for name, value in held_by_program():
+    for name, value in program_contents():
         number = number_of(value)
         if number is None and isinstance(value, list | tuple | deque):
             number = _sum_of(value)
@@ -100,7 +100,7 @@ def numbers_of_program() -> dict[str, float]:
 def counters_of_program() -> dict[str, torch.Tensor]:
     """Return small tensors, arrays and lists of numbers, by function and variable."""
     counters: dict[str, torch.Tensor] = {}
-    for name, value in held_by_program():
+    for name, value in program_contents():
         if name not in counters and (numbers := _few_numbers(value)) is not None:
             counters[name] = numbers
         if len(counters) >= _MOST_NUMBERS:
@@ -175,7 +175,7 @@ def is_usable(tensor: torch.Tensor) -> bool:
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
     """Return labels of `count` samples, by function, variable and table column."""
     labels: dict[str, torch.Tensor] = {}
-    for name, value in held_by_program():
+    for name, value in program_contents():
         columns = {f"{name}[{index}]": column for index, column in enumerate(columns_of(value, count))}
         for part, column in (columns or {name: value}).items():
             rows = labels_in(column, count)
@@ -272,7 +272,7 @@ def _sum_of(items: Any) -> float | None:
     return None
 
 
-def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
+def program_contents(*, wide: bool = False, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
     """Yield variables of program functions, innermost first, and contents of meters and dicts.
 
     Skips time measurements.
@@ -301,13 +301,13 @@ def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Ite
             if depth < _DEEPEST and id(value) not in seen:
                 items: list[tuple[str, Any]] = []
                 with contextlib.suppress(Exception):  # attribute access may raise
-                    items = (_inside_widely(name, value) if wide else []) or held_in(name, value)
+                    items = (_inside_widely(name, value) if wide else []) or items_with_paths(name, value)
                 if items:
                     seen.add(id(value))
                     pending.extend((path, item, depth + 1) for path, item in items)
 
 
-def held_in(name: str, value: Any) -> list[tuple[str, Any]]:
+def items_with_paths(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return the items of a mapping, or attributes of a program object, with paths."""
     kind = type(value)  # `__class__` of a proxy may run code
     if issubclass(kind, Mapping) and kind.__module__ in ("builtins", "collections"):
@@ -369,7 +369,7 @@ def numbers_of_conditions() -> list[float]:
     numbers: list[float] = []
     for frame in itertools.islice(program_frames(), 3):
         variables = {**frame.f_globals, **variables_of(frame)}
-        for test in _tests_around(frame.f_code.co_filename, frame.f_lineno):
+        for test in _enclosing_tests(frame.f_code.co_filename, frame.f_lineno):
             for node in ast.walk(test):
                 if isinstance(node, ast.Name | ast.Attribute) and (number := _value_of(node, variables)) is not None:
                     numbers.append(number)
@@ -399,7 +399,7 @@ def _line_of_value(code: CodeType, line: int) -> int:
     nodes = list(own_nodes(body)) if body is not None else []
     calls = (node for node in nodes if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or 0))
     names = {argument.id for call in calls for argument in call.args[:1] if isinstance(argument, ast.Name)}
-    targets = (target for node in nodes for target in targets_of(node) if isinstance(target, ast.Name))
+    targets = (target for node in nodes for target in assignment_targets(node) if isinstance(target, ast.Name))
     assigned = (target.lineno for target in targets if target.id in names and target.lineno < line)
     return max(assigned, default=line)
 
@@ -430,7 +430,7 @@ def _line_after(file: str, line: int) -> int:
 
 
 @functools.cache
-def _tests_around(file: str, line: int) -> tuple[ast.expr, ...]:
+def _enclosing_tests(file: str, line: int) -> tuple[ast.expr, ...]:
     around = [node for node in ast.walk(parsed_source(file)) if isinstance(node, ast.If)]
     return tuple(
         node.test for node in around if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)

@@ -23,9 +23,10 @@ from typing import Any
 
 from torch import nn
 
-from ddpcheck.findings.program_blocks import left_out_by
+from ddpcheck.findings.program_blocks import skipping_blocks
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
+    assignment_targets,
     file_of,
     file_of_module,
     frames_from,
@@ -33,7 +34,6 @@ from ddpcheck.findings.source_lines import (
     is_user_file,
     parsed_source,
     relative_path,
-    targets_of,
     variables_of,
 )
 
@@ -100,7 +100,7 @@ Binding = tuple[Place, "int | ast.AugAssign | None", ast.expr]
 """(place, index into an unpacked value or in-place statement or None, value)"""
 
 
-def place_of(node: ast.expr | ast.stmt) -> Place:
+def node_position(node: ast.expr | ast.stmt) -> Place:
     """Return where a node begins."""
     return node.lineno, node.col_offset
 
@@ -110,15 +110,15 @@ def bindings(body: ast.AST, name: str) -> Iterator[Binding]:
     for node in own_nodes(body):
         if isinstance(node, ast.AugAssign):
             if ast.unparse(node.target) == name:
-                yield place_of(node), node, node.value
+                yield node_position(node), node, node.value
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            for target in targets_of(node):
+            for target in assignment_targets(node):
                 if isinstance(target, ast.Tuple | ast.List):
                     for index, element in enumerate(target.elts):
                         if ast.unparse(element) == name:
-                            yield place_of(node), index, node.value
+                            yield node_position(node), index, node.value
                 elif ast.unparse(target) == name:
-                    yield place_of(node), None, node.value
+                    yield node_position(node), None, node.value
 
 
 def own_nodes(body: ast.AST) -> Iterator[ast.AST]:
@@ -137,7 +137,7 @@ def returns(body: ast.AST) -> Iterator[ast.expr]:
     yield from (node.value for node in own_nodes(body) if isinstance(node, ast.Return) and node.value is not None)
 
 
-def parameters_of(body: ast.AST) -> set[str]:
+def parameter_names(body: ast.AST) -> set[str]:
     """Return the parameter names of a function."""
     if not isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return set()
@@ -149,9 +149,11 @@ def statement_at(body: ast.AST, frame: FrameType) -> ast.stmt | None:
     line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     pos = (frame.f_lineno, column or 0) if line == frame.f_lineno else (frame.f_lineno, 1 << 16)
     statements = [
-        n for n in own_nodes(body) if isinstance(n, ast.stmt) and place_of(n) <= pos and pos[0] <= (n.end_lineno or 0)
+        n
+        for n in own_nodes(body)
+        if isinstance(n, ast.stmt) and node_position(n) <= pos and pos[0] <= (n.end_lineno or 0)
     ]
-    return max(statements, key=place_of, default=None)
+    return max(statements, key=node_position, default=None)
 
 
 @functools.cache
@@ -182,10 +184,10 @@ def user_caller(frame: FrameType) -> FrameType | None:
 
 
 @functools.cache
-def lines_left_out_by(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
+def skipping_lines(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
     """Return lines that decide if a step follows a backward pass, from both stacks."""
     files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
-    return tuple(Location(block.path, block.line) for block in left_out_by(step, backward, files))
+    return tuple(Location(block.path, block.line) for block in skipping_blocks(step, backward, files))
 
 
 MOST_CALLERS = 4  # script functions followed up the call stack
@@ -275,7 +277,7 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
         for file in _files_with(name)
         for node in ast.walk(parsed_source(file))
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
-        for target in targets_of(node)
+        for target in assignment_targets(node)
         if _is(target, name, dict) or _is(target, name, object)
         if value is None or not isinstance(node.value, ast.Constant) or node.value.value is value
     }

@@ -188,7 +188,10 @@ def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
         "kind": finding.severity.value,
         "facts": facts,
         "others": others,
-        "evidence": [*together(evidence[:_MOST_IN_ALL]), *([f"and {num_hidden} more lines"] if num_hidden > 0 else [])],
+        "evidence": [
+            *merge_ranks(evidence[:_MOST_IN_ALL]),
+            *([f"and {num_hidden} more lines"] if num_hidden > 0 else []),
+        ],
         "sources": [source for source in sources if source is not None],
         "when": ", ".join(when),
         "rule": RULES.get(finding.code),
@@ -225,7 +228,7 @@ def _sides(finding: Finding, report: Report) -> list[Source | None]:
     ]
 
 
-def together(evidence: Sequence[str]) -> list[str]:
+def merge_ranks(evidence: Sequence[str]) -> list[str]:
     """Merge lines of evidence that are equal except for the rank."""
     matches = [(_OF_RANK.fullmatch(line), line) for line in evidence]
     groups = group_by(matches, lambda pair: pair[0][2] if pair[0] else (pair[1],))

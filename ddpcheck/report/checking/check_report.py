@@ -19,7 +19,7 @@ from ddpcheck.findings.wording import counted, format_steps, join_names, limited
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.rules.loss.ddp308_nondeterministic import NOT_COMPARED
 from ddpcheck.rules.verdict import Verdict, status_of
-from ddpcheck.trace.replicas import steps_that_end_alike
+from ddpcheck.trace.replicas import steps_with_equal_end
 
 HEADINGS = ("model", "consistency", "wrapping", "parameters", "reducer", "parity")
 """Names of the checks, in display order."""
@@ -123,7 +123,7 @@ class Tally:
     farthest: float = 0.0  # the largest relative error
 
     @classmethod
-    def of(cls, entries: Iterable[ParityEntry]) -> Tally:
+    def count(cls, entries: Iterable[ParityEntry]) -> Tally:
         """Count `entries` with the same reference."""
         entries = list(entries)
         steps = tuple(sorted({entry.step for entry in entries}))
@@ -188,7 +188,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     if name == "parameters":
         return _part_taken(state)
     reference = "local" if name == "reducer" else "single-process"
-    tally = Tally.of(_entries(state).get(reference, ()))
+    tally = Tally.count(_entries(state).get(reference, ()))
     hook = state.wrapper.comm_hook if name == "reducer" else ""
     if hook and state.steps.optimizer_averages:
         reason = f"not compared: {hook} leaves each rank its own gradients, and the optimizer averages"
@@ -221,10 +221,10 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     )
 
 
-def _trained_apart(state: CheckState) -> str:
+def _explain_local_sgd(state: CheckState) -> str:
     """Explain why steps of post-local SGD, in which ranks train independently, are not compared."""
     by_step = state.steps.local_sgd_steps
-    equal = steps_that_end_alike(by_step)
+    equal = steps_with_equal_end(by_step)
     holds = f"the parameters are the same on every rank after {format_steps(equal)}"
     return (
         f"not compared from step {min(by_step)} on: {state.wrapper.comm_hook} averages over fewer ranks, and "
@@ -258,7 +258,7 @@ def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str
         return ""
     if name == "reducer":
         if len(steps) + len(state.steps.local_sgd_steps) == state.asked.steps:
-            return _trained_apart(state)
+            return _explain_local_sgd(state)
         parts = "gradients differ, and the forward draws random numbers, which differ between parts and the whole"
         return state.steps.ddp_skipped or (parts if state.steps.parts_draw else "") or _why_not_reached(state)
     diverged = "the ranks' parameters differ, so no single process can represent all of them"

@@ -61,7 +61,7 @@ class CheckRun(CheckWorlds):
             except Exception as error:
                 self.state.log.error = bug_error(error)
             if self.reference is not None:
-                self.state.take_single_process(self.reference)
+                self.state.reuse_single_process(self.reference)
             if self.state.single.hang and self.state.log.error is None:
                 self.state.log.error = ReportError(self.state.single.hang, EXIT_HANG)
             judging.judge(self.state, self._locate_module())
@@ -78,7 +78,7 @@ class CheckRun(CheckWorlds):
         self._explained("what each program holds", None, calls.program_data.note_program_data)
         for step in range(self.asked.steps):
             self._run_step(step)
-        self._look_again()
+        self._examine_zero_gradients()
         self.state.log.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
 
     def _prepare(self) -> None:
@@ -166,7 +166,7 @@ class CheckRun(CheckWorlds):
             local = self._local_step(step, (lambda: future or run_single()) if needs_single else None)
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
-            self.state.steps.add_local(local, self.state.of_models(local))
+            self.state.steps.add_local(local, self.state.per_model(local))
             if findings := judge_shards(local, self.state.models):
                 self._add(findings)
                 self._skip_rest(f"{findings[0].code}: ranks that compute one model together have different samples")
@@ -189,10 +189,10 @@ class CheckRun(CheckWorlds):
                 self.state.add_single(step, result)
                 compare = partial(self._compare_drawing, numbers=result.numbers) if draws else self._compare_with_single
                 doubtful |= compare(step, averaged)
-            if self.state.steps.draws_alike() and step == 0:
+            if self.state.steps.generators_equal() and step == 0:
                 topic = "whether the ranks draw the same numbers"
                 self.state.single.draws = self._explained(topic, [], calls.repeated_step.draws, step)
-                self.state.single.draws = self.state.of_models(self.state.single.draws)
+                self.state.single.draws = self.state.per_model(self.state.single.draws)
             if doubtful and not self.state.repeats.differ:
                 topic = f"whether step {step} gives the same gradients again"
                 repeated = self._explained(topic, RepeatedStep(), calls.repeated_step.repeat_step, step)
@@ -242,12 +242,12 @@ class CheckRun(CheckWorlds):
         if self.state.steps.ddp_skipped:
             return False
         doubtful = self._run_ddp(step, words)
-        if any(item.compiles for item in self.state.steps.local) and self._reduces_again_alike(step):
+        if any(item.compiles for item in self.state.steps.local) and self._is_repeatable(step):
             with self._phase("reducer", f"{words}: through the compiled wrapper"):
                 self.state.steps.compiled += self._all(calls.ddp_step.compiled_step, step)
         return doubtful
 
-    def _reduces_again_alike(self, step: int) -> bool:
+    def _is_repeatable(self, step: int) -> bool:
         """Return True if the step can be repeated with a compiled wrapper.
 
         A communication hook counts its calls and may keep error feedback. Under `static_graph` DDP expects the
@@ -403,7 +403,7 @@ class CheckRun(CheckWorlds):
         file = self.world.directory / f"exact-{step}.pt"
         return None if any(self._all(calls.local_step.average_exactly, step, file)) else file
 
-    def _look_again(self) -> None:
+    def _examine_zero_gradients(self) -> None:
         """Examine parameters with zero gradients in every step, unless all gradients were zero."""
         steps, last = self.state.steps, self.asked.steps - 1
         zeros = zero_everywhere(steps.parameters) if any(steps.norms.values()) else []

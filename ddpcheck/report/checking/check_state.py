@@ -77,7 +77,7 @@ class CheckOptions:
         options = {"backend": self.backend, "device": self.device, "timeout": self.timeout, "preload": preload, **more}
         return make(self.world_size, **options, hash_seeds=hash_seeds, watch=watch, hosts=hosts)
 
-    def world_of_one(self, **more: Any) -> World:
+    def single_process_world(self, **more: Any) -> World:
         """Start a world of one process without a process group."""
         return replace(self, world_size=1, backend="gloo").world(process_group=False, hash_seeds=False, **more)
 
@@ -132,7 +132,7 @@ class CheckLog:
             return []
 
     @contextlib.contextmanager
-    def in_part(self, name: str) -> Iterator[None]:
+    def time_part(self, name: str) -> Iterator[None]:
         """Add the duration of a block to part `name`."""
         self.part, start = name, time.perf_counter()
         try:
@@ -164,10 +164,10 @@ class RankSteps:
     nonzero_when_perturbed: frozenset[str] = frozenset()
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # where gradients become zero, by parameter
 
-    def add_local(self, local: Sequence[LocalStep], of_models: Sequence[LocalStep]) -> None:
-        """Add a step without the wrapper, by rank and (`of_models`) by model."""
-        self.local = of_models
-        self.first_local = self.first_local or of_models
+    def add_local(self, local: Sequence[LocalStep], per_model: Sequence[LocalStep]) -> None:
+        """Add a step without the wrapper, by rank and (`per_model`) by model."""
+        self.local = per_model
+        self.first_local = self.first_local or per_model
         self.parameters += [item.evidence for item in local]
         self.add_norm(local[0].evidence.step, max(item.norm for item in local))
 
@@ -175,7 +175,7 @@ class RankSteps:
         """Add a norm of all gradients; the largest norm is kept."""
         self.norms[step] = max(norm, self.norms.get(step, 0.0))
 
-    def draws_alike(self) -> bool:
+    def generators_equal(self) -> bool:
         """Return True if differently seeded generators are equal on all ranks after forward."""
         states = {item.random.generator_state for item in self.local}
         return len(self.local) > 1 and len(states) == 1 and 0 not in states
@@ -267,7 +267,7 @@ class CheckState:
         """Groups of ranks that share a split model; empty if no model is split."""
         return sorted({item.together for item in self.wrapped if item.together})
 
-    def of_models(self, by_rank: Sequence[Item]) -> Sequence[Item]:
+    def per_model(self, by_rank: Sequence[Item]) -> Sequence[Item]:
         """Return one item per model, or `by_rank` if no model is split."""
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
@@ -292,7 +292,7 @@ class CheckState:
         """Store losses and random choices of the last step, repeated with comparable random numbers."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
-            for item, (loss, choices) in zip(self.steps.local, self.of_models(steps), strict=True)
+            for item, (loss, choices) in zip(self.steps.local, self.per_model(steps), strict=True)
         ]
         step = self.steps.local[0].evidence.step
         self.single.choices[step] = tuple(dict.fromkeys(choice for _, choices in steps for choice in choices))
@@ -334,7 +334,7 @@ class CheckState:
         changed = any(item.parameters != self.wrapped[item.rank].parameters for item in self.steps.ddp)
         return changed and not self.steps.ranks_differ
 
-    def take_single_process(self, reference: CheckState) -> None:
+    def reuse_single_process(self, reference: CheckState) -> None:
         """Reuse the single process of a finished check of the same target."""
         self.single = replace(reference.single, incomparable="")
         self.repeats.by_rank = self.repeats.by_rank or reference.repeats.by_rank

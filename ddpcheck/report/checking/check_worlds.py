@@ -52,16 +52,16 @@ class PhaseProgress:
     def __init__(self, show: Callable[[str], None] | None) -> None:
         self._show = show or (lambda _words: None)
         self._words = self._shown = ""
-        self._begun = time.monotonic()
+        self._count_passes = time.monotonic()
 
     def __call__(self, words: str) -> None:
         self._words = self._shown = words
-        self._begun = time.monotonic()
+        self._count_passes = time.monotonic()
         self._show(words)
 
     def wait_for(self, running: frozenset[int]) -> None:
         """Show the unfinished ranks and the seconds since the phase began."""
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._count_passes
         if running and seconds >= QUIET:
             text = f"{self._words}: {int(seconds)} s, waiting for {format_ranks(running)}"
             if text != self._shown:
@@ -117,7 +117,7 @@ class CheckWorlds:
         ]
 
     def _start_worlds(self, stack: contextlib.ExitStack) -> None:
-        with self.state.log.in_part("start"):
+        with self.state.log.time_part("start"):
             self._progress(f"starting {self.asked.world_size} ranks")
             self.world = stack.enter_context(self._make_world(group=True))
             if self.reference is None:
@@ -126,7 +126,7 @@ class CheckWorlds:
 
     def _make_world(self, *, group: bool) -> World:
         if not group:
-            return self.asked.world_of_one(make=self.make_world)
+            return self.asked.single_process_world(make=self.make_world)
         mismatch = CollectiveMismatchWatch()
 
         def look(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
@@ -196,7 +196,7 @@ class CheckWorlds:
         )
         last_call = self._last_single
         self.single = self._worlds.enter_context(self._make_world(group=False))
-        for call in (calls.single_process.join_alone, *self._earlier):
+        for call in (calls.single_process.join_single_process_group, *self._earlier):
             if self._settle_single(self._start_single(call)) is None and self.state.single.skipped:
                 return None
         return None if last_call is self._earlier[-1] else self._settle_single(self._start_single(last_call))
@@ -209,7 +209,7 @@ class CheckWorlds:
     @contextlib.contextmanager
     def _phase(self, name: str, words: str) -> Iterator[None]:
         self._progress(f"{name}, {words}")
-        with self.state.log.in_part(name):
+        with self.state.log.time_part(name):
             try:
                 yield
             except errors.TargetError as error:

@@ -158,7 +158,7 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     differences = {step: repeats.widened(single.differences[step]) for step in judged}
     reducer = call_judge("reducer", _reduction_judge(state), ddp, known) if ddp else []
     if state.models:
-        reducer = reducer or call_judge("reducer", judge_updates, ReducerFacts.of(ddp, known))
+        reducer = reducer or call_judge("reducer", judge_updates, ReducerFacts.from_evidence(ddp, known))
         reducer = reducer or call_judge("reducer", judge_norms_of_steps, ddp, state.models)
     only_unequal = len(reducer) == 1 and UNEQUAL in reducer[0].tags
     if known.wrapper.comm_hook and only_unequal and state.replicas_stay_equal:

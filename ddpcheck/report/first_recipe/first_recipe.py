@@ -92,7 +92,7 @@ _LOSSES: Mapping[Output, str] = {
 _UNKNOWN_LOSS = """return output.float().square().mean()  # or output["loss"], if the model computes it"""
 
 
-def place_of_recipe(model: str, output: str | None = None) -> Path:
+def recipe_path(model: str, output: str | None = None) -> Path:
     """Return the recipe path: beside the model's file, or in the working folder.
 
     Raises:

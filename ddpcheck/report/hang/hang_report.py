@@ -13,7 +13,7 @@ from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, ReportError
 from ddpcheck.findings.selection import sort_out
-from ddpcheck.findings.wording import counted, format_ranks, group_by, plural_verb, told_together
+from ddpcheck.findings.wording import counted, format_by_text, format_ranks, group_by, plural_verb
 from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.collectives.diagnose import diagnose_dumps
@@ -35,7 +35,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
         TargetError: The debug server or its ranks do not answer.
     """
     if source.startswith(("http://", "https://")):
-        seen: RanksSeen = load_extra("debug_server").look_at_ranks(source)
+        seen: RanksSeen = load_extra("debug_server").fetch_rank_states(source)
     else:
         collects_garbage = gc.isenabled()
         gc.disable()  # dumps have no cycles, and reading takes half the time
@@ -60,7 +60,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
         tool={"name": "ddpcheck", "version": __version__},
         world={"world_size": flight_recorder.world_size_of(dumps)},
         checks=(_ranks(seen), _collectives(seen, groups, findings, chosen.kept), _call_sites(seen)),
-        error=ReportError(f"{said_of_missing(seen.missing)}; {others}", EXIT_TARGET) if is_unknown else None,
+        error=ReportError(f"{describe_missing_dump(seen.missing)}; {others}", EXIT_TARGET) if is_unknown else None,
         timelines=_timelines(groups, at_end, causes),
     )
     return chosen.complete(report).with_excerpts()
@@ -97,7 +97,7 @@ def _ranks(seen: RanksSeen) -> CheckResult:
     size = flight_recorder.world_size_of(seen.dumps)
     missing = sorted(set(range(size)) - set(seen.dumps))
     if missing:
-        reason = f" ({said_of_missing(seen.missing)})" if seen.missing else ""
+        reason = f" ({describe_missing_dump(seen.missing)})" if seen.missing else ""
         detail = f"{len(seen.dumps)} of {size}: no {seen.source} of {format_ranks(missing)}{reason}"
         return CheckResult("ranks", "skipped", detail=detail)
     lost = [rank for rank, dump in seen.dumps.items() if dump.wrapped]
@@ -127,7 +127,7 @@ def _open(seen: RanksSeen) -> Iterator[str]:
     for text, ranks in group_by(notes, lambda rank: "" if rank in seen.doing else notes[rank]).items():
         if text:
             yield f"{format_ranks(ranks)} {plural_verb('was', 'were', ranks)} {text}"
-    yield from told_together(seen.doing.items())
+    yield from format_by_text(seen.doing.items())
 
 
 def _call_sites(seen: RanksSeen) -> CheckResult:
@@ -140,7 +140,7 @@ def _call_sites(seen: RanksSeen) -> CheckResult:
     return CheckResult("call sites", "passed", detail="no fault in the lines of calls that pair up")
 
 
-def said_of_missing(problems: Mapping[int, str]) -> str:
+def describe_missing_dump(problems: Mapping[int, str]) -> str:
     """Describe why ranks have no dump."""
     reasons = group_by(problems, lambda rank: problems[rank])
     return "; ".join(f"{format_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())

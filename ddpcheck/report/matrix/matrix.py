@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS
-from ddpcheck.findings.from_json import added, parse, read
+from ddpcheck.findings.from_json import added, build, parse
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Document, Finding, ReportError, Severity, checked_version, without_rules_fix
 from ddpcheck.findings.rules import RULES
@@ -192,6 +192,6 @@ class Matrix(Document):
         data = parse(text)
         if not isinstance(data, dict) or data.get("kind") != "matrix":
             raise ValueError("this JSON is not a matrix of ddpcheck: it has no kind 'matrix'")
-        matrix = read(cls, checked_version(data, "matrix"))
+        matrix = build(cls, checked_version(data, "matrix"))
         rows = (replace(row, findings=tuple(map(without_rules_fix, row.findings))) for row in matrix.rows)
         return replace(matrix, rows=tuple(rows))

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.stacks import program_lines
-from ddpcheck.findings.wording import format_ranks, group_by, one_finding, phrase, unless_all
+from ddpcheck.findings.wording import format_ranks, group_by, new_finding, phrase, ranks_or_all
 from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
 from ddpcheck.stream.entries import handled_in
 from ddpcheck.trace.failures import (
@@ -34,7 +34,7 @@ from ddpcheck.trace.failures import (
     is_of_communication,
     process_name,
 )
-from ddpcheck.trace.positions import EndingFacts, Position, calls_there, described_call, doing
+from ddpcheck.trace.positions import EndingFacts, Position, described_call, divergence_evidence, doing
 
 
 def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -> list[Finding]:
@@ -47,14 +47,14 @@ def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -
         return []
     summary = f"{kind}{f': {text}' if text else ''}"
     others = [rank.rank for rank in facts.ranks if rank is not raiser.state]
-    return one_finding(
+    return new_finding(
         "DDP401",
         ("run",),
         f"Rank {raiser.state.rank} raised {summary.rstrip('.')}{f', at {where}' if where else ''}, and reaches "
         f"{described_call(raiser.call)} in the `finally` or `except` that handles it; {doing(facts, others)}.",
         ranks=[raiser.state.rank],
         location=Location.parse(where or raiser.call.location),
-        evidence=calls_there(raiser, peer),
+        evidence=divergence_evidence(raiser, peer),
         fix=f"Fix the exception{f' at {where}' if where else ''}. Call no collective in a `finally` or `except` that a "
         f"single rank may reach ({described_call(raiser.call)}): if the exception ends the rank, torchrun ends the "
         "others.",
@@ -73,11 +73,11 @@ def explain_by_rendezvous(facts: FailureFacts) -> list[Finding]:
     first = others[0]
     ranks = sorted({p.rank for p in others if p.error == first.error and p.rank >= 0})
     who = format_ranks(ranks) if ranks else process_name(first)
-    return one_finding(
+    return new_finding(
         "DDP401",
         ("init_process_group",),
         f"{who.capitalize()} raised {first.error.rstrip('.')}, in init_process_group.",
-        ranks=unless_all(ranks, first.world_size),
+        ranks=ranks_or_all(ranks, first.world_size),
         location=Location.parse(first.location),
         evidence=[f"{process_name(p)}: raised {p.error}" for p in raised if p is not first][:8],
     )
@@ -96,7 +96,7 @@ def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
         )
     elif all((failure.kind, failure.type) == ("raised", first.type) for failure in facts.failures):
         fix = "Fix the exception shown."
-    return facts.first_ended_finding("DDP401", fix=fix, tags=tags_of_exception(first))
+    return facts.new_ended_finding("DDP401", fix=fix, tags=tags_of_exception(first))
 
 
 def tags_of_exception(failure: RankFailure) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
     ranks = sorted({thread.failure.rank for thread in threads})
     others = [f"rank {f.rank}: {describe_failure(f)}" for f in facts.failures if f.rank not in ranks]
     waits = f", and the main thread waits for another thread in {first.waits_in}"
-    return _thread_finding(first, ranks, unless_all(ranks, len(facts.logs)), waits, others)
+    return _thread_finding(first, ranks, ranks_or_all(ranks, len(facts.logs)), waits, others)
 
 
 def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Finding]:
@@ -151,7 +151,7 @@ def _thread_finding(
     thread: EndedThread, raised: Sequence[int], ranks: Sequence[int], suffix: str, evidence: Sequence[str]
 ) -> list[Finding]:
     outcome, where = phrase(thread.failure).rstrip("."), thread.failure.location
-    return one_finding(
+    return new_finding(
         "DDP401",
         ("thread",),
         f"{format_ranks(raised).capitalize()} {outcome}{f', at {where}' if where else ''}, which has ended a thread "
@@ -182,7 +182,7 @@ def explain_dtype(facts: FailureFacts) -> list[Finding]:
         for option, words in _CASTS.items():
             if any(option in text for text in policies.values()):
                 reason = words
-        return facts.one_finding(
+        return facts.new_finding(
             "DDP401",
             ("mp_policy",),
             "The inputs of a layer have a dtype that differs from the one in which fully_shard gathers its parameters "
@@ -201,7 +201,7 @@ def explain_dtype(facts: FailureFacts) -> list[Finding]:
 
 def explain_dtensor_parameters(facts: FailureFacts) -> list[Finding]:
     """DDP401: DDP constructed with DTensor parameters, and without a `device_mesh`."""
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP401",
         ("DistributedDataParallel",),
         "DistributedDataParallel is given DTensor parameters, as parallelize_module creates them, and no dimension "

@@ -37,16 +37,16 @@ from ddpcheck.findings.wording import (
     agreeing,
     capitalized,
     counted,
+    format_by_text,
     format_ranks,
     group_by,
     join_names,
-    one_finding,
+    new_finding,
     plural_verb,
-    told_together,
-    unless_all,
+    ranks_or_all,
 )
 from ddpcheck.trace.failures import TIMEOUT_PATTERN, FailureFacts, describe_failure, process_name, stack_lines
-from ddpcheck.trace.positions import SEND_ORDER, EndingFacts, Position, calls_there, doing
+from ddpcheck.trace.positions import SEND_ORDER, EndingFacts, Position, divergence_evidence, doing
 from ddpcheck.trace.wait_graph import WaitGraph
 
 
@@ -61,7 +61,7 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
         for p in waiting[:8]
     ]
     first = next((p for p in waiting if p.rank in ranks), waiting[0])
-    return one_finding(
+    return new_finding(
         "DDP402",
         ("init_process_group",),
         message,
@@ -135,11 +135,11 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
     if len(stuck) > 1:
         is_same = all(describe_failure(failure) == state for failure in stuck)
         state = f"all {agreeing(state, ranks)}" if is_same else f"rank {lead.rank} {state}"
-    return one_finding(
+    return new_finding(
         "DDP402",
         (lead.place or "run",),
         f"{format_ranks(ranks).capitalize()} did not finish {lead.place or 'the run'}: {state}.",
-        ranks=unless_all([failure.rank for failure in busy or stuck], len(facts.logs)),
+        ranks=ranks_or_all([failure.rank for failure in busy or stuck], len(facts.logs)),
         location=Location.parse(lead.location),
         evidence=[*facts.evidence, *stack_lines(stuck)],
         fix=_fix_of_hang(stuck, lead),
@@ -198,7 +198,7 @@ def missing_peer_finding(
     by_rank: dict[int, RankAtEnd], ranks: Sequence[int], waits: Sequence[PeerWait], suffix: str
 ) -> list[Finding]:
     is_same_direction = len({wait.sends for wait in waits}) == 1 and len(waits) > 1
-    return one_finding(
+    return new_finding(
         "DDP402",
         tuple(dict.fromkeys(wait.operation for wait in waits)),
         f"{capitalized(join_names([f'rank {number} {by_rank[number].doing}' for number in ranks], most=8))}{suffix}.",
@@ -214,14 +214,14 @@ def explain_by_work(facts: EndingFacts, running: Position, waiting: Position) ->
         return []
     busy = [rank.rank for rank in facts.ranks if not rank.waits and not rank.ended]
     others = [rank.rank for rank in facts.ranks if rank.waits]
-    return one_finding(
+    return new_finding(
         "DDP402",
         ("work",),
         f"{capitalized(doing(facts, busy))}, and {format_ranks(others)} {plural_verb('waits', 'wait', others)} for it: "
         f"{doing(facts, others)}.",
         ranks=busy,
         location=Location.parse(running.lines[0]) if running.lines else None,
-        evidence=calls_there(running, waiting),
+        evidence=divergence_evidence(running, waiting),
         fix="The worker waits for a lock that is never released, as happens if a process is forked while a thread "
         "holds it. Create locks, files and clients in the worker and not before, or give the loader "
         'multiprocessing_context="forkserver"; num_workers=0 shows if this is the cause.'
@@ -256,12 +256,12 @@ def explain_timeout(facts: FailureFacts) -> list[Finding]:
         delay = arrived[rank].when - facts.first.when
         state = f"came to it {max(delay, 0.0):.0f} s after that, and was at work{since} until then"
         where = Location.parse(before[0].location if before else call.location)
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP402",
         (call.operation,),
         f"{format_ranks(waited).capitalize()} waited in {call.operation} at {call.location} for longer than the "
         f"timeout{limit}{of_group}, and {format_ranks(late)} {state}.",
-        ranks=unless_all(late, len(facts.logs)),
+        ranks=ranks_or_all(late, len(facts.logs)),
         location=where,
         evidence=[
             *(f"{format_ranks([r])} was at {' called from '.join(stack[:4])}" for r, stack in facts.at_work.items()),
@@ -293,7 +293,7 @@ def explain_by_stopped_ranks(graph: WaitGraph, ranks: Sequence[int], doing: Mapp
         "holds the GIL, data loading, a file system, or a branch that other ranks do not take. If a process is "
         "gone, its log says why."
     )
-    evidence = told_together((rank, doing[rank]) for rank in ranks)
+    evidence = format_by_text((rank, doing[rank]) for rank in ranks)
     return graph.hang_finding("DDP402", ranks, f"{format_ranks(ranks)} stopped calling collectives", fix, evidence)
 
 

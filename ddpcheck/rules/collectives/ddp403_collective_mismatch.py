@@ -36,9 +36,9 @@ from ddpcheck.findings.wording import (
     group_by_value,
     join_names,
     minority_ranks,
-    one_finding,
+    new_finding,
     plural_verb,
-    unless_all,
+    ranks_or_all,
 )
 from ddpcheck.rules.collectives.ddp402_hang import missing_peer_finding
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, SHARD_FORWARD
@@ -48,8 +48,8 @@ from ddpcheck.trace.positions import (
     EndingFacts,
     Position,
     call_sequence,
-    calls_there,
     described_call,
+    divergence_evidence,
     doing,
     has_joined,
     lines_of,
@@ -59,7 +59,7 @@ from ddpcheck.trace.positions import (
 from ddpcheck.trace.wait_graph import WaitGraph, find_circle
 
 
-def in_words(branch: Block) -> str:
+def describe_block(branch: Block) -> str:
     """Describe where the code of a block is: "in the branch at train.py:12"."""
     where = {"branch": "in the branch", "try": f"in the block that the `{branch.word}` cuts short"}
     return f"{where.get(branch.kind, f'past the `{branch.word}`')} at {branch.head}"
@@ -72,7 +72,7 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
     matching = [rank.rank for rank in facts.ranks if _makes_call(rank.calls, number, call)]
     calling = sorted({*matching, stayer.state.rank} - {leaver.state.rank})
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
-    arms = {branch.head for branch in facts.around(leaver.lines, "branch") if not leaver.state.ended}
+    arms = {branch.head for branch in facts.enclosing(leaver.lines, "branch") if not leaver.state.ended}
     is_arm = block.kind == "branch"
     instead = ", in the other branch of it" if block.head in arms else ""
     reason = f"each rank decides separately at {block.head}"
@@ -91,18 +91,18 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
             f"Have the `{block.word}` at {block.head} print the traceback and raise the exception again: torchrun then "
             f"ends all ranks. Or catch it at the raising line, so that this rank reaches {op_name(call)} nevertheless."
         )
-    return one_finding(
+    return new_finding(
         "DDP403",
         (call.operation,),
         f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {described_call(call)}, "
-        f"{in_words(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same pass"
-        f"{instead}: {doing(facts, missing)}.",
+        f"{describe_block(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same "
+        f"pass{instead}: {doing(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # on a tie, the rank that jumped
         location=Location(block.path, block.line),
         evidence=[
             f"all of them have reached it before: {reason}",
             f"called from {', '.join(stayer.lines[1:4])}" if len(stayer.lines) > 1 else "",
-            *calls_there(stayer, leaver),
+            *divergence_evidence(stayer, leaver),
         ],
         fix=fix,
     )
@@ -145,7 +145,7 @@ def judge_collectives(
             differing = calls[present.index(minority[0])]
             message = f"Collective number {call_number} differs between the ranks."
         words = [f"{call or 'none'}{f', in {call.place}' if call is not None and call.place else ''}" for call in row]
-        findings += one_finding(
+        findings += new_finding(
             "DDP403",
             sorted({call.operation for call in calls}),
             message,
@@ -165,7 +165,7 @@ def mismatch_finding(
 ) -> list[Finding]:
     extra, other_call = calls[calling[0]], calls[missing[0]]
     fewer = missing if len(missing) < len(calling) else calling
-    return one_finding(
+    return new_finding(
         "DDP403",
         (extra.operation,),
         f"Collective number {number} pairs up different lines: {format_ranks(calling)} "
@@ -187,7 +187,7 @@ def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> l
         return []
     calling, missing = list(calls_by_rank), [rank.rank for rank in joined]
     call = calls_by_rank[calling[0]]
-    return one_finding(
+    return new_finding(
         "DDP403",
         (call.operation,),
         f"{format_ranks(calling).capitalize()} {plural_verb('calls', 'call', calling)} {described_call(call)} inside "
@@ -195,7 +195,7 @@ def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> l
         f"rank joins the collectives of DDP only; {doing(facts, missing)}.",
         ranks=calling,
         location=Location.parse(call.location) if call.location else None,
-        evidence=calls_there(position, peer),
+        evidence=divergence_evidence(position, peer),
         fix="Take the collective out of the `with Join(...)` block: add up on each rank, and reduce after it. Or give "
         "Join another Joinable, whose hook makes the same call.",
     )
@@ -227,7 +227,7 @@ def judge_schedule_waits(schedules: Sequence[Sequence[ScheduledCall]]) -> list[F
     texts = [f"{format_ranks([rank])} in {words[rank]} for {format_ranks([peer])}" for rank, peer in circle]
     waits = group_by(stuck, lambda rank: (words[rank], format_ranks(stuck[rank][1])))
     first = stuck[circle[0][0]][0]
-    return one_finding(
+    return new_finding(
         "DDP403",
         sorted({stuck[rank][0].operation for rank, _ in circle}),
         f"Ranks wait for each other in different process groups: {join_names(texts, most=4)}.",
@@ -248,7 +248,7 @@ def explain_by_construction(facts: EndingFacts) -> list[Finding]:
     if not finished or not constructing:
         return []
     others, have = [rank.rank for rank in constructing], plural_verb("has", "have", finished)
-    return one_finding(
+    return new_finding(
         "DDP403",
         ("DistributedDataParallel",),
         f"{format_ranks(others).capitalize()} {plural_verb('constructs', 'construct', others)} DistributedDataParallel "
@@ -261,13 +261,13 @@ def explain_by_construction(facts: EndingFacts) -> list[Finding]:
     )
 
 
-def lone_call_finding(
+def unmatched_call_finding(
     facts: EndingFacts, side: Position, peer: Position, where: str, branch: Block | None
 ) -> list[Finding]:
     calling = [
         rank.rank
         for rank in facts.ranks
-        if any(where in lines_of(call) for call in rank.calls) or where in facts.now(rank)
+        if any(where in lines_of(call) for call in rank.calls) or where in facts.current_stack(rank)
     ]
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
     if side.call is None and (wait := side.state.waits_for) is not None:
@@ -275,7 +275,7 @@ def lone_call_finding(
         return missing_peer_finding(by_rank, [side.state.rank, *({wait.peer} & by_rank.keys())], [wait], "")
     waits_in = side.state.doing.partition(" at ")[0].removeprefix("waits in ")
     name = op_name(side.call) if side.call is not None else waits_in
-    test = f", {in_words(branch)}" if branch is not None else ""
+    test = f", {describe_block(branch)}" if branch is not None else ""
     instead, fix, edit_line = "", _fix_of_call(side.call, name, where, branch), where
     if side.call is not None and peer.call is not None and side.call.group != peer.call.group:
         edit_line = next((line for line in side.lines if branch in facts.blocks.get(line, ())), where)
@@ -284,7 +284,7 @@ def lone_call_finding(
         fix = f"Have every rank call the collectives of both process groups in the same order. {fix}"
     never = branch is None and peer.call is None  # then the call is not extra
     verb = plural_verb("reaches", "reach", calling)
-    return one_finding(
+    return new_finding(
         "DDP403",
         (side.call.operation if side.call is not None else name.partition("(")[0].rpartition(" ")[2],),
         f"{format_ranks(calling).capitalize()} {verb} {name} at {where}{test}, and {format_ranks(missing)} "
@@ -293,8 +293,8 @@ def lone_call_finding(
         location=Location.parse(edit_line),
         evidence=[
             f"called from {', from '.join(side.lines[1:4])}" if len(side.lines) > 1 else "",
-            *(f"which is {in_words(block)}" for block in local_branches(facts, side, peer)[1:]),
-            *calls_there(side, peer),
+            *(f"which is {describe_block(block)}" for block in local_branches(facts, side, peer)[1:]),
+            *divergence_evidence(side, peer),
         ],
         fix=fix,
     )
@@ -332,13 +332,15 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
     first, second = (position, peer) if position.state.rank < peer.state.rank else (peer, position)
     assert first.call is not None and second.call is not None
     ranks = [r.rank for r in facts.ranks if call_sequence(r) == call_sequence(second.state)]
-    heads = {block.head for block in facts.around(first.lines, "branch")} & {
-        block.head for block in facts.around(second.lines, "branch") if block not in facts.around(first.lines, "branch")
+    heads = {block.head for block in facts.enclosing(first.lines, "branch")} & {
+        block.head
+        for block in facts.enclosing(second.lines, "branch")
+        if block not in facts.enclosing(first.lines, "branch")
     }
     group, other_group = (f" in {call.group_words}" if call.group_words else "" for call in (first.call, second.call))
     if differs := first.call.group != second.call.group:
         other_group = other_group or ", in another process group"
-    return one_finding(
+    return new_finding(
         "DDP403",
         sorted({first.call.operation, second.call.operation}),
         f"{format_ranks([first.state.rank]).capitalize()} reaches {first.call}{group if differs else ''}, and "
@@ -347,7 +349,7 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
         + ".",
         ranks=ranks if len(ranks) * 2 <= len(facts.ranks) else [r.rank for r in facts.ranks if r.rank not in ranks],
         location=Location.parse(min(heads) if heads else second.call.location),
-        evidence=calls_there(first, second),
+        evidence=divergence_evidence(first, second),
         fix=GROUP_ORDER if differs else "",
     )
 
@@ -383,7 +385,7 @@ def _key(call: Call) -> tuple[str, str, str]:
 
 
 def interleaving_finding(ranks: Sequence[RankAtEnd], call: Call, rival: Call) -> list[Finding]:
-    return one_finding(
+    return new_finding(
         "DDP403",
         sorted({call.operation, rival.operation}),
         f"A thread ({thread_kind(rival)}) calls {described_call(rival)} in {rival.group_words or 'a process group'} "
@@ -397,7 +399,7 @@ def interleaving_finding(ranks: Sequence[RankAtEnd], call: Call, rival: Call) ->
     )
 
 
-def judge_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
+def judge_wrapper_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
     """DDP403: wrappers constructed in a different order, so that DDP pairs different modules."""
     if not all(ranks):
         return []  # a rank without wrappers waits elsewhere, or has failed
@@ -414,12 +416,12 @@ def judge_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
                 line = min(wrapper.location.line for wrapper in wrappers if wrapper.location is not None)
                 parted = [rank for rank, w in enumerate(wrappers) if w.location and w.location.line == line]
             descriptions = [f"{wrapper.module} at {wrapper.location}" for wrapper in wrappers]
-            return one_finding(
+            return new_finding(
                 "DDP403",
                 ("DistributedDataParallel",),
                 f"Wrapper number {number + 1} differs between ranks: {'; '.join(group_by_value(descriptions))}. The "
                 "constructors of DDP wait for each other, and pair up in the order in which each rank calls them.",
-                ranks=unless_all(parted, len(wrappers)),
+                ranks=ranks_or_all(parted, len(wrappers)),
                 location=wrappers[parted[0]].location,
                 evidence=group_by_value([" and ".join(f"{w.module} at {w.location}" for w in r) for r in ranks]),
                 fix="Construct the same wrappers, in the same order, on every rank.",

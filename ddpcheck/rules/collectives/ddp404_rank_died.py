@@ -24,16 +24,16 @@ import signal
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.endings import SYSTEM_EXIT
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, new_finding, plural_verb
 from ddpcheck.trace.failures import FailureFacts
-from ddpcheck.trace.positions import EndingFacts, Position, calls_there, doing
+from ddpcheck.trace.positions import EndingFacts, Position, divergence_evidence, doing
 
 
 def explain_by_death(facts: FailureFacts) -> list[Finding]:
     """DDP404: first rank that died or exited, with others that did likewise. Runs last."""
     if not facts.ended or facts.ended[0].kind == "raised":
         return []
-    return facts.first_ended_finding("DDP404", fix=_fix_of_death(facts.ended[0]))
+    return facts.new_ended_finding("DDP404", fix=_fix_of_death(facts.ended[0]))
 
 
 _FIX_OF_DEATH = {  # by exit code; negative for signals
@@ -73,14 +73,14 @@ def early_exit_finding(facts: EndingFacts, leaver: Position, stayer: Position, w
         return []  # sys.exit(main()): the other rank is still in main()
     exited = [rank.rank for rank in facts.ranks if rank.exit_at == called and rank.ended]
     others = [rank.rank for rank in facts.ranks if rank.rank not in exited]
-    return one_finding(
+    return new_finding(
         "DDP404",
         ("exit",),
         f"{format_ranks(exited).capitalize()} {plural_verb(*verbs, exited)} {called} while "
         f"{format_ranks(others)} {plural_verb('continues', 'continue', others)}: {doing(facts, others)}.",
         ranks=exited if len(exited) < len(facts.ranks) else (),
         location=Location.parse(where),
-        evidence=calls_there(leaver, stayer) if stayer.call else facts.states,
+        evidence=divergence_evidence(leaver, stayer) if stayer.call else facts.states,
         fix="End the script on every rank at the same place: all_reduce the condition before the test, and call "
         "destroy_process_group() on each rank at its end.",
     )
@@ -92,12 +92,12 @@ def explain_by_exit(facts: EndingFacts, leaver: Position, stayer: Position) -> l
     if not (leaver.state.ended and where and leaver.call is None and stayer.call is not None):
         return []
     if called == SYSTEM_EXIT:
-        raises = [block.head for block in facts.around(stayer.lines, "rest") if block.word == "raise"]
+        raises = [block.head for block in facts.enclosing(stayer.lines, "rest") if block.word == "raise"]
         where = raises[0] if len(raises) == 1 else ""
     return early_exit_finding(facts, leaver, stayer, where)
 
 
-def explain_by_exit_alone(facts: EndingFacts) -> list[Finding]:
+def explain_by_unlogged_exit(facts: EndingFacts) -> list[Finding]:
     """DDP404: `sys.exit` or `os._exit` on a rank while others wait in unlogged calls."""
     exited = [rank for rank in facts.ranks if rank.ended and rank.exit_at]
     waiting = [rank for rank in facts.ranks if rank.waits and rank.lines and not rank.exit_at]
@@ -105,5 +105,5 @@ def explain_by_exit_alone(facts: EndingFacts) -> list[Finding]:
         return []
     where = exited[0].exit_at.rpartition(" ")[2].removeprefix(SYSTEM_EXIT)
     return early_exit_finding(
-        facts, Position(exited[0], None, ()), Position(waiting[0], None, facts.now(waiting[0])), where
+        facts, Position(exited[0], None, ()), Position(waiting[0], None, facts.current_stack(waiting[0])), where
     )

@@ -30,15 +30,15 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import ENDLESS, Block
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import agreeing, counted, format_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import agreeing, counted, format_ranks, new_finding, plural_verb
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import fewer_backwards_finding
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, Backward
 from ddpcheck.trace.positions import (
     EndingFacts,
     Position,
     backwards_of,
-    calls_there,
     count_visits,
+    divergence_evidence,
     doing,
     exits_of,
     has_joined,
@@ -60,13 +60,13 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
     by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
     for key in sorted(set.intersection(*(set(passes) for passes in by_rank.values())), key=lambda key: key[::-1]):
         passes = {rank: rank_passes[key] for rank, rank_passes in by_rank.items()}
-        if len({p.location for p in passes.values()}) > 1 or not _has_parted(facts, key, passes):
+        if len({p.location for p in passes.values()}) > 1 or not _is_ahead(facts, key, passes):
             continue
         fewest = min(p.batches for p in passes.values() if p.exhausted)
         short = [rank for rank, p in passes.items() if p.exhausted and p.batches == fewest]
         longer = [rank for rank, p in passes.items() if p.batches > fewest]
         first = passes[short[0]]
-        return one_finding(
+        return new_finding(
             "DDP405",
             (first.dataset or "batches",),
             f"The loader has {counted(fewest, 'batch')} on {format_ranks(short)}, and "
@@ -96,7 +96,7 @@ def _fix_of_loader(facts: EndingFacts) -> str:
     )
 
 
-def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
+def _is_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
     """Return True if a rank took a batch beyond another rank's last batch."""
     ended = [p.batches for p in passes.values() if p.exhausted]
     if not ended or max(p.batches for p in passes.values()) <= min(ended):
@@ -108,7 +108,9 @@ def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, L
             beyond = [
                 b for b in backwards_of(rank) if (b.loader, b.batch[0]) == key and b.batch[1] > min(ended)
             ]  # excludes loaders iterated without a collective
-            if any(loop.head == location for loop in facts.loops(facts.now(rank))) or (beyond and not begun_again):
+            if any(loop.head == location for loop in facts.loops(facts.current_stack(rank))) or (
+                beyond and not begun_again
+            ):
                 return True
     return False
 
@@ -130,7 +132,7 @@ def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, staye
         for rank in facts.ranks
         if rank is leaver.state
         or (
-            loop not in facts.loops(facts.now(rank))
+            loop not in facts.loops(facts.current_stack(rank))
             and count_visits(rank, stayer.call) < most  # a rank that caught the error of its last call has left, too
         )
     ]
@@ -147,7 +149,7 @@ def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, staye
     cause = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
     after = f" after {_visits_in_words(leaver.state, stayer.call)}" if not leaver.state.earlier else ""
     exit_lines = [f"the `{word}` at {loop.path}:{line} may end it" for line, word in exits] if not cause else []
-    return one_finding(
+    return new_finding(
         "DDP405",
         (op_name(stayer.call),),
         f"{format_ranks(leavers).capitalize()} left the loop at {loop.head}{cause}{after}{_and_doing(facts, leavers)}; "
@@ -157,7 +159,7 @@ def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, staye
         evidence=[
             f"the loop {'runs while' if loop.word == 'while' else 'iterates over'} {loop.over}" if loop.over else "",
             *exit_lines,
-            *calls_there(leaver, stayer),
+            *divergence_evidence(leaver, stayer),
         ],
         fix=FIX_OF_EXIT
         if exits and (by_exit or where)
@@ -182,7 +184,7 @@ def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list
         return []
     step = min(exception.step for exception, _ in empty.values())
     ranks = sorted(empty)
-    return one_finding(
+    return new_finding(
         "DDP405",
         (f"step {step}",),
         f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} no samples in step {step}, and "
@@ -211,7 +213,7 @@ def dropped_backward_finding(
     exits = [*(loops[0].exits if loops else ()), *((block.line, block.word) for block in blocks if block.kind == "try")]
     where = Location(loops[0].path, exits[0][0]) if loops and len(exits) == 1 else None
     cause = f" by the `{exits[0][1]}` at {where}" if where is not None else ""
-    return one_finding(
+    return new_finding(
         "DDP405",
         (first.dataset or "batches",),
         f"{format_ranks(dropped).capitalize()} left the loop at {first.location}{cause} in batch {first.batches}, and "

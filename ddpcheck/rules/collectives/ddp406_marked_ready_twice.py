@@ -46,7 +46,7 @@ def explain_marked_twice(facts: FailureFacts) -> list[Finding]:
     elif unused:
         cause = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
         fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP406",
         parameters_in(facts.text) or ("backward",),
         f"A gradient that DDP had marked ready arrived again in the same backward pass{cause}.",
@@ -66,7 +66,7 @@ def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
     if not hidden or not facts.wrapper.find_unused_parameters or not facts.wrapper.is_ddp:
         return []
     subjects = join_names(facts.names.subjects(hidden))
-    return facts.names.one_finding(
+    return facts.names.new_finding(
         "DDP406",
         hidden,
         f"DDP takes {subjects} for unused and marks them ready, and then their gradients arrive.",
@@ -86,7 +86,7 @@ def judge_repeated_arrival(facts: ParameterFacts) -> list[Finding]:
     names = list(dict.fromkeys(name for name, _ in arrivals))
     times = max(count for _, count in arrivals)
     reason = "re-entrant checkpoints (use_reentrant=True) run a separate backward for each use"
-    return facts.names.one_finding(
+    return facts.names.new_finding(
         "DDP406",
         names,
         f"The gradient of {join_names(facts.names.subjects(names))} arrives {times} times in one backward; DDP reduces "

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.steps import ReductionInput
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, minority_ranks, new_finding, plural_verb
 
 
 def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
@@ -42,7 +42,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
         index = next(index for index, value in enumerate(differing) if value != usual[index])
         findings.setdefault(
             call.location or str(number),
-            one_finding(
+            new_finding(
                 "DDP407",
                 (call.operation,),
                 f"{format_ranks(ranks).capitalize()} {plural_verb('packs', 'pack', ranks)} the elements for "

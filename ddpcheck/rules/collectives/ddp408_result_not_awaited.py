@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import make_finding, unless_all
+from ddpcheck.findings.wording import make_finding, ranks_or_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.collectives import ON_GRADIENTS, AsyncHandles
 
@@ -61,6 +61,6 @@ def _unawaited_finding(entries: Sequence[tuple[int, HandleEntry]], world_size: i
         message = f"The tensor of {call} is written before the wait(){at}: the collective may be reading or writing it."
     else:
         message = f"Nothing waits for the result of {call}: its handle is dropped."
-    ranks = unless_all(sorted({rank for rank, _ in entries}), world_size)
+    ranks = ranks_or_all(sorted({rank for rank, _ in entries}), world_size)
     tags = (ON_GRADIENTS,) if any(item.of_gradients for _, item in entries) else ()
     return make_finding("DDP408", (entry.operation,), message, ranks=ranks, location=entry.location, tags=tags)

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, group_by, unless_all
+from ddpcheck.findings.wording import format_ranks, group_by, ranks_or_all
 from ddpcheck.rules.collectives import ddp401_rank_raised as ddp401
 from ddpcheck.rules.collectives import ddp402_hang as ddp402
 from ddpcheck.rules.collectives import ddp403_collective_mismatch as ddp403
@@ -134,7 +134,7 @@ def explain_by_torch_error(facts: FailureFacts) -> list[Finding]:
 def explain_shards(facts: FailureFacts) -> list[Finding]:
     """Explain an operation that mixes shards (DTensor) and plain tensors."""
     if "load_state_dict" in facts.text or "aten.copy_." in facts.text:
-        return ddp521.explain_whole_into_shards(facts, "copied into")
+        return ddp521.explain_full_state_into_shards(facts, "copied into")
     if facts.text.rpartition('File "')[2].startswith("torch/optim/"):
         return ddp521.explain_mixed_state(facts)
     if "torch/nn/utils/clip_grad.py" in facts.text or "get_total_norm" in facts.text:
@@ -151,11 +151,11 @@ def explain_missing_shard(facts: FailureFacts) -> list[Finding]:
     if "_fully_shard" not in facts.text:
         return []
     if "load_state_dict" in facts.text:
-        return ddp521.explain_whole_into_shards(facts, "assigned instead of")
+        return ddp521.explain_full_state_into_shards(facts, "assigned instead of")
     where = next((change.location for change in facts.replaced), None)
     names = [name for change in facts.replaced if change.location == where for name in change.names]
     raised = Location.parse(facts.first.location)
-    ranks, evidence = unless_all(facts.ranks, len(facts.logs)), (facts.first.message,)
+    ranks, evidence = ranks_or_all(facts.ranks, len(facts.logs)), (facts.first.message,)
     findings = ddp503.replaced_after_sharding(names or ["parameters"], raised, later=False)
     return [replace(finding, ranks=ranks, evidence=evidence).relocated(where, "raised") for finding in findings]
 
@@ -182,7 +182,7 @@ def judge_positions(facts: EndingFacts) -> list[Finding]:
     positions = divergence(facts)
     if positions is None:
         return (
-            ddp404.explain_by_exit_alone(facts)
+            ddp404.explain_by_unlogged_exit(facts)
             or ddp402.judge_missing_peer(facts.ranks)
             or ddp403.explain_by_construction(facts)
         )
@@ -222,9 +222,11 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], index: int) -> Position:
     return Position(rank, None, () if rank.ended else lines, calls)
 
 
-def explain_by_own_call(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
+def explain_by_unmatched_call(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
     """DDP403: collective that one rank calls and others never reach. Runs last."""
-    sides = [side for side in (_own_call(facts, position, peer), _own_call(facts, peer, position)) if side is not None]
+    sides = [
+        side for side in (_extra_call(facts, position, peer), _extra_call(facts, peer, position)) if side is not None
+    ]
     if not sides:
         return ddp403.different_calls_finding(facts, position, peer)
     if len(sides) == 2:
@@ -234,19 +236,22 @@ def explain_by_own_call(facts: EndingFacts, position: Position, peer: Position) 
             return ddp403.different_calls_finding(facts, position, peer)
         sides = in_branch if len(in_branch) == 1 else sorted(sides, key=lambda side: split_line(side[1]))
     caller, where, branch = sides[0]
-    return ddp403.lone_call_finding(facts, caller, peer if caller is position else position, where, branch)
+    return ddp403.unmatched_call_finding(facts, caller, peer if caller is position else position, where, branch)
 
 
 _Side = tuple[Position, str, Block | None]
 
 
-def _own_call(facts: EndingFacts, position: Position, peer: Position) -> _Side | None:
+def _extra_call(facts: EndingFacts, position: Position, peer: Position) -> _Side | None:
     """Return `position`, its innermost line that `peer` never reached, and the branch around it."""
     if position.call is not None and position.call.operation == DDP_FORWARD:
         backwards = filter(None, map(backward_of, peer.state.calls))
         if position.lines and position.lines[0] in {backward.line for backward in backwards}:
             return None  # without buffers only the backward pass is logged
-    reached = {line for call in peer.state.calls for line in lines_of(call)} | {*peer.lines, *facts.now(peer.state)}
+    reached = {line for call in peer.state.calls for line in lines_of(call)} | {
+        *peer.lines,
+        *facts.current_stack(peer.state),
+    }
     where = next((line for line in position.lines if line not in reached), None)
     if where is None or not (position.call or position.state.waits):
         return None
@@ -263,7 +268,7 @@ EXPLANATIONS = (
     explain_by_skipped_end,
     explain_by_loop,
     ddp402.explain_by_work,
-    explain_by_own_call,
+    explain_by_unmatched_call,
 )
 """Explanations by positions in order, each tried for both orders of the two ranks."""
 

@@ -26,7 +26,7 @@ def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) ->
     if stayer.call is None or leaver.is_at_work:
         return []  # a running rank may still reach it
     for block in _skipped_blocks(facts, stayer, leaver):
-        blocks = facts.around(stayer.lines, "loop", block.kind)
+        blocks = facts.enclosing(stayer.lines, "loop", block.kind)
         loops = [outer for outer in blocks[: blocks.index(block)] if outer.kind == "loop"]
         is_own = block.kind != "try" or loops == facts.loops(stayer.lines)  # else the exception exits an inner loop
         if loops and is_own and _is_same_pass(facts, loops[-1], block, stayer, leaver):
@@ -36,8 +36,8 @@ def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) ->
 
 def _skipped_blocks(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Block]:
     """Return blocks that `stayer` is in and `leaver` was in earlier, innermost first."""
-    leaver_blocks = facts.around(leaver.lines, "branch", "rest", "try")
-    stayer_blocks = reversed(facts.around(stayer.lines, "branch", "rest", "try"))
+    leaver_blocks = facts.enclosing(leaver.lines, "branch", "rest", "try")
+    stayer_blocks = reversed(facts.enclosing(stayer.lines, "branch", "rest", "try"))
     return [block for block in stayer_blocks if block not in leaver_blocks and facts.has_been_in(leaver.state, block)]
 
 

@@ -31,7 +31,7 @@ from ddpcheck.trace.positions import (
 def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
     """DDP405: loop that a rank has left and others continue.
 
-    Runs before `explain_by_own_call`, because a collective after the loop looks like an extra call of the rank.
+    Runs before `explain_by_unmatched_call`, because a collective after the loop looks like an extra call of the rank.
     """
     if stayer.call is None or not count_visits(leaver.state, stayer.call):
         return []
@@ -40,11 +40,11 @@ def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> l
         return []
     if not _is_same_pass(leaver.state, stayer.state, loops[-1]) and local_branches(facts, leaver, stayer):
         return []
-    places = [loop for loop, inner in itertools.pairwise(loops) if _may_be_left(facts, loop, inner, leaver, stayer)]
+    places = [loop for loop, inner in itertools.pairwise(loops) if _may_exit_early(facts, loop, inner, leaver, stayer)]
     return uneven_loop_finding(facts, (places or loops[-1:])[0], leaver, stayer)
 
 
-def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, leaver: Position, stayer: Position) -> bool:
+def _may_exit_early(facts: EndingFacts, loop: Block, inner: Block, leaver: Position, stayer: Position) -> bool:
     """Return True if `leaver` may have left `loop` before `stayer`.
 
     Compares how often each executed the inner loop; if only once, a `for` over a range without exits is excluded.
@@ -81,7 +81,7 @@ def explain_by_skipped_pass(facts: EndingFacts, position: Position, peer: Positi
 def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward]]) -> list[Finding]:
     if len(backwards) < 2:
         return []
-    counts = {rank.rank: _begun(rank, backwards[rank.rank]) for rank in facts.ranks if rank.rank in backwards}
+    counts = {rank.rank: _count_passes(rank, backwards[rank.rank]) for rank in facts.ranks if rank.rank in backwards}
     most = max(counts.values())
     for number, row in enumerate(zip(*backwards.values(), strict=False)):
         if len({(b.forward, b.batch, b.unsynced) for b in row}) == 1 or len({b.line for b in row}) > 1:
@@ -100,7 +100,7 @@ def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward
                 ):
                     continue  # a rank has not trained on this loader pass
                 numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in by_rank.items()]
-                block, reasons = _left_out_at(facts, behind, kind)
+                block, reasons = _find_skip(facts, behind, kind)
                 reasons = [*reasons, "from then on, backward passes of different batches are averaged with each other"]
                 if findings := dropped_backward_finding(facts, ahead, by_rank, behind):
                     return findings
@@ -111,13 +111,13 @@ def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward
     return []
 
 
-def _begun(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
+def _count_passes(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
     """Count the backward passes of a rank, and a forward pass after the last."""
     last = backwards[-1]
     return len(backwards) + (rank.forwards.get(split_line(last.line)[1], 0) > last.forward)
 
 
-def _left_out_at(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Block | None, list[str]]:
+def _find_skip(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Block | None, list[str]]:
     """Return the block that skipped a pass, if unique, and descriptions of all candidates."""
     lines = lines_of(backward.call) if kind == "forward" else (backward.line, *lines_of(backward.call)[1:])
     frames = []
@@ -126,10 +126,10 @@ def _left_out_at(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Blo
         if facts.loops((line,)):
             break
     inner = facts.loops(frames[-1:])[-1:] if frames else []
-    forward_blocks = facts.around((backward.line,), "branch", "rest") if kind == "forward" else []
+    forward_blocks = facts.enclosing((backward.line,), "branch", "rest") if kind == "forward" else []
     candidates = [
         block
-        for block in facts.around(frames, "branch", "rest", "try")
+        for block in facts.enclosing(frames, "branch", "rest", "try")
         if block not in forward_blocks and (not inner or block.path != inner[0].path or block.first > inner[0].first)
     ]
     jumps = [block for block in candidates if block.kind == "try" or (block.kind == "rest" and block.word != "raise")]
@@ -143,16 +143,19 @@ def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Positio
     Runs before `explain_by_loop`, because such a rank seems to have left the loop early.
     """
     pending = _pending_backward(facts, stayer)
-    kind = "" if pending is None else _left_out_by(facts, leaver, stayer, pending)
+    kind = "" if pending is None else _last_part_of_iteration(facts, leaver, stayer, pending)
     if pending is None or not kind:
         return []
     length, others = len(leaver.before), [rank for rank in facts.ranks if rank not in (leaver.state, stayer.state)]
-    sides = [Position(rank, None, facts.now(rank), rank.calls[:length]) for rank in others]
+    sides = [Position(rank, None, facts.current_stack(rank), rank.calls[:length]) for rank in others]
     ahead = sorted(
-        [leaver.state.rank, *(side.state.rank for side in sides if _left_out_by(facts, side, stayer, pending))]
+        [
+            leaver.state.rank,
+            *(side.state.rank for side in sides if _last_part_of_iteration(facts, side, stayer, pending)),
+        ]
     )
     part = "batch" if kind == "batch" else "forward"
-    block, reasons = _left_out_at(facts, pending, part)
+    block, reasons = _find_skip(facts, pending, part)
     passes = {rank.rank: _loader_pass_of(rank, pending) for rank in facts.ranks}
     batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
     forwards = [f"rank {rank}: as many forward passes at {pending.line}" for rank in ahead if kind == "forward"]
@@ -180,7 +183,7 @@ def _loader_pass_of(rank: RankAtEnd, backward: Backward) -> LoaderPass | None:
     return next((p for p in rank.passes if (p.loader, p.number) == (backward.loader, backward.batch[0])), None)
 
 
-def _left_out_by(facts: EndingFacts, leaver: Position, stayer: Position, pending: Backward) -> str:
+def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Position, pending: Backward) -> str:
     """Return the last part that `leaver` made of the iteration that `stayer` is in.
 
     "forward": it skipped the backward pass; "batch": also the forward pass; "unknown": one of both; "": it may have

@@ -38,19 +38,19 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass, LossDifferentiated
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, format_steps, one_finding
+from ddpcheck.findings.wording import counted, format_steps, new_finding
 from ddpcheck.trace.data import (
     Loader,
     all_inputs_differ,
     are_repeated_on_ranks,
     batches_by_step,
     common_steps,
-    describe_left_out,
+    describe_unused_samples,
     finding_on_loader,
     first_training_indices,
     group_equal_ranks,
-    is_taken_by_each_worker,
-    is_whole_pass,
+    is_complete_pass,
+    is_repeated_by_workers,
     line_of_selection,
     share_some_inputs,
     shared_by_ranks,
@@ -98,7 +98,7 @@ def judge_overlap(loader: Loader) -> list[Finding]:
 
 def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[int]]) -> list[Finding]:
     """Detect ranks that draw their parts of a dataset independently, so that parts overlap."""
-    whole, size = all(map(is_whole_pass, first)), len(lists[0])
+    whole, size = all(map(is_complete_pass, first)), len(lists[0])
     if not whole:  # e.g. an endless sampler: parts are disjoint until all samples are taken
         size = min(size, first[0].size // len(first))
         lists = [indices[:size] for indices in lists]
@@ -177,7 +177,7 @@ def judge_later_overlap(loader: Loader) -> list[Finding]:
 
 def _has_parts(epoch: Sequence[LoaderPass]) -> bool:
     """Return True if each rank exhausted its share of the dataset without duplicates."""
-    whole = all(loader.indices and is_whole_pass(loader) and not loader.replaces for loader in epoch)
+    whole = all(loader.indices and is_complete_pass(loader) and not loader.replaces for loader in epoch)
     once = all(len(set(loader.indices)) == len(loader.indices) == len(epoch[0].indices) for loader in epoch)
     return whole and once and (len(epoch[0].indices) - 1) * len(epoch) < epoch[0].size
 
@@ -209,7 +209,7 @@ def judge_inputs(
         f"{'until' if equal_at_end else 'from'} step {step[0].step}{'' if equal_at_end else ' on'} they differ"
         for step in rest
     ]
-    return wording.one_finding(
+    return wording.new_finding(
         "DDP505",
         ("forward",),
         f"{who} given the same samples, in {when}; so together {'the' if whole else 'these'} ranks do the work of one.",
@@ -265,7 +265,7 @@ def judge_same_targets(
                 continue
             loss_at, forward_location = passes[0][0].made or passes[0][0].location, steps[0][0].location
             noise = usable[0].rows < usable[0].elements and usable[0].elements in elements  # as in diffusion training
-            return one_finding(
+            return new_finding(
                 "DDP505",
                 ("targets",),
                 "The loss of every rank has the same targets in the same order, in all "
@@ -308,7 +308,7 @@ def judge_streams(
             continue
         if (line := _shared_seed_line(draws.get(rank, ()), draws.get(ahead, ()))) is None:
             continue
-        return one_finding(
+        return new_finding(
             "DDP505",
             ("forward",),
             f"Rank {rank} trains on samples that rank {ahead} has drawn before: both choose them by the same random "
@@ -324,7 +324,7 @@ def judge_streams(
     return []
 
 
-def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
+def judge_delayed_samples(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
     """DDP505: a rank whose samples another rank gets a fixed number of steps later.
 
     Not reported if there are only about as many batches as ranks: the ranks may take turns, and each sees every batch.
@@ -337,7 +337,7 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
         for lag in range(1, MOST_STEPS_BEHIND + 1):
             steps = [step for step in batches if step + lag in ahead_batches]
             if len(steps) >= FEWEST_STEPS_BEHIND and all(batches[step] == ahead_batches[step + lag] for step in steps):
-                return one_finding(
+                return new_finding(
                     "DDP505",
                     ("forward",),
                     f"Rank {rank} gets the samples that rank {ahead} gets {counted(lag, 'step')} later: the ranks "
@@ -378,7 +378,7 @@ def judge_rows(loader: Loader) -> list[Finding]:
 
 def judge_workers(loader: Loader) -> list[Finding]:
     """DDP505: loader workers that each iterate over the whole stream."""
-    if not all(map(is_taken_by_each_worker, loader.first)):
+    if not all(map(is_repeated_by_workers, loader.first)):
         return []
     p = loader.first[0]
     by_all = len(loader.first) > 1 and all(peer.rows == p.rows for peer in loader.first)
@@ -399,7 +399,7 @@ def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) 
     inputs = [{entry.given for entry in step} for step in known]
     if len(known) < MIN_TAKEN_STEPS or max(map(len, inputs)) > 1 or len(set.union(*inputs)) < 2 or len(known[0]) < 2:
         return []
-    return one_finding(
+    return new_finding(
         "DDP505",
         ("gradients",),
         "Every rank has the same gradients even before they are averaged: the ranks use the same samples and the same "
@@ -424,12 +424,12 @@ def judge_repeated_samples(local: Sequence[LocalStep], *, gradients_differ: bool
                 is_are = "is" if common == 1 else "are"
                 rank, other_rank = item.evidence.rank, peer.evidence.rank
                 shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {other_rank} too")
-    return one_finding(
+    return new_finding(
         "DDP505",
         ("shard",),
         f"{len(repeated)} of the {batch.total()} samples of step {step} are on more than one rank, and count more "
         "than once in the average."
         if len(repeated) < len(set(rows[0]))
         else f"The ranks train on the same samples in step {step}, so together they do the work of fewer.",
-        evidence=[*shared[:3], describe_left_out(local)],
+        evidence=[*shared[:3], describe_unused_samples(local)],
     )

@@ -32,7 +32,7 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import SharedDraw
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import counted, join_names, one_finding
+from ddpcheck.findings.wording import counted, join_names, new_finding
 from ddpcheck.trace.data import (
     MIN_DRAWS,
     Loader,
@@ -128,7 +128,7 @@ def judge_step_draws(
         return []
     draw = repeated[0]
     unique_lines = [str(line) for line in dict.fromkeys(lines) if line is not None]
-    return one_finding(
+    return new_finding(
         "DDP510",
         ("training step",),
         "The training step draws random numbers for its samples, and every rank draws the same ones for different "
@@ -160,7 +160,7 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
             continue
         line = line_of_selection([[draw for draw in rank_draws if not draw.in_forward] for rank_draws in draws])
         line = line or steps[0][0].location
-        return one_finding(
+        return new_finding(
             "DDP510",
             ("training step",),
             "The training step adds random numbers to its samples, and every rank adds the same ones to different "
@@ -193,7 +193,7 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
     if not shared or len(draws) < 2:
         return []
     names = list(dict.fromkeys(call.module or "forward" for call in shared))
-    return one_finding(
+    return new_finding(
         "DDP510",
         names,
         f"Every rank draws the same random numbers in {join_names(names)}: a seed that is the same on all ranks "

@@ -35,7 +35,7 @@ from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, new_finding, plural_verb
 from ddpcheck.rules.replicas.comparisons import program_data_finding
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.data import (
@@ -82,7 +82,7 @@ def judge_split(loader: Loader) -> list[Finding]:
     )
 
 
-def judge_other_order(loader: Loader) -> list[Finding]:
+def judge_differing_order(loader: Loader) -> list[Finding]:
     """DDP516: equal samples on several ranks, whose parts come from different orders."""
     first, shared = loader.first, loader.num_shared_rows
     if not shared or first[0].size < 0:
@@ -122,7 +122,7 @@ def judge_labels(loader: Loader) -> list[Finding]:
     )
 
 
-def judge_other_values(loader: Loader) -> list[Finding]:
+def judge_differing_values(loader: Loader) -> list[Finding]:
     """DDP516: the same samples with values that differ between ranks, but not between epochs."""
     first, passes = loader.first, loader.passes
     rows = [rows_by_position(loaders, labels=False) for loaders in passes]
@@ -201,7 +201,7 @@ def judge_tables(
     values = values_by_name[names[0]]
     key = next(key for key in sorted(values[0]) if len({table[key] for table in values}) > 1)
     spelled = [tuple(table[key] for key in sorted(table)) for table in values]
-    return one_finding(
+    return new_finding(
         "DDP516",
         names,
         f"{names[0].removesuffix(OF_A_LIST)} has the same {len(values[0])} texts on every rank, in a different order."
@@ -257,7 +257,7 @@ def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
 def judge_batch_values(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:
     """DDP516: ranks whose `batch(step)` consistently differs (`batches`: fingerprints by rank)."""
     ranks = minority_ranks(batches)
-    return one_finding(
+    return new_finding(
         "DDP516",
         (f"batch({step})",),
         f"batch({step}) returns a different global batch on {format_ranks(ranks)}, and the same one each time it is "
@@ -279,7 +279,7 @@ def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
     if not ranks or len(ranks) == len(losses):
         return []
     rank = ranks[0]
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP516",
         f"On {format_ranks(ranks)} the model or the loss gives a different result from that of a single process on the "
         "same samples; on the other ranks it does not.",
@@ -319,7 +319,7 @@ def judge_model_batches(
             return []
         subject, location = "forward", mismatches[0][0].location
         evidence = [f"in all {len(mismatches)} steps that were compared"]
-    return one_finding(
+    return new_finding(
         "DDP516",
         (subject,),
         f"{format_ranks(ranks).capitalize()} compute one model together (tensor parallelism), and are given different "
@@ -339,7 +339,7 @@ def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) 
     if not groups:
         return []
     ranks = tuple(sorted(rank for of_model in groups for rank in of_model))
-    return one_finding(
+    return new_finding(
         "DDP516",
         ("shard",),
         f"{format_ranks(groups[0]).capitalize()} compute one model together (tensor parallelism), and shard gives them "

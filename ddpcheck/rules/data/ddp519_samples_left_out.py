@@ -28,23 +28,23 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import new_finding
 from ddpcheck.trace.data import (
     FEWEST_ROWS,
     Loader,
     are_disjoint,
-    describe_left_out,
+    describe_unused_samples,
     finding_on_loader,
     has_distinct_rows,
+    is_complete_pass,
     is_one_share,
-    is_whole_pass,
     rows_by_position,
 )
 
 MAX_LEFT_OUT = 0.05  # smaller fractions of unused samples may be rounding at the end
 
 
-def judge_left_out(loader: Loader) -> list[Finding]:
+def judge_unused_samples(loader: Loader) -> list[Finding]:
     """DDP519: samples that no rank takes in any epoch."""
     epochs = [epoch for epoch in zip(*loader.passes, strict=False) if all(p.indices for p in epoch)]
     first, size = loader.first, loader.first[0].size
@@ -53,7 +53,7 @@ def judge_left_out(loader: Loader) -> list[Finding]:
         return []
     if any(p.subset or p.chooses or p.size != size for p in first):  # the other samples are a held-out set
         return []
-    if any(not is_whole_pass(p) or p.replaces for epoch in epochs for p in epoch):
+    if any(not is_complete_pass(p) or p.replaces for epoch in epochs for p in epoch):
         return []
     seen = {frozenset(index for p in epoch for index in p.indices) for epoch in epochs}
     missing = size - max(map(len, seen))
@@ -153,10 +153,10 @@ def _positions_differ(passes: Sequence[Sequence[LoaderPass]]) -> bool:
 
 def judge_samples_on_no_rank(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
     """DDP519: samples of the batch of a step that are on no rank."""
-    left_out = describe_left_out(local)
+    left_out = describe_unused_samples(local)
     if not left_out or not gradients_differ:
         return []
-    return one_finding(
+    return new_finding(
         "DDP519",
         ("shard",),
         f"The shards leave samples out: {left_out} in step {local[0].evidence.step}.",

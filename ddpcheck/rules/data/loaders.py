@@ -17,13 +17,13 @@ from ddpcheck.trace.data import Data, Loader, line_of_selection, match_loaders
 
 _Judge = Callable[[Loader], list[Finding]]
 _DUPLICATES = (ddp505.judge_overlap, ddp505.judge_later_overlap, ddp505.judge_rows, ddp505.judge_workers)
-_OF_WHOLE_BATCHES = (*_DUPLICATES, ddp519.judge_left_out, ddp519.judge_sharded_twice)
+_OF_WHOLE_BATCHES = (*_DUPLICATES, ddp519.judge_unused_samples, ddp519.judge_sharded_twice)
 """Judges that do not apply if every rank loads the whole batch and takes a slice of it."""
 
 _ORDER: Sequence[Sequence[_Judge]] = (
     (
-        *(ddp516.judge_split, ddp505.judge_overlap, ddp505.judge_later_overlap, ddp519.judge_left_out),
-        *(ddp516.judge_other_values, ddp519.judge_sharded_twice, ddp505.judge_rows, ddp516.judge_other_order),
+        *(ddp516.judge_split, ddp505.judge_overlap, ddp505.judge_later_overlap, ddp519.judge_unused_samples),
+        *(ddp516.judge_differing_values, ddp519.judge_sharded_twice, ddp505.judge_rows, ddp516.judge_differing_order),
         *(ddp505.judge_workers, ddp516.judge_labels),
     ),
     (ddp506.judge_epoch_order, ddp506.judge_stale_workers),
@@ -59,7 +59,9 @@ def judge_data(data: Data) -> list[Finding]:
         for judge, finding in explain_loaders(group.passes, group.ranks):
             if finding not in findings and not (group.takes_slices and judge in _OF_WHOLE_BATCHES):
                 judges.append(judge)
-                if not tables or judge is not ddp516.judge_other_values:  # a table that differs explains other values
+                if (
+                    not tables or judge is not ddp516.judge_differing_values
+                ):  # a table that differs explains other values
                     findings.append(finding)
     draws = ddp510.judge_step_draws(data.draws, data.inputs, loads_others=data.has_own_samples)
     draws = draws or ddp510.judge_added_noise(data.draws, data.inputs)
@@ -70,7 +72,7 @@ def judge_data(data: Data) -> list[Finding]:
         duplicates += (
             ddp505.judge_inputs(inputs, step_draws)
             or ddp505.judge_streams(step_draws, inputs, evaluated)
-            or ddp505.judge_behind(inputs)
+            or ddp505.judge_delayed_samples(inputs)
         )
     is_explained = has_duplicates or draws or duplicates or ddp510.judge_shared_draws in judges
     if not is_explained and not data.has_own_samples and not data.repeats_samples:

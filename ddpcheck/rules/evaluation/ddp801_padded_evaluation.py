@@ -29,11 +29,11 @@ from collections.abc import Sequence
 from operator import eq
 
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.wording import counted, new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import (
-    Evaluated,
-    are_other_data,
+    RankEvaluation,
+    data_differ,
     first_shown,
     gathered_labels,
     is_close,
@@ -61,13 +61,13 @@ def _judge_padded(evaluation: Evaluation) -> list[Finding]:
     most = len(evals) * (1 + max(ev.batch for ev in evals))  # to complete a batch on each rank
     if len(set(counts.values())) < 2 or excess >= most:  # e.g. each rank evaluates all samples
         return []
-    if any(ev.loader.replaces for ev in evals) or are_other_data(evals) or _take_own_places(evals):
+    if any(ev.loader.replaces for ev in evals) or data_differ(evals) or _are_subset_duplicates(evals):
         return []
     seen = _counted_in_collective(evals, metrics) or _divided_by_all(evals) or _rows_of_all(evals)
     if seen is None:
         return []
     (message, location), ev = seen, evals[0]
-    return one_finding(
+    return new_finding(
         "DDP801",
         (ev.loader.dataset,),
         f"The metric is over {sum(counts.values())} samples, and the ranks have {len(counts)} different ones: "
@@ -81,7 +81,7 @@ def _judge_padded(evaluation: Evaluation) -> list[Finding]:
     )
 
 
-def _take_own_places(evals: Sequence[Evaluated]) -> bool:
+def _are_subset_duplicates(evals: Sequence[RankEvaluation]) -> bool:
     """Return True if duplicates come from different `Subset`s, not the sampler (DDP516)."""
     subsets = [ev.subset for ev in evals]
     if not all(subsets) or all(list(subset) == list(subsets[0]) for subset in subsets):
@@ -94,7 +94,7 @@ def _take_own_places(evals: Sequence[Evaluated]) -> bool:
 _Seen = tuple[str, Location | None]
 
 
-def _counted_in_collective(evals: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> _Seen | None:
+def _counted_in_collective(evals: Sequence[RankEvaluation], metrics: Sequence[RankMetric]) -> _Seen | None:
     """Find a collective that gets each rank's sample count, or mean over all samples."""
     samples = [ev.samples for ev in evals]
     calls = list(shard_numbers(evals))
@@ -114,7 +114,7 @@ def _counted_in_collective(evals: Sequence[Evaluated], metrics: Sequence[RankMet
     return None
 
 
-def _divided_by_all(evals: Sequence[Evaluated]) -> _Seen | None:
+def _divided_by_all(evals: Sequence[RankEvaluation]) -> _Seen | None:
     """Find a shown count over gathered rows, divided by the number of gathered rows."""
     total = sum(ev.samples for ev in evals)
     for ev in evals:
@@ -127,7 +127,7 @@ def _divided_by_all(evals: Sequence[Evaluated]) -> _Seen | None:
     return None
 
 
-def _rows_of_all(evals: Sequence[Evaluated]) -> _Seen | None:
+def _rows_of_all(evals: Sequence[RankEvaluation]) -> _Seen | None:
     """Find a shown accuracy or mean over all gathered rows, duplicates included."""
     gathered = gathered_labels(evals)
     results: list[tuple[Location | None, list[list[float]]]] = [

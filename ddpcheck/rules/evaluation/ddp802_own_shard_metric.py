@@ -37,9 +37,9 @@ from ddpcheck.findings.evidence.evaluation import MetricShown, ResultExchanged, 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, make_finding, one_finding
+from ddpcheck.findings.wording import counted, format_ranks, make_finding, new_finding
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.evaluation import Evaluated, exchange_line, gathered_labels, is_close, numbers_shown, shows
+from ddpcheck.trace.evaluation import RankEvaluation, exchange_line, gathered_labels, is_close, numbers_shown, shows
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, RankMetric
 
@@ -47,13 +47,13 @@ LEAST_DIFFERENCE = 1e-4  # relative, of a metric that differs between ranks
 
 
 @rule
-def judge_shards(evaluations: Evaluations) -> list[Finding]:
+def judge_shard_metric(evaluations: Evaluations) -> list[Finding]:
     """DDP802: metric of one shard, if all ranks evaluate or only some."""
     complete = evaluations.complete
     loops = dict.fromkeys(evaluation.loop for evaluation in complete)
-    findings = [finding for loop in loops for finding in judge_own_shard([e for e in complete if e.loop == loop])]
+    findings = [finding for loop in loops for finding in judge_rank_shard([e for e in complete if e.loop == loop])]
     if not findings:
-        return judge_lone_share(evaluations.evaluations, evaluations.passes)
+        return judge_single_share(evaluations.evaluations, evaluations.passes)
     first = findings[0]
     for finding in findings:  # each further metric once
         if finding.ranks == first.ranks and not set(finding.subjects) <= set(first.subjects):
@@ -65,11 +65,11 @@ def judge_shards(evaluations: Evaluations) -> list[Finding]:
 _Place = tuple[int, Location | None, int, int]
 """(rank, line, earlier outputs of the line in the same round, index of the number in the output)"""
 
-_Match = tuple[float, MetricShown, Sequence[Evaluated], RankMetric]
+_Match = tuple[float, MetricShown, Sequence[RankEvaluation], RankMetric]
 """(bits of evidence, output with the number, evaluation by rank, matching metric)"""
 
 
-def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
+def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
     """DDP802: metric of a rank's own shard, shown or used to decide on saves."""
     matches: dict[_Place, dict[tuple[str, str], list[_Match]]] = {}
     numbers: dict[_Place, dict[int, ShownNumber]] = {}  # by round
@@ -102,19 +102,19 @@ def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
             _, hits = max(always, key=lambda pair: pair[0])
             by_key.setdefault((key[0], hits[0][3].key), []).extend(hits)
     return [
-        _own_shard(rank, *hits[0][1:])
+        _rank_shard(rank, *hits[0][1:])
         for (rank, _), hits in by_key.items()
         if sum(_distinct(hits).values()) >= FEWEST_BITS
     ]
 
 
-def _are_shares(evals: Sequence[Evaluated]) -> bool:
+def _are_shares(evals: Sequence[RankEvaluation]) -> bool:
     """Return True if ranks evaluated different samples and no rank gathered all results."""
     differ = len({frozenset(ev.loader.indices) for ev in evals}) > 1
     return differ and not any(gathered_labels([ev]) for ev in evals)
 
 
-def _placed(rank: int, evals: Sequence[Evaluated]) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
+def _placed(rank: int, evals: Sequence[RankEvaluation]) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
     """Yield the numbers that a rank shows at lines where not all ranks do."""
     counters: dict[Location | None, Iterator[int]] = {}
     for shown in evals[rank].shown:
@@ -139,7 +139,7 @@ def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
     )
 
 
-def _is_known(evals: Sequence[Evaluated], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
+def _is_known(evals: Sequence[RankEvaluation], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
     """Return True if ranks exchange the metric, or `rank` shows the values of all."""
     ev = evals[rank]
     before = next(index for index, output in enumerate(ev.shown) if output is shown)
@@ -147,11 +147,13 @@ def _is_known(evals: Sequence[Evaluated], rank: int, shown: MetricShown, metric:
     if any(_gives(call, ev, rank, metric) for call in kept):
         return True
     numbers = [number for _, number in numbers_shown(ev)]
-    of_all = all(any(shows(number, value) for number in numbers) for value in metric.values)  # e.g. by broadcasts
-    return of_all or any(shows(number, metric.pooled) for number in numbers)
+    current_params = all(
+        any(shows(number, value) for number in numbers) for value in metric.values
+    )  # e.g. by broadcasts
+    return current_params or any(shows(number, metric.pooled) for number in numbers)
 
 
-def _gives(exchanged: ResultExchanged, ev: Evaluated, rank: int, metric: RankMetric) -> bool:
+def _gives(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:
     """Return True if a rank passes the metric, or its inputs, to a collective."""
     count = ev.results.numbers.get(metric.key, metric.values[rank])
     table = ev.results.tables.get(metric.key)
@@ -162,7 +164,7 @@ def _gives(exchanged: ResultExchanged, ev: Evaluated, rank: int, metric: RankMet
     return any(itertools.starmap(is_close, pairs))
 
 
-def _own_shard(rank: int, shown: MetricShown, evals: Sequence[Evaluated], metric: RankMetric) -> Finding:
+def _rank_shard(rank: int, shown: MetricShown, evals: Sequence[RankEvaluation], metric: RankMetric) -> Finding:
     ev, values = evals[rank], metric.values
     function, _, variable = metric.key.partition(".")
     peers = [f"rank {r} has {value:.6g}" for r, value in enumerate(values[:4]) if r != rank]
@@ -189,7 +191,7 @@ def _own_shard(rank: int, shown: MetricShown, evals: Sequence[Evaluated], metric
     )
 
 
-def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_single_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP802: metric of a shard, if the sampler splits for more ranks than evaluate."""
     for evaluation in evaluations:
         for index, (rank, ev) in enumerate(evaluation.by_rank.items()):
@@ -204,7 +206,7 @@ def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequen
                 if metric.evidence(number, index) < FEWEST_BITS:
                     continue
                 role = "what decides" if shown.how == "decides" else shown.how
-                return one_finding(
+                return new_finding(
                     "DDP802",
                     (key.rpartition(".")[2] or key,),
                     f"{format_ranks(ranks).capitalize()} alone {'evaluates' if len(ranks) == 1 else 'evaluate'}, and "

@@ -30,9 +30,16 @@ from statistics import correlation
 from typing import Literal
 
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import new_finding
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.evaluation import Evaluated, Gathered, are_other_data, first_shown, gathered_labels, record_showing
+from ddpcheck.trace.evaluation import (
+    Gathered,
+    RankEvaluation,
+    data_differ,
+    first_shown,
+    gathered_labels,
+    record_showing,
+)
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, Evaluation, Metric, Row
 
@@ -54,7 +61,7 @@ def judge_order(evaluations: Evaluations) -> list[Finding]:
 
 def _judge_order(evaluation: Evaluation) -> list[Finding]:
     evals = evaluation.evals
-    if min(ev.samples for ev in evals) < 1 or not any(ev.shown or ev.compared for ev in evals) or are_other_data(evals):
+    if min(ev.samples for ev in evals) < 1 or not any(ev.shown or ev.compared for ev in evals) or data_differ(evals):
         return []
     indices = _positions(evals)
     labels, numbers = _references(evals, indices)
@@ -76,7 +83,7 @@ def _judge_order(evaluation: Evaluation) -> list[Finding]:
                 if mismatch := _compared(evals, call, rows, indices, reference, metrics, digits):
                     message, seen = mismatch
                     loader, begins = evals[0].loader, ", ".join(map(str, evals[0].loader.indices[:4]))
-                    return one_finding(
+                    return new_finding(
                         "DDP803",
                         (loader.dataset,),
                         "The results are gathered rank by rank and compared with labels in the order of the dataset: "
@@ -91,7 +98,7 @@ def _judge_order(evaluation: Evaluation) -> list[Finding]:
     return []
 
 
-def _positions(evals: Sequence[Evaluated]) -> list[list[int]]:
+def _positions(evals: Sequence[RankEvaluation]) -> list[list[int]]:
     """Return each rank's sample positions: in the common `Subset`, else in the dataset."""
     subset = evals[0].subset
     is_common = all(list(ev.subset) == list(subset) for ev in evals)
@@ -100,7 +107,7 @@ def _positions(evals: Sequence[Evaluated]) -> list[list[int]]:
 
 
 def _references(
-    evals: Sequence[Evaluated], indices: Sequence[Sequence[int]]
+    evals: Sequence[RankEvaluation], indices: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Mapping[int, Row]], dict[str, Mapping[int, Row]]]:
     """Return possible labels and float targets by name, each by dataset position."""
     labels: dict[str, Mapping[int, Row]] = {}
@@ -113,13 +120,13 @@ def _references(
             rows = (tuple(floats[n * width : (n + 1) * width]) for n in range(ev.loader.size))
             numbers[f"{name} of the dataset"] = dict(enumerate(rows))
     by_loader = "those that the loader gives"
-    labels[by_loader] = _given_by_loader(evals, indices, "classes")
-    numbers[by_loader] = _given_by_loader(evals, indices, "targets")
+    labels[by_loader] = _loader_labels(evals, indices, "classes")
+    numbers[by_loader] = _loader_labels(evals, indices, "targets")
     return labels, numbers
 
 
-def _given_by_loader(
-    evals: Sequence[Evaluated], indices: Sequence[Sequence[int]], kind: Literal["classes", "targets"]
+def _loader_labels(
+    evals: Sequence[RankEvaluation], indices: Sequence[Sequence[int]], kind: Literal["classes", "targets"]
 ) -> dict[int, Row]:
     """Return the loader's label or target by dataset position, or {} if incomplete."""
     values = [getattr(ev.loader, kind) for ev in evals]
@@ -129,7 +136,7 @@ def _given_by_loader(
 
 
 def _compared(
-    evals: Sequence[Evaluated],
+    evals: Sequence[RankEvaluation],
     call: Gathered,
     rows: Sequence[Sequence[Row]],
     indices: Sequence[Sequence[int]],
@@ -168,7 +175,7 @@ def _compared(
                         f"it is {seen.how} at {seen.location}: the {name}",
                     )
         is_other_order = [row for _, row in joined] != [row for _, row in sorted(by_index.items())]
-        if is_other_order and (line := _met(evals, wrong)) is not None:
+        if is_other_order and (line := _comparison_line(evals, wrong)) is not None:
             moved = sum(index != actual for index, (actual, _) in enumerate(joined))
             return (
                 f"{moved} of {len(joined)} results are compared with the label of another sample",
@@ -181,7 +188,7 @@ def _accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
     return sum(row == label for row, label in pairs) / len(pairs)
 
 
-def _met(evals: Sequence[Evaluated], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
+def _comparison_line(evals: Sequence[RankEvaluation], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
     """Return the line at which the script compares the pairs, perhaps scaled, or None."""
     rows, labels = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
     for comparison in chain.from_iterable(ev.compared for ev in evals):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_ranks, one_finding
+from ddpcheck.findings.wording import format_ranks, new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluations import Evaluations
 
@@ -53,7 +53,7 @@ def judge_targets(evaluations: Evaluations) -> list[Finding]:
                 first, last = min(use.targets), max(use.targets)
                 loss_lines = {loss.step: loss.made for loss in evaluations.losses[group[0]] if loss.made is not None}
                 line = use.loss or loss_lines.get(use.step)
-                return one_finding(
+                return new_finding(
                     "DDP804",
                     ("cross_entropy",),
                     f"Of the {use.classes} rows that all_gather returns, those of rank {rank} begin at {use.own}, but "

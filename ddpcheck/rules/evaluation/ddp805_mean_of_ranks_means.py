@@ -28,7 +28,7 @@ import itertools
 import math
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.wording import counted, new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import exchange_line, first_shown, is_close, shard_numbers
 from ddpcheck.trace.evaluations import Evaluations
@@ -61,7 +61,7 @@ def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
                 if (seen := first_shown(evals, wrong, right)) is None:
                     continue
                 by_rank = list(zip(values, samples, strict=True))[:4]
-                return one_finding(
+                return new_finding(
                     "DDP805",
                     (evals[0].loader.dataset,),
                     f"The {wrong:.6g} that is {seen.how} is the {kind} of the ranks' values, the {metric.name} of "

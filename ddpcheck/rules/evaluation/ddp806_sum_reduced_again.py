@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from ddpcheck.findings.evidence.evaluation import SumsReduced
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluations import Evaluations
 
@@ -30,7 +30,7 @@ LARGEST_RATIO = 4.0  # largest ratio between the amounts that two batches add
 
 
 @rule
-def judge_sums_again(evaluations: Evaluations) -> list[Finding]:
+def judge_repeated_sums(evaluations: Evaluations) -> list[Finding]:
     """DDP806: all_reduce of an earlier all_reduce result; one finding per line.
 
     The evidence is that each rank gives the previous result plus a new part, and that all parts are positive and of
@@ -43,7 +43,7 @@ def judge_sums_again(evaluations: Evaluations) -> list[Finding]:
             continue
         if any(all(_is_added(sums, number) for sums in at_line) for number in range(len(first.left[0]))):
             results = ", ".join(f"{result[0]:.6g}" for result in first.left)
-            findings += one_finding(
+            findings += new_finding(
                 "DDP806",
                 ("all_reduce",),
                 "The result of all_reduce goes into the next all_reduce at the same line, which multiplies the sums of "

@@ -41,6 +41,7 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     capitalized,
     counted,
+    format_by_rank,
     format_ranks,
     format_steps,
     group_by,
@@ -48,19 +49,18 @@ from ddpcheck.findings.wording import (
     join_names,
     make_finding,
     minority_ranks,
-    one_finding,
+    new_finding,
     plural_verb,
-    told_by_rank,
-    unless_all,
+    ranks_or_all,
 )
 from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured
-from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.check_context import JudgeContext, group_by_step
 from ddpcheck.trace.gradients import AVERAGE_ALL, RETURN_AVERAGE, UNEQUAL, Clips, ReducerFacts, paired
 from ddpcheck.trace.model_parts import MIN_PART_STEPS, hand_split
 from ddpcheck.trace.replicas import aligned, common_values, differing_names
-from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper, entries_of
+from ddpcheck.trace.script_facts import PartSteps, WrapperTrace, entries_of
 from ddpcheck.trace.unwrapped_params import (
     Steps,
     are_close,
@@ -94,13 +94,13 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
     names = [name for name in facts.unequal if name in within and name not in between]
     if not names:
         return []
-    return facts.known.names.one_finding(
+    return facts.known.names.new_finding(
         "DDP301",
         names,
         f"The gradients of {join_names(facts.known.names.subjects(names))} differ between "
         f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
         "parallelism): each rank has the gradient of its part.",
-        steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
+        steps=ranks_or_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
         evidence=[facts.differing_losses, *facts.evidence_between_ranks],
         fix=NAME_IN_PLAN,
         tags=(UNEQUAL,),
@@ -128,12 +128,12 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     if facts.known.wrapper.named == "tensor parallelism":
         fix = 'Average them in the data dimension too: DistributedDataParallel(model, device_mesh=mesh["dp"]), or '
         fix += 'fully_shard(model, mesh=mesh["dp"]).'
-    return facts.known.names.one_finding(
+    return facts.known.names.new_finding(
         "DDP301",
         names,
         f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
-        steps=unless_all(steps, facts.step_count),
+        steps=ranks_or_all(steps, facts.step_count),
         evidence=["" if is_known else wrapper_note, *facts.evidence_between_ranks],
         fix=fix,
         tags=(UNEQUAL,),
@@ -145,7 +145,7 @@ def judge_compiled_ranks(items: Sequence[CompiledStep], known: JudgeContext) -> 
     names = list(differing_names([item.gradients for item in items]))
     if not names:
         return []
-    return known.names.one_finding(
+    return known.names.new_finding(
         "DDP301",
         names,
         f"Under torch.compile the gradients of {len(names)} of {len(items[0].gradients)} parameters differ between "
@@ -168,7 +168,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
                 f"{join_names([*map(param_name, names)])} {plural_verb('was', 'were', names)} changed after backward, "
                 "differently on each rank."
             )
-            evidence = [f"norm before the optimizer's step: {text}" for text in told_by_rank(shown)]
+            evidence = [f"norm before the optimizer's step: {text}" for text in format_by_rank(shown)]
             return _changed_finding(by_rank, clips, names, message, minority_of(norms, names), evidence)
     return []
 
@@ -202,23 +202,25 @@ def _changed_finding(
         fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."
         load_line = next((step.scale_at for step in steps if step.scale_at is not None), None)
         return [replace(finding, evidence=(*evidence, text), fix=fix).relocated(load_line, "optimizer steps")]
-    return [_at_clip(finding, clips) or finding.relocated(first.changed_at or first.reduced_at, "optimizer steps")]
+    return [
+        _relocate_to_clip(finding, clips) or finding.relocated(first.changed_at or first.reduced_at, "optimizer steps")
+    ]
 
 
-def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
+def _relocate_to_clip(finding: Finding, clips: Clips) -> Finding | None:
     """Relocate a finding to a clip that differs between ranks, or return `None`."""
     early = [(r, clip) for r, rank_clips in enumerate(clips) for clip in rank_clips if clip.step <= finding.steps[0]]
     if not all(clips) and (clipped := {rank: clip for rank, clip in early if clip.norm > clip.limit}):
         first = next(iter(clipped.values()))
         fix = f"Call {first.by} on every rank, or on none."
-        return replace(_at_call(finding, first, "is called there, on no other rank", fix), ranks=tuple(clipped))
+        return replace(_explain_by_clip(finding, first, "is called there, on no other rank", fix), ranks=tuple(clipped))
     for by_rank in paired(clips, lambda clip: (clip.count, clip.step, clip.location, clip.by)):
         if (difference := _clip_difference(by_rank)) is not None:
-            return _at_call(finding, by_rank[0], *difference)
+            return _explain_by_clip(finding, by_rank[0], *difference)
     return None
 
 
-def _at_call(finding: Finding, clip: GradientsClipped, message: str, fix: str) -> Finding:
+def _explain_by_clip(finding: Finding, clip: GradientsClipped, message: str, fix: str) -> Finding:
     explained = replace(finding, evidence=(*finding.evidence, f"{clip.by} {message}"), fix=fix)
     return explained.relocated(clip.location, "optimizer steps")
 
@@ -255,7 +257,7 @@ def judge_separate_meshes(
     if differing < first.keys() or not differing:
         return []
     groups = join_names([format_ranks(mesh) for mesh in ranks])
-    return one_finding(
+    return new_finding(
         "DDP301",
         ("mesh",),
         f"{capitalized(groups)} have separate meshes: they begin with the same model and diverge, because "
@@ -276,7 +278,7 @@ def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]
     return set(chain.from_iterable(map(differing_names, values)))
 
 
-def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
+def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[Finding]:
     """DDP301: parameters equal at first on ranks of one split model, with unequal gradients.
 
     Reported only if the initial values of other parameters, the split ones, differ. Parameters with constant initial
@@ -288,15 +290,15 @@ def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> lis
     names = next(filter(None, names_by_group.values()), [])
     if not names:
         return []
-    of_models = [members for members, diverged in names_by_group.items() if diverged]
-    line = groups[of_models[0]]
-    return one_finding(
+    per_model = [members for members, diverged in names_by_group.items() if diverged]
+    line = groups[per_model[0]]
+    return new_finding(
         "DDP301",
         names,
         f"{join_names(names)} {plural_verb('begins', 'begin', names)} with the same values on "
-        f"{format_ranks(of_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} a "
+        f"{format_ranks(per_model[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} a "
         "different gradient on each: that of a part of the model.",
-        ranks=tuple(sorted(itertools.chain(*of_models))),
+        ranks=tuple(sorted(itertools.chain(*per_model))),
         location=line,
         evidence=["the ranks combine the outputs of their parts there, by a collective in a custom autograd Function"],
         fix="In the backward pass, all_reduce over these ranks the gradient of the input of the split layers: a "
@@ -305,7 +307,7 @@ def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> lis
     )
 
 
-def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
+def _captured(rank: RankTrace, wrapper: int) -> dict[int, ReplicaCaptured]:
     return {item.step: item for item in entries_of(rank, ReplicaCaptured) if item.wrapper == wrapper and item.averaged}
 
 
@@ -343,7 +345,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         f"{plural_verb('differs', 'differ', names)} between {format_ranks(ranks)}, which compute one model together "
         f"(tensor parallelism) and replicate {plural_verb('it', 'them', names)}: "
     )
-    return one_finding(
+    return new_finding(
         "DDP301",
         names,
         message
@@ -380,7 +382,7 @@ def _generators_differ(steps: Sequence[PartSteps]) -> bool:
     return moves and all(len({step.random for step in rank_steps}) > 1 for rank_steps in steps)
 
 
-def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
+def judge_meshes(wrappers: Sequence[WrapperTrace], world_size: int) -> list[Finding]:
     """DDP301: groups of ranks that shard the same model on separate meshes and diverge.
 
     A warning: some scripts train several models from equal initial weights on purpose. Ranks that send tensors to each
@@ -400,7 +402,7 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
 def judge_variant(gradients: Sequence[Mapping[str, int]]) -> list[Finding]:
     """DDP301: unequal gradients of a compiled step or of micro-batches (fingerprints by rank)."""
     names = differing_names(gradients)
-    return one_finding("DDP301", sorted(names), "the gradients differ between ranks") if names else []
+    return new_finding("DDP301", sorted(names), "the gradients differ between ranks") if names else []
 
 
 relocate = partial(locate_reduction, ("hook",))

@@ -48,7 +48,7 @@ def judge_compiled_average(items: Sequence[CompiledStep], known: JudgeContext) -
     wrong = {bad.name: bad for item in items for bad in item.differences if bad.bad}
     if not wrong or draws_differ(items):
         return []
-    return known.names.one_finding(
+    return known.names.new_finding(
         "DDP302",
         list(wrong),
         f"Under torch.compile the gradients of {len(wrong)} of {len(items[0].gradients)} parameters, in step "

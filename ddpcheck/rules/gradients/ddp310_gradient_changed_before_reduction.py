@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import GradientsHooked, HookedGradient, ModuleChanged
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import capitalized, counted, group_by_value, join_names, make_finding, one_finding
+from ddpcheck.findings.wording import capitalized, counted, group_by_value, join_names, make_finding, new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.check_context import SingleProcessFacts, values_are_close
 from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, ReducerFacts
@@ -68,7 +68,7 @@ def judge_clips(changes: GradientChanges) -> list[Finding]:
     first = next(iter(changes.local_clips), None)
     if first is None:
         return []
-    return one_finding(
+    return new_finding(
         "DDP310",
         (first[0].by,),
         f"{first[0].by} sees different gradients on each rank: it clips gradients that are averaged later.",
@@ -86,7 +86,7 @@ def judge_partial_changes(changes: GradientChanges) -> list[Finding]:
     first = changes.partial_changes[0]
     is_local, by = first[0].put_off, first[0].by
     when = "by its own factor on each rank, before they are averaged" if is_local else "before the step has all"
-    return one_finding(
+    return new_finding(
         "DDP310",
         (by or "gradients",),
         f"{by or 'The script'} changes the gradients after each micro-batch, {when}; those of the next micro-batch are "
@@ -115,7 +115,7 @@ def _hook_finding(
     changes = [by_name.get(names[0], UNCHANGED) for by_name in first]
     action, number = _HOOK_KINDS[kind]
     texts = ["no element is changed" if change == UNCHANGED else number.format(change.number) for change in changes]
-    return one_finding(
+    return new_finding(
         "DDP310",
         names,
         f"A hook {action} before the gradients are averaged: the average differs from the result of the hook on the "
@@ -143,7 +143,7 @@ def explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
     location = next((hook.location for hook in known.hooks if hook.location), None)
     subjects = known.names.subjects(known.nonlinear if nonlinear else names)
     cause = capitalized(known.hooks[0].description) if known.hooks else "Something in backward"
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP310",
         f"{cause} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
         f"{facts.largest_error:.2g} away from that of the global batch.",

@@ -64,7 +64,7 @@ def explain_overwritten(facts: FailureFacts) -> list[Finding]:
         cause = ": it has the shape of a parameter, which an optimizer's step or an in-place update has written"
         fix = "Update parameters after the backward passes that need them: move the step or the update behind them."
     which = f" ({'one of ' if len(names) > 1 else ''}{join_names(names)}, by its shape)" if names else ""
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP311",
         names or ("backward",),
         f"A tensor that backward needs was overwritten after the forward pass had read it{which}{cause}.",
@@ -79,7 +79,7 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
         return []
     first = facts.failures[0]
     names = overwritten[1].split(", ")
-    return facts.known.names.one_finding(
+    return facts.known.names.new_finding(
         "DDP311",
         names,
         f"{'One of ' if len(names) > 1 else ''}{join_names(names, most=4)} was overwritten after the forward pass had "

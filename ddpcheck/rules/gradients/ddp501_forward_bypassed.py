@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.findings.wording import counted, format_ranks, join_names, new_finding, plural_verb, ranks_or_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.trace.failures import FailureFacts, WrapperErrorFacts
@@ -53,7 +53,7 @@ def explain_error_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]
     bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
     if not bypassed:
         return []
-    return one_finding(
+    return new_finding(
         "DDP501",
         ("forward",),
         f"On {format_ranks(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
@@ -68,7 +68,7 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
     """DDP501: parameter used outside of the module's forward, where only a shard exists."""
     if "mixed torch.Tensor and DTensor" not in facts.text or "forward" not in facts.failures[0].place:
         return []
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP501",
         ("forward",),
         "The loss uses parameters outside of the forward of a module that fully_shard was called on, where each rank "
@@ -81,7 +81,7 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
 
 def explain_shard_outside_forward(facts: FailureFacts) -> list[Finding]:
     """DDP501: operation on a shard outside of forward, where the parameter is not gathered."""
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP501",
         ("forward",),
         "An operation mixes a plain tensor and a shard (DTensor): outside of the forward of a module that fully_shard "
@@ -111,7 +111,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     if not bypassed:
         return []
     names = facts.not_synchronised
-    return one_finding(
+    return new_finding(
         "DDP501",
         ("forward",),
         BYPASSED
@@ -119,8 +119,8 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
         else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
         "take part in the step.",
         location=facts.known.loss_location,
-        ranks=unless_all(sorted({item.rank for item in bypassed}), len({item.rank for item in facts.evidence})),
-        steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
+        ranks=ranks_or_all(sorted({item.rank for item in bypassed}), len({item.rank for item in facts.evidence})),
+        steps=ranks_or_all(sorted({item.step for item in bypassed}), facts.step_count),
         evidence=[
             f"gradients of {counted(len(names), 'parameter')} differ between ranks" if names else "",
             *facts.evidence_between_ranks,
@@ -129,7 +129,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
 
 
 def explain_by_late_average(names: Sequence[str], steps: Sequence[Steps], location: Location) -> list[Finding]:
-    return one_finding(
+    return new_finding(
         "DDP501",
         names,
         f"The gradients of {join_names(names)} are all_reduced only after the optimizer's step that uses them: every "
@@ -174,7 +174,7 @@ def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged
     line = steps[-1][0].reduced_at if averaged_by in ("step", "collectives") else first.made
     cause, fix = _NOT_AVERAGED[averaged_by]
     words = {"is_are": plural_verb("is", "are", names), "has": plural_verb("has", "have", names)}
-    return one_finding(
+    return new_finding(
         "DDP501",
         names,
         f"{join_names(names)} {cause.format(**words)}: every rank trains {plural_verb('it', 'them', names)} on its own "
@@ -221,7 +221,7 @@ def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Find
     if 2 * len(local) <= len(known):
         return []
     first = rows[0][0]
-    return one_finding(
+    return new_finding(
         "DDP501",
         ("torch.autograd.grad",),
         "Gradients of the wrapped module are computed with torch.autograd.grad, and DDP averages those of backward() "
@@ -244,7 +244,7 @@ def judge_bypassed_forward(ledgers: Ledgers) -> list[Finding]:
         return []
     line, noticed = bypassed[0].backward.location, bypassed[0].ended_by.location
     inside_forward = bypassed[0].backward.kind == "backward inside"
-    return one_finding(
+    return new_finding(
         "DDP501",
         ("forward",),
         "Backward runs inside of the wrapper's forward, before DDP has prepared for it: nothing is averaged."

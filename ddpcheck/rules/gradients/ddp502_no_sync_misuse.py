@@ -32,7 +32,7 @@ from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, Loop
 from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, format_ranks, one_finding, plural_verb, unless_all
+from ddpcheck.findings.wording import counted, format_ranks, new_finding, plural_verb, ranks_or_all
 from ddpcheck.stream.entries import Backward
 from ddpcheck.stream.ledger import Ledger
 from ddpcheck.trace.gradients import Ledgers, ReducerFacts, ranks_and_steps
@@ -62,7 +62,7 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     if in_turn:
         message = f"{kind}(False) is in force in the last backward pass of a step, so {_SWITCHES[kind]}, and the "
         message += "optimizer steps without its gradients."
-    ranks = unless_all(sorted({step.rank for step, _ in unreduced}), len(evidence))
+    ranks = ranks_or_all(sorted({step.rank for step, _ in unreduced}), len(evidence))
     related = {"optimizer steps": stepped_at}
     return _switch_finding(
         call, message, ranks=ranks, location=Location.parse(call.location) or stepped_at, related=related
@@ -71,7 +71,7 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
 
 def _switch_finding(call: LoopEvent, message: str, **more: Any) -> list[Finding]:
     fix = f"Call {call.kind}(True) before the last backward of a step, or leave it out."
-    return one_finding("DDP502", (call.kind,), message, fix=fix, **more)
+    return new_finding("DDP502", (call.kind,), message, fix=fix, **more)
 
 
 def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
@@ -120,7 +120,7 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
     unreduced = [c for c in step_contributions if not c.reduced]
     entered = next((event for event in item.events if event.kind == "enter no_sync"), None)
     if entered is not None and not any(event.synchronises for event in item.events):
-        return one_finding(
+        return new_finding(
             "DDP502",
             ("no_sync",),
             "Every forward of the step runs under no_sync, so its gradients are never averaged.",
@@ -132,14 +132,14 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
     several = f"{len(unreduced)} backward passes" if len(unreduced) > 1 else "A backward pass"
     kind = "ones" if len(unreduced) > 1 else "one"
     at_step = f" at {step.location}" if step.location else ""
-    return one_finding(
+    return new_finding(
         "DDP502",
         ("no_sync",),
         f"{several} after the reduction of the step: the gradients of the last {kind} were never averaged, and every "
         "rank steps on its own."
         if len(unreduced) < len(step_contributions)
         else "No gradient of the step is averaged: every forward pass of it ran with synchronisation off.",
-        ranks=unless_all(sorted({item.rank for item, _ in used}), len({item.rank for item, _ in ledgers})),
+        ranks=ranks_or_all(sorted({item.rank for item, _ in used}), len({item.rank for item, _ in ledgers})),
         location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
         evidence=[
             BY_FLAG,
@@ -163,7 +163,7 @@ def judge_useless_no_sync(ledgers: Ledgers) -> list[Finding]:
     message = "no_sync() is called and its context never entered, so it changes nothing."
     if not first.not_entered:
         message = "no_sync encloses a backward pass and not its forward, so it changes nothing."
-    return one_finding(
+    return new_finding(
         "DDP502",
         ("no_sync",),
         message,
@@ -179,7 +179,7 @@ def uneven_no_sync_finding(
     """DDP502: micro-batch that only some ranks run under no_sync."""
     who, rest = format_ranks(ranks), format_ranks(others)
     batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
-    return one_finding(
+    return new_finding(
         "DDP502",
         ("no_sync",),
         f"{who.capitalize()} {plural_verb('runs', 'run', ranks)} {batch} under no_sync, and {rest} "

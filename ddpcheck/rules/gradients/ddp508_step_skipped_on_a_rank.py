@@ -30,7 +30,7 @@ from ddpcheck.findings.evidence.loop import PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, format_ranks, group_by_value, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, format_ranks, group_by_value, new_finding, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
 from ddpcheck.stream.entries import Backward
@@ -53,11 +53,11 @@ def fewer_backwards_finding(
     assert loop.times is not None and stayer.call is not None
     blocks = [
         block
-        for block in facts.around(stayer.lines, "branch", "rest", "try")
+        for block in facts.enclosing(stayer.lines, "branch", "rest", "try")
         if block.path == loop.path and loop.first < block.first and block.last <= loop.last
     ]
     where = Location(blocks[-1].path, blocks[-1].line) if len(blocks) == 1 else None
-    return one_finding(
+    return new_finding(
         "DDP508",
         ("backward",),
         f"{format_ranks(ranks).capitalize()} {plural_verb('calls', 'call', ranks)} {op_name(stayer.call)} in {times} "
@@ -85,7 +85,7 @@ def skipped_pass_finding(
     elif last_done == "forward":
         words += f" of forward pass {skipped.forward}"
     by = f" (`{block.word}` at {block.head})" if block is not None else ""
-    return one_finding(
+    return new_finding(
         "DDP508",
         ("backward",),
         f"{format_ranks(ranks).capitalize()} skipped {words}{f' at {line}' if line else ''}{by}; "
@@ -98,7 +98,7 @@ def skipped_pass_finding(
 
 
 def judge_schedule_steps(rank_steps: Steps) -> list[Finding]:
-    return one_finding(
+    return new_finding(
         "DDP508",
         ("step",),
         f"The ranks are not in the same step: before step {rank_steps[0].count} of the optimizer they have reached "
@@ -117,7 +117,7 @@ def skipped_steps_finding(
     reasons = [f"{line} may leave it out" for line in lines]
     if len(lines) == 1:
         reasons = [f"this line decides if the step at {step} is made"]
-    return one_finding(
+    return new_finding(
         "DDP508",
         ("step",),
         f"{format_ranks(ranks).capitalize()} {action}",
@@ -154,7 +154,7 @@ def shift_finding(
         return []  # a single rank is reported by its number of steps
     lines += [pace.runs[0].location for pace in paces]  # if all skips follow the last reduction
     line = next(filter(None, lines), None)
-    return one_finding(
+    return new_finding(
         "DDP508",
         ("backward",),
         message,

@@ -22,7 +22,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import new_finding
 from ddpcheck.trace.failures import MARKED_TWICE, UNDEFINED_GRADIENT, FailureFacts, WrapperErrorFacts
 from ddpcheck.trace.gradients import Ledgers
 
@@ -34,7 +34,7 @@ _GRADIENT_TOO_LATE = (
 
 def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
     """DDP509: gradient that arrives after the reduction, which DDP counts for the next one."""
-    return facts.one_finding("DDP509", ("backward",), f"{_GRADIENT_TOO_LATE}.")
+    return facts.new_finding("DDP509", ("backward",), f"{_GRADIENT_TOO_LATE}.")
 
 
 def explain_error_of_undefined_gradient(facts: WrapperErrorFacts) -> list[Finding]:
@@ -46,7 +46,7 @@ def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
     """DDP509: second backward pass of a step, which torch reports as a duplicate gradient."""
     if MARKED_TWICE not in facts.text or "utils/checkpoint.py" in facts.text or facts.known.local.backwards[1] < 2:
         return []
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP509",
         ("backward",),
         "A second backward pass follows without its own forward: it delivers gradients again that DDP has averaged "
@@ -63,7 +63,7 @@ def judge_backward_pairing(ledgers: Ledgers) -> list[Finding]:
     item, contribution = unpaired[0]
     done = "" if contribution.after is None else contribution.after.location
     after = [event.kind for event in item.events[: contribution.number + 1] if event.kind in ("forward", "backward")]
-    return one_finding(
+    return new_finding(
         "DDP509",
         ("backward",),
         "A second backward pass follows without its own forward: DDP averages in the first one after a forward, and "

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import join_names, one_finding
+from ddpcheck.findings.wording import join_names, new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.gradients import Ledgers, ranks_and_steps
 from ddpcheck.trace.loop import Loop
@@ -40,7 +40,7 @@ def judge_zeroed(loop: Loop) -> list[Finding]:
     zeroed = next((entry for entry in entries if entry.in_a_row == 0 or entry.in_a_row >= MIN_REPEATS), None)
     if zeroed is None:
         return []
-    return one_finding(
+    return new_finding(
         "DDP517",
         ("zero_grad",),
         f"zero_grad discards gradients that no step has used: it is called {zeroed.times} times before each "
@@ -58,7 +58,7 @@ def judge_discarded_gradients(ledgers: Ledgers) -> list[Finding]:
         return []
     first = lost[0][1]
     origin = [c for item, c in lost if item is lost[0][0] and c.ended == first.ended][-1].backward.location
-    return one_finding(
+    return new_finding(
         "DDP517",
         ("zero_grad",),
         f"zero_grad discards the gradients of {join_names(first.ended_by.discarded)} before any step has used them.",

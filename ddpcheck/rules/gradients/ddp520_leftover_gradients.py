@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import join_names, one_finding
+from ddpcheck.findings.wording import join_names, new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.unwrapped_params import param_name
@@ -61,7 +61,7 @@ def judge_stale_gradients(loop: Loop) -> list[Finding]:
                 "Call zero_grad of this optimizer before the backward pass of the loss that it minimises, or freeze "
                 "its parameters (requires_grad_(False)) while the other loss is differentiated."
             )
-        return one_finding(
+        return new_finding(
             "DDP520",
             names or ("zero_grad",),
             message,

@@ -37,7 +37,7 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, format_ranks, join_names, new_finding, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.failures import FailureFacts
@@ -57,7 +57,7 @@ def judge_shards_saved(program: Program) -> list[Finding]:
     program.require_end("saved shards")
     ranks = [rank for rank, rank_uses in saved.items() if rank_uses]
     first = shards[0]
-    return one_finding(
+    return new_finding(
         "DDP521",
         (PurePath(first.path).name,),
         f"{format_ranks(ranks).capitalize()} {plural_verb('saves', 'save', ranks)} its own shard of each parameter, "
@@ -73,7 +73,7 @@ def explain_mixed_norms(facts: FailureFacts) -> list[Finding]:
     """DDP521: one norm over sharded (DTensor) and whole gradients."""
     shards, whole = facts.clipped if len(facts.clipped) == 2 else ((), ())
     split, others = (f" ({join_names(names)})" if names else "" for names in (shards, whole))
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP521",
         shards or ("gradients",),
         f"One norm is computed over gradients that are split over the ranks{split}, which are DTensors, and over whole "
@@ -83,8 +83,8 @@ def explain_mixed_norms(facts: FailureFacts) -> list[Finding]:
     )
 
 
-def explain_whole_into_shards(facts: FailureFacts, verb: str) -> list[Finding]:
-    return facts.one_finding(
+def explain_full_state_into_shards(facts: FailureFacts, verb: str) -> list[Finding]:
+    return facts.new_finding(
         "DDP521",
         ("parameters",),
         f"Whole tensors are {verb} parameters that fully_shard has sharded: each rank has a part of each (DTensor).",
@@ -96,7 +96,7 @@ def explain_whole_into_shards(facts: FailureFacts, verb: str) -> list[Finding]:
 
 def explain_mixed_state(facts: FailureFacts) -> list[Finding]:
     """DDP521: plain optimizer state of sharded (DTensor) parameters."""
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP521",
         ("state",),
         "The optimizer's state has plain tensors for parameters that are shards (DTensor): it belongs to whole "
@@ -114,7 +114,7 @@ def judge_parts_reduced(steps: Sequence[Steps]) -> list[Finding]:
         return []
     first = known[0][0]
     names = [*map(param_name, first.parts_reduced)]
-    return one_finding(
+    return new_finding(
         "DDP521",
         names,
         f"Each rank has its own {join_names(names)}, and the gradients are all_reduced over all ranks: each of these "
@@ -127,7 +127,7 @@ def judge_parts_reduced(steps: Sequence[Steps]) -> list[Finding]:
     )
 
 
-def state_of_one_rank(
+def judge_equal_shard_state(
     states: Sequence[Mapping[str, float]], line: Location | None, evidence: Sequence[str], steps: Sequence[int] = (0,)
 ) -> list[Finding]:
     """Report equal optimizer state on all ranks for different shards (DDP521).
@@ -138,7 +138,7 @@ def state_of_one_rank(
     if len(norms) < 2 or len(set(norms[0].values())) < 2 or any(state != norms[0] for state in norms):
         return []
     keys = sorted({name.rpartition(": ")[2] for name in norms[0]})
-    return one_finding(
+    return new_finding(
         "DDP521",
         keys,
         f"Every rank has the same {join_names(keys)} for its part of each of "
@@ -163,7 +163,7 @@ def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
     values = [replica.state.values.parameters for replica in replicas]
     if count < 2 or not names or any(len({rank_values.get(name) for rank_values in values}) > 1 for name in names):
         return []
-    return one_finding(
+    return new_finding(
         "DDP521",
         names,
         f"Every rank has the same shard of {counted(len(names), 'parameter')}, where each should have a different "
@@ -197,7 +197,7 @@ def locate_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], wrapped_at
 def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     """Report an optimizer state of one rank that a recipe loads on all (DDP521)."""
     items = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
-    return state_of_one_rank(
+    return judge_equal_shard_state(
         [item.loaded for item in items],
         next((item.updated_at for item in items), None),
         ["the optimizer has it before the first step, on every rank"],

@@ -89,7 +89,7 @@ ERROR_EXPLANATIONS = (
 
 def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
     """Judge gradients under the wrapper (DDP301, 302, 303; causes DDP111, 310, 311, 501)."""
-    facts = ReducerFacts.of(evidence, known)
+    facts = ReducerFacts.from_evidence(evidence, known)
     between_ranks = explain_by_ignored_parameters(facts) + first_explanation(BETWEEN_RANKS, facts)
     return between_ranks or first_explanation(FROM_AVERAGE, facts)
 
@@ -136,7 +136,7 @@ NOT_COMPARED = (
 
 def why_not_updated(item: ShardedStep) -> str:
     """Return why updates are not compared with an unsharded step, or ''."""
-    lost = [bad.name for bad in item.against_whole if bad.bad and bad.name not in item.updated_alone]
+    lost = [bad.name for bad in item.against_whole if bad.bad and bad.name not in item.updated_per_shard]
     if item.uncompared or not lost:
         return item.uncompared
     return f"in {join_names(lost)}, the rounding error of a step may be as large as the step"
@@ -144,7 +144,7 @@ def why_not_updated(item: ShardedStep) -> str:
 
 def judge_sharded(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
     """Judge gradients, loaded state and updates under `fully_shard`."""
-    facts = ReducerFacts.of(evidence, known)
+    facts = ReducerFacts.from_evidence(evidence, known)
     findings = explain_by_ignored_parameters(facts) + first_explanation(SHARDED_EXPLANATIONS, facts)
     return findings + judge_loaded_state(evidence) or judge_updates(facts)
 

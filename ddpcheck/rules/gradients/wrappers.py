@@ -32,20 +32,20 @@ from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import is_averaged_by
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
 from ddpcheck.rules.replicas.steps import judge_captured, locate_change
-from ddpcheck.stream.entries import BuffersKept, StepsReported, TrainedApart
+from ddpcheck.stream.entries import BuffersKept, LocalSgdEnd, StepsReported
 from ddpcheck.stream.rank_report import RankReport
-from ddpcheck.trace.captured import without_alike_later, without_rounding
+from ddpcheck.trace.captured import without_later_equal, without_rounding
 from ddpcheck.trace.gradients import BY_FACTOR
 from ddpcheck.trace.losses import are_for_sums, sums_rightly
-from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
+from ddpcheck.trace.script_facts import ScriptFacts, WrapperTrace, first_steps
 from ddpcheck.trace.wrappers import Constructions, Wrappers
 
 
 @rule
-def judge_begun(constructed: Constructions) -> list[Finding]:
+def judge_before_wrapping(constructed: Constructions) -> list[Finding]:
     """Return findings on modules about to be wrapped, each at the line to edit."""
     facts, findings = constructed.facts, []
-    for finding in judge_constructions(facts.of(WrapperBegun)):
+    for finding in judge_constructions(facts.events(WrapperBegun)):
         if COUNTED in finding.tags and finding.location is not None:
             variable = finding.tags[finding.tags.index(COUNTED) + 1]
             finding = replace(
@@ -73,14 +73,14 @@ def judge_wrappers(wrappers: Wrappers) -> list[Finding]:
             findings.append(replace(finding, evidence=(*finding.evidence, *notes)))
     for group in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
         findings += [] if facts.model_groups else judge_meshes(group, facts.world_size)
-    return locate_restored_file(findings, facts.of(FileUsed))
+    return locate_restored_file(findings, facts.events(FileUsed))
 
 
 _Reports = Mapping[int, Mapping[int, Sequence[RankReport]]]  # by step and rank
 
 
-def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]:
-    info, changes = wrapper.made, wrapper.of(ModuleChanged)
+def _judge_wrapper(facts: ScriptFacts, wrapper: WrapperTrace) -> list[Finding]:
+    info, changes = wrapper.made, wrapper.events(ModuleChanged)
     reports = _reports(wrapper)
     reported, more_buffers = _judge_steps(facts, wrapper, reports)
     values = [replica.state.values for replica in chain.from_iterable(wrapper.captured.values())]
@@ -94,7 +94,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
         if is_refuted(finding, nonzero) or is_averaged_by_hand(facts, wrapper.number, finding):
             continue
         settled = settle_severity(with_buffers(finding, more_buffers), reports_by_rank)
-        findings.append(locate_load(settled, facts.of(FileUsed), info.location))
+        findings.append(locate_load(settled, facts.events(FileUsed), info.location))
     located = (locate_condition(finding, facts) for finding in (*findings, *reported.consequences.values()))
     first = [step for rank in wrapper.ranks for step in first_steps(rank)[:1]]
     return [
@@ -103,9 +103,9 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     ]
 
 
-def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Finding]:
+def _judge_changes(wrapper: WrapperTrace, trained: Collection[str]) -> list[Finding]:
     """Judge the script's hooks on the wrapped module, and its writes to it."""
-    changes, hooks, steps = wrapper.of(ModuleChanged), wrapper.of(GradientsHooked), list(wrapper.compared)
+    changes, hooks, steps = wrapper.events(ModuleChanged), wrapper.events(GradientsHooked), list(wrapper.compared)
     findings = [*judge_ignored(changes), *judge_replaced(changes)]
     if wrapper.missing:
         return findings
@@ -118,10 +118,10 @@ def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Fi
     return findings
 
 
-def _reports(wrapper: WatchedWrapper) -> _Reports:
+def _reports(wrapper: WrapperTrace) -> _Reports:
     """Return reports by step and rank, early ones only of steps that never ended."""
     reports: dict[int, dict[int, list[RankReport]]] = {}
-    for rank, entries in zip(wrapper.ranks, wrapper.of(StepsReported), strict=True):
+    for rank, entries in zip(wrapper.ranks, wrapper.events(StepsReported), strict=True):
         for entry in entries:
             has_ended = not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step
             if has_ended and not entry.closing and not entry.alone:
@@ -129,11 +129,9 @@ def _reports(wrapper: WatchedWrapper) -> _Reports:
     return reports
 
 
-def _judge_steps(
-    facts: ScriptFacts, wrapper: WatchedWrapper, reports: _Reports
-) -> tuple[ReportedCauses, dict[str, int]]:
+def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -> tuple[ReportedCauses, dict[str, int]]:
     """Judge all steps in order; also return more buffers that differ in later steps."""
-    info, entries = wrapper.made, [*chain.from_iterable(wrapper.of(StepsReported))]
+    info, entries = wrapper.made, [*chain.from_iterable(wrapper.events(StepsReported))]
 
     def locate(finding: Finding) -> Finding:
         if finding.location or not finding.subjects:
@@ -141,14 +139,14 @@ def _judge_steps(
         line = wrapper.loss_line if finding.subjects == ("loss",) else None
         if RULES[finding.code].at_step:
             line = _step_of(facts, f"{wrapper.number}/{finding.subjects[0]}")
-        made_at = line or facts.source.ask(assignment_in_classes, info.classes, finding.subjects[0])
-        return replace(finding, location=made_at or info.location)
+        construction_line = line or facts.source.ask(assignment_in_classes, info.classes, finding.subjects[0])
+        return replace(finding, location=construction_line or info.location)
 
     reported = ReportedCauses()
     more_buffers: dict[str, int] = {}
     if not wrapper.missing:
         captured = wrapper.captured
-        kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda event: event.step)
+        kept_buffers = group_by(chain.from_iterable(wrapper.events(BuffersKept)), lambda event: event.step)
         if sharded := wrapper.sharded:
             built = judge_values_before_sharding([context.values_built for context in sharded], {})
             reported.add(select_findings(built), locate)
@@ -158,14 +156,14 @@ def _judge_steps(
             step_findings = _judge_step(wrapper, step, reports[step]) if step in reports else []
             if len(captured.get(step, ())) == len(wrapper.ranks):
                 buffers = [event.buffers for event in kept_buffers.get(step, ())]
-                replicas = without_alike_later(without_rounding(captured[step]), buffers)
+                replicas = without_later_equal(without_rounding(captured[step]), buffers)
                 step_findings += judge_captured(info, step, replicas, first=step == min(captured))
             reported.add(select_findings(step_findings), locate)
             note_more_buffers(more_buffers, reported.findings, step_findings, step)
         closing = [entry.report for entry in entries if entry.closing]
         if len(closing) == len(wrapper.ranks):
             reported.add(select_findings(judge_reports(closing, info.context, settled=True)), locate)
-        reported.add(select_findings(judge_local_sgd(wrapper.of(TrainedApart))), locate)
+        reported.add(select_findings(judge_local_sgd(wrapper.events(LocalSgdEnd))), locate)
     for entry in entries:
         if entry.alone and not entry.closing:
             reported.add(select_findings(judge_reports([entry.report], info.context, settled=False)), locate)
@@ -197,7 +195,7 @@ def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
     return replace(finding, evidence=(*finding.evidence, f"after step {first}, {join_names(names)} {differ} too"))
 
 
-def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
+def _judge_step(wrapper: WrapperTrace, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
     """Judge the reports of one step; a missing report means no missing gradients."""
     findings = []
     ended = {rank.started.rank: rank.counts[wrapper.number][0] > step for rank in wrapper.ranks}

@@ -38,12 +38,12 @@ from ddpcheck.findings.evidence.gradients import LOOSEST_FIT
 from ddpcheck.findings.evidence.loop import GradientsHooked
 from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import capitalized, counted, group_by, one_finding
+from ddpcheck.findings.wording import capitalized, counted, group_by, new_finding
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import describe_lost_factor
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import ReplicaCaptured
-from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
+from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_inverse_world_size, values_are_close
 from ddpcheck.trace.factors import (
     SCALE_TOLERANCE,
     constant_ratio,
@@ -71,7 +71,7 @@ SCALING_METHODS = (  # of a module sharded by fully_shard
 )
 
 
-def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
+def judge_second_sum(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
     """Detect gradients that an all_reduce sums after DDP has averaged them (DDP303)."""
     summed = [
         by_rank for by_rank in steps if all(step.averaged and set(step.summed) & set(step.held) for step in by_rank)
@@ -79,7 +79,7 @@ def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int
     if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
         return []
     first = summed[0][0]
-    return one_finding(
+    return new_finding(
         "DDP303",
         ("all_reduce",),
         f"DDP has averaged the gradients, and an all_reduce sums them over the ranks again: they are {world_size} "
@@ -124,7 +124,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: LossesByRank) -
     if max(factors, default=0.0) > size * (1 + SCALE_TOLERANCE) or (scale_free and not clipped):
         return []
     note = f"steps of {kind} do not depend on the factor, but clipping before them does, in {len(clipped)} of them"
-    return one_finding(
+    return new_finding(
         "DDP303",
         ("all_reduce",),
         f"Gradients are summed over the ranks and not divided by their number: they are {size} times those of the mean "
@@ -181,7 +181,7 @@ def judge_scaled_by_hooks(
     if any(c.kind != "scaled" or not math.isclose(c.number, factor, rel_tol=SCALE_TOLERANCE) for c in known):
         return []
     words = f"{size} (the world size)" if factor > 1 else f"1/{size} (one over the world size)"
-    return one_finding(
+    return new_finding(
         "DDP303",
         sorted(parameters),
         f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: the optimizer uses "
@@ -225,7 +225,7 @@ def judge_rescaled(
     ):
         return []
     divided = known[0] < 1
-    return one_finding(
+    return new_finding(
         "DDP303",
         ("gradients",),
         f"The gradients that DDP has averaged are {'divided' if divided else 'multiplied'} by the number of ranks "
@@ -241,7 +241,7 @@ def judge_rescaled(
     )
 
 
-def explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
+def explain_by_common_factor(facts: SingleProcessFacts) -> list[Finding]:
     """Report one factor between all gradients and those of shards or global batch (DDP303).
 
     If no factor to the gradients of shards without a process group is found, loss values show where it comes from. Runs
@@ -251,12 +251,12 @@ def explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
     ratio = analysis.against_global.ratio
     if facts.world_changed and facts.is_factor(analysis.against_shards):
         return _factor_of_the_world(facts, analysis.against_shards.ratio)
-    if not facts.has_one_factor:
+    if not facts.has_common_factor:
         return []
     if facts.losses_are_scaled:
         return _factor_of_the_world(facts, ratio)
     if known.local.losses and values_are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
-        return facts.one_finding(
+        return facts.new_finding(
             "DDP303",
             f"Every gradient is {known.factor(ratio)} times the global batch's: each rank computes the loss of the "
             f"whole batch, its gradient reaches the rank's own samples only, and {wrapper} averages.",
@@ -279,7 +279,7 @@ def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
     if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
         return []  # weights fit the global batch: another cause
     share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights.weights)
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP303",
         f"The ranks weigh their gradients by {share} and not by {1 / facts.known.world_size:.4g} each: the loss "
         "or the model applies a factor that depends on the rank.",
@@ -305,8 +305,8 @@ def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     message, *others = dict.fromkeys(messages)
     averages = f"{facts.known.wrapper.named} averages already"
     gathers = [call for call in facts.known.local.calls if call.differentiable and "gather" in call.operation]
-    if gathers and all(is_one_over_world(facts, term.ratio) for term in scaled):
-        return facts.one_finding(
+    if gathers and all(is_inverse_world_size(facts, term.ratio) for term in scaled):
+        return facts.new_finding(
             "DDP303",
             f"{capitalized(message)}: the function that calls {gathers[0]} returns the rank's own part of the gradient "
             f"instead of the sum over ranks, or the term is divided by the world size, and {averages}.",
@@ -315,7 +315,7 @@ def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
             fix="Add up the gradients of all ranks in the backward of that function, as "
             "torch.distributed.nn.functional.all_gather does; or take the world size out of the loss.",
         )
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP303",
         f"{capitalized(message)}: its divisor is counted over all ranks, or scaled by the world size, and {averages}.",
         *others,
@@ -326,7 +326,7 @@ def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
 def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
     factor, wrapper = facts.known.factor(ratio), facts.known.wrapper.named
     locations = [term.location for term in facts.analysis.terms]
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP303",
         f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
         f"scales by the world size, and {wrapper} averages already.",
@@ -341,7 +341,7 @@ def explain_by_scale(passes: Passes, losses: Losses) -> list[Finding]:
     """Report a loss whose scale does not suit averaged gradients (DDP303)."""
     whole = not losses.is_for_sums and not losses.is_partial(passes)
     scaled = (_judge_scaled_mean(passes, losses.ranks_per_model) or _judge_global_sum(passes)) if whole else []
-    return scaled or _judge_counted_again(passes, losses)
+    return scaled or _judge_counted_twice(passes, losses)
 
 
 def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
@@ -366,7 +366,7 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
         return []
     size, words = fitting[0]
     verb, times = ("multiplied", f"{size} times") if max(scales) > 1 else ("divided", f"1/{size} of")
-    return one_finding(
+    return new_finding(
         "DDP303",
         ("loss",),
         f"The loss is a mean that is {verb} by {words}, and DDP averages its gradients over the ranks: they are "
@@ -387,7 +387,7 @@ def _judge_global_sum(passes: Passes) -> list[Finding]:
     part, effect = ("A term of the loss", "it has {} of its weight relative to the other terms")
     if not is_mixed:
         part, effect = "The loss", "gradients are {} of those of the mean"
-    return one_finding(
+    return new_finding(
         "DDP303",
         ("loss",),
         f"{part} of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
@@ -399,7 +399,7 @@ def _judge_global_sum(passes: Passes) -> list[Finding]:
     )
 
 
-def _judge_counted_again(passes: Passes, losses: Losses) -> list[Finding]:
+def _judge_counted_twice(passes: Passes, losses: Losses) -> list[Finding]:
     """Report sums divided by a count that has each replica's elements several times.
 
     If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of replicas again.
@@ -423,7 +423,7 @@ def _judge_counted_again(passes: Passes, losses: Losses) -> list[Finding]:
         return []
     first = passes[0][0]
     note = "" if summed else ", and DDP averages over the replicas again"
-    return one_finding(
+    return new_finding(
         "DDP303",
         ("loss",),
         f"The loss is a sum, divided by {ratios[0]:.3g} times the number of its elements in all replicas{note}: "
@@ -441,9 +441,9 @@ def _judge_counted_again(passes: Passes, losses: Losses) -> list[Finding]:
 
 def judge_gathered_loss(losses: Losses) -> list[Finding]:
     """Report a gathering `autograd.Function` that returns the rank's own part of gradients only."""
-    if not losses.own_parts or losses.are_rescaled or not losses.own_parts_lack_factor:
+    if not losses.local_parts or losses.are_rescaled or not losses.local_parts_lack_factor:
         return []
-    return one_finding("DDP303", ("loss",), **describe_lost_factor(losses))
+    return new_finding("DDP303", ("loss",), **describe_lost_factor(losses))
 
 
 relocate = partial(locate_reduction, ("hook", "scale"))

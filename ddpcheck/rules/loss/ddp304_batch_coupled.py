@@ -50,7 +50,7 @@ def judge_coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm] = ()) ->
     if not module and any(term.coupled for term in terms):
         clues += ["if the outputs of the model for some samples change, the gradients of other samples change as well"]
     term_location = next((term.location for term in terms if term.coupled and term.location), None)
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP304",
         f"Samples are coupled through {module or 'the loss'}, so gradients on shards are up to "
         f"{facts.largest_error:.2g} (relative) away from those of the global batch.",
@@ -74,7 +74,7 @@ def explain_by_batch_choice(facts: SingleProcessFacts) -> list[Finding]:
         return []
     names = facts.known.names
     subjects = names.subjects(facts.analysis.other_parameters)
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP304",
         f"Which parts of the model a sample goes through depends on the rest of its batch: {join_names(subjects)} "
         "contribute for some shards and not for the global batch, or vice versa.",

@@ -41,7 +41,7 @@ from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import capitalized, format_ranks, group_by, one_finding, plural_verb
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, new_finding, plural_verb
 from ddpcheck.stream.rank_report import MicroBatch, RankReport
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.factors import is_near
@@ -80,7 +80,7 @@ def judge_undefined_losses(
     if not undefined or len(undefined) == world_size or not math.isfinite(batch_loss):
         return []
     ranks = sorted(undefined)
-    return one_finding(
+    return new_finding(
         "DDP305",
         ("loss",),
         f"The loss is not finite on {format_ranks(ranks)} in step {step}; that of the whole batch is {batch_loss:.4g}. "
@@ -129,7 +129,7 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
                 detail += "for example"
         reasons.setdefault(message, detail)
     (first, reason), *others = reasons.items()
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP305",
         f"{capitalized(first)}.",
         reason,
@@ -149,9 +149,9 @@ def _severity(facts: SingleProcessFacts) -> Severity | None:
     return None if facts.largest_error_of_steps >= LEAST_ERROR else Severity.WARNING
 
 
-def explain_by_one_weight(facts: SingleProcessFacts) -> list[Finding]:
+def explain_by_common_weight(facts: SingleProcessFacts) -> list[Finding]:
     """Report gradients that are the global batch's times one factor, if unexplained (DDP305)."""
-    if not facts.has_one_factor:
+    if not facts.has_common_factor:
         return []
     weight = 1 / (facts.known.world_size * facts.analysis.against_global.ratio)
     return judge_normalisation(facts, [LossTerm(weights=(weight,) * facts.known.world_size)])
@@ -162,7 +162,7 @@ def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm
     coupled = facts.known.local.differing_buffers or any(term.coupled is not False for term in terms)
     if coupled or facts.analysis.error or facts.world_changed:
         return []
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP305",
         "The loss weighs samples by a quantity of the local batch that differs between ranks (such as class "
         "frequencies), so the mean of the ranks' gradients is not the gradient of the global batch.",
@@ -177,7 +177,7 @@ def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm
 
 def normalising_line(facts: SingleProcessFacts) -> list[Finding]:
     """Report a loss line that scales samples by the local batch (DDP305)."""
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP305",
         "The loss is normalised by a quantity of the local batch that differs between ranks, so the mean of the ranks' "
         "gradients is not the gradient of the global batch.",
@@ -190,7 +190,7 @@ def normalising_line(facts: SingleProcessFacts) -> list[Finding]:
 def _unequal_counts(passes: Passes, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
     line = _line_of_sums(*next(pair for pair in zip(passes, all_counts, strict=True) if pair[1]))
     number = "a number that is summed over some of the ranks only" if line else "its own number of elements"
-    return one_finding(
+    return new_finding(
         "DDP305",
         ("loss",),
         f"The loss of each rank is divided by {number}, and the numbers differ, so the average over ranks is a mean of "
@@ -226,7 +226,7 @@ def _line_of_counts(passes: Passes) -> Location | None:
     return lines.pop() if len(lines) == 1 else None
 
 
-def judge_own_weights(passes: Passes) -> list[Finding]:
+def judge_rank_weights(passes: Passes) -> list[Finding]:
     """Report a loss term that each rank multiplies by its own weight (DDP305)."""
     shapes = {tuple(term.kind for term in loss.terms) for by_rank in passes for loss in by_rank}
     for index in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
@@ -237,7 +237,7 @@ def judge_own_weights(passes: Passes) -> list[Finding]:
             continue
         first, first_loss = terms[0][0], passes[0][0]
         text = ", ".join(f"by {weight:.4g} on rank {rank}" for rank, weight in enumerate(weights[-1]))
-        return one_finding(
+        return new_finding(
             "DDP305",
             ("loss",),
             "Each rank multiplies a term of the loss by a different number, which it keeps from step to step: samples "
@@ -275,7 +275,7 @@ def judge_targets_of_ranks(unequal: UnequalTargets) -> list[Finding]:
     """Report weights of targets that differ between ranks only (DDP305)."""
     if unequal.is_in_rank:
         return []
-    return one_finding(
+    return new_finding(
         "DDP305",
         ("loss",),
         "The loss of each rank is divided by its own number of targets, and the numbers differ, so the average over "
@@ -317,7 +317,7 @@ def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
 def judge_counts(passes: Passes) -> list[Finding]:
     """Report sums that each rank divides by its own number of elements (DDP305)."""
     for weight in TERM_WEIGHTS:
-        all_counts = [_own_counts(by_rank, weight) for by_rank in passes]
+        all_counts = [_rank_counts(by_rank, weight) for by_rank in passes]
         unequal = [counts for counts in all_counts if counts]
         distinct = len({tuple(counts) for counts in unequal})  # else a weight may yield integers by chance
         if (
@@ -329,7 +329,7 @@ def judge_counts(passes: Passes) -> list[Finding]:
     return []
 
 
-def _own_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[float]:
+def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[float]:
     """Return each rank's integer divisor of a sum, if divisors differ, else []."""
     sample_heads = set().union(*map(_sample_heads, losses))
     for terms in zip(*(loss.terms for loss in losses), strict=False):

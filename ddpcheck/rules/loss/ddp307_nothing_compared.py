@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 
 from ddpcheck.findings.evidence.steps import GradientState
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import new_finding
 
 ALL_MISSING = "none is there"  # tag of DDP307: every gradient is missing, none is zero
 
@@ -30,7 +30,7 @@ def judge_nothing_compared(norms: Mapping[int, float], states: Iterable[Gradient
     empty = sorted(step for step, norm in norms.items() if norm == 0.0)
     if not norms or len(empty) < len(norms):
         return []
-    return one_finding(
+    return new_finding(
         "DDP307",
         ("loss",),
         "Every gradient was zero or missing in every step, so nothing was compared.",

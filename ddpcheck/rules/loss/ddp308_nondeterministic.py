@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_ranks, one_finding, unless_all
+from ddpcheck.findings.wording import format_ranks, new_finding, ranks_or_all
 
 NOT_COMPARED = "DDP308: the same step run twice differs from itself, so comparisons mean nothing"
 
@@ -37,11 +37,11 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
     if not ranks:
         return []
     worst = max((item for items in bad.values() for item in items), key=lambda item: item.error)
-    return one_finding(
+    return new_finding(
         "DDP308",
         ("loss",),
         f"The same step run twice on {format_ranks(ranks)} gave different gradients, so comparisons mean nothing.",
-        ranks=unless_all(ranks, len(differences)),
+        ranks=ranks_or_all(ranks, len(differences)),
         steps=(step,),
         evidence=[str(worst), "the generators of torch, numpy and random had the same seed both times"],
     )

@@ -32,10 +32,10 @@ from typing import Any
 from ddpcheck.findings.evidence.loop import OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, join_names, new_finding, plural_verb
 from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.check_context import SingleProcessFacts, is_one_over_world
+from ddpcheck.trace.check_context import SingleProcessFacts, is_inverse_world_size
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.losses import MIN_GATHERS, Losses
 from ddpcheck.trace.unwrapped_params import param_name
@@ -53,7 +53,7 @@ def judge_gathers(losses: Losses) -> list[Finding]:
         return []
     first = uses[0][0]
     if names := [*map(param_name, first.names)]:
-        return one_finding(
+        return new_finding(
             "DDP309",
             names,
             f"{join_names(names)} {plural_verb('reaches', 'reach', names)} the loss only through the result of "
@@ -64,7 +64,7 @@ def judge_gathers(losses: Losses) -> list[Finding]:
         )
     if len(common) < MIN_GATHERS:
         return []
-    return one_finding(
+    return new_finding(
         "DDP309",
         (first.operation,),
         f"The loss treats the {first.rows} rows that {first.operation} gathered as constants, including the rank's own "
@@ -78,17 +78,17 @@ def judge_gathers(losses: Losses) -> list[Finding]:
     )
 
 
-def judge_own_parts(losses: Losses) -> list[Finding]:
+def judge_local_parts(losses: Losses) -> list[Finding]:
     """Report gathered features that get the gradient of their rank's loss only (DDP309).
 
     If the same gradient arrives on every rank, each rank has the loss of all rows: the ranks' parts sum to the
     gradient, and DDP divides the sum by the world size. If gradients differ, those of other ranks' losses are lost.
     """
-    if not losses.own_parts:
+    if not losses.local_parts:
         return []
-    first = losses.own_parts[0][0]
+    first = losses.local_parts[0][0]
     if losses.gathered_gradients_differ:
-        return one_finding(
+        return new_finding(
             "DDP309",
             (first.operation,),
             f"The loss of each rank depends on the features of all ranks, gathered by {first.operation}, and its "
@@ -98,14 +98,14 @@ def judge_own_parts(losses: Losses) -> list[Finding]:
             severity=Severity.WARNING,
             fix=_fix_of_gather(first),
         )
-    if first.by_function or not losses.own_parts_lack_factor:
+    if first.by_function or not losses.local_parts_lack_factor:
         return []
-    return one_finding("DDP309", (first.operation,), **describe_lost_factor(losses))
+    return new_finding("DDP309", (first.operation,), **describe_lost_factor(losses))
 
 
 def describe_lost_factor(losses: Losses) -> dict[str, Any]:
-    """Return arguments of `one_finding`: the loss covers all ranks, and DDP averages its gradient."""
-    first, size, is_mixed = losses.own_parts[0][0], len(losses.parts), losses.uses_features_directly
+    """Return arguments of `new_finding`: the loss covers all ranks, and DDP averages its gradient."""
+    first, size, is_mixed = losses.local_parts[0][0], len(losses.parts), losses.uses_features_directly
     phrase = "its part of the gradients is" if is_mixed else "gradients are"
     besides = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
     return {
@@ -120,7 +120,7 @@ def describe_lost_factor(losses: Losses) -> dict[str, Any]:
 
 
 def _steps_of(losses: Losses) -> str:
-    return f"in {counted(len(losses.own_parts), 'compared step')}"
+    return f"in {counted(len(losses.local_parts), 'compared step')}"
 
 
 def _fix_of_gather(part: OwnPartPutBack) -> str:
@@ -142,7 +142,7 @@ def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Fi
         return judge_unexplained(facts)
     calls = list(dict.fromkeys(map(str, suspects)))
     ratio = facts.analysis.against_global.ratio
-    first, one_over = suspects[0], facts.scaled and is_one_over_world(facts, ratio)
+    first, one_over = suspects[0], facts.scaled and is_inverse_world_size(facts, ratio)
     if one_over and first.elements > 1 and (first.operation == "all_reduce" or "gather" in first.operation):
         usage, fix = "whose result all ranks use in the same way", FIX_OF_SUM
         if first.operation != "all_reduce":
@@ -151,7 +151,7 @@ def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Fi
                 "Use torch.distributed.nn.functional.all_gather, whose backward sums, and put no part back; or "
                 f"multiply the loss by the world size; or {_IGNORE}"
             )
-        return facts.one_finding(
+        return facts.new_finding(
             "DDP309",
             f"The forward pass calls {calls[0]}, {usage}: every gradient is {facts.known.factor(ratio)} times the "
             f"global batch's, since {facts.known.wrapper.named} averages gradients that should be summed.",
@@ -160,7 +160,7 @@ def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Fi
             severity=Severity.WARNING,
             fix=fix,
         )
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP309",
         f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
         f"{facts.largest_error:.2g} away from those of the global batch.",
@@ -240,7 +240,7 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
             fix = FIX_OF_SUM
         else:
             message += ": values from the other ranks are constants for autograd."
-        return one_finding(
+        return new_finding(
             "DDP309", (use.operation,), message, location=use.location, evidence=evidence, fix=fix, severity=severity
         )
     return []

@@ -36,7 +36,7 @@ def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
         else "",
         *(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
     ]
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP312",
         f"The averaged gradients are up to {facts.largest_error:.2g} (relative) away from those of the global batch, "
         "and no cause was found.",

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.divergences import TRAINING_QUANTITIES, Parity
 
@@ -66,7 +66,7 @@ def judge_parity(parity: Parity) -> list[Finding]:
         return []
     first = min(diverged, key=lambda divergence: (divergence.kind not in TRAINING_QUANTITIES, divergence.step))
     other_messages = [divergence.message for divergence in diverged if divergence is not first]
-    return one_finding(
+    return new_finding(
         "DDP314",
         (first.kind,),
         first.message,

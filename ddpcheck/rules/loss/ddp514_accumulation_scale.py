@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import make_finding, one_finding
+from ddpcheck.findings.wording import make_finding, new_finding
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
 from ddpcheck.trace.losses import FEWEST_PASSES, LossesByRank, UnequalTargets, total_factor
@@ -45,7 +45,7 @@ def judge_targets_of_micro_batches(unequal: UnequalTargets) -> list[Finding]:
     """Report weights of targets that differ between micro-batches of a step (DDP514)."""
     if not unequal.is_in_rank:
         return []
-    return one_finding(
+    return new_finding(
         "DDP514",
         ("loss",),
         "The loss of each micro-batch is divided by its own number of targets, and the numbers differ, so the "
@@ -93,7 +93,7 @@ def judge_accumulated(losses: LossesByRank) -> list[Finding]:
     if len(undivided) < FEWEST_PASSES - 1 or len(undivided) < len(accumulated):
         return []
     first = undivided[0][0]
-    return one_finding(
+    return new_finding(
         "DDP514",
         ("loss",),
         f"The losses of {len(first)} micro-batches, each a mean, are added up and not divided by their number: the "
@@ -161,7 +161,7 @@ def explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
     ratio = facts.analysis.against_global.ratio
     if not facts.scaled or expected == actual or not math.isclose(ratio, actual / expected, rel_tol=1e-2):
         return []
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP514",
         "The loss accumulates gradients over micro-batches and does not divide by their number, which differs on a "
         f"rank: the gradient is {ratio:.4g} times the global batch's.",

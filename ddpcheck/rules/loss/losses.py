@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.rules.loss.ddp303_scaled_gradient import explain_by_scale, judge_gathered_loss
-from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_counts, judge_own_weights, judge_targets_of_ranks
-from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers, judge_own_parts
+from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_counts, judge_rank_weights, judge_targets_of_ranks
+from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers, judge_local_parts
 from ddpcheck.rules.loss.ddp514_accumulation_scale import judge_accumulated, judge_targets_of_micro_batches
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.rank_report import MicroBatch
@@ -24,12 +24,12 @@ def _explain_scale(losses: Losses) -> list[Finding]:
     for passes in losses.passes:
         if scaled := explain_by_scale(passes, losses):
             return [] if losses.are_rescaled else scaled
-        if unequal := judge_counts(passes) or judge_own_weights(passes):
+        if unequal := judge_counts(passes) or judge_rank_weights(passes):
             return unequal
-    return judge_accumulated(losses.by_rank) or judge_own_parts(losses) or judge_gathered_loss(losses)
+    return judge_accumulated(losses.by_rank) or judge_local_parts(losses) or judge_gathered_loss(losses)
 
 
-def judge_targets(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
+def judge_target_weights(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
     """Report unequal weights of targets (DDP305, 514); micro-batches are by rank."""
     unequal = unequal_targets(ranks)
     return judge_targets_of_ranks(unequal) or judge_targets_of_micro_batches(unequal) if unequal else []

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference, ShardAnalysis
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import unless_all
+from ddpcheck.findings.wording import ranks_or_all
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_program_data, judge_programs
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import explain_by_changed_gradients
 from ddpcheck.rules.loss.ddp303_scaled_gradient import (
+    explain_by_common_factor,
     explain_by_factors_of_terms,
-    explain_by_one_factor,
     explain_by_rank_weights,
 )
 from ddpcheck.rules.loss.ddp304_batch_coupled import explain_by_batch_choice, explain_by_statistics, judge_coupling
 from ddpcheck.rules.loss.ddp305_loss_normalisation import (
     explain_by_batch_weights,
-    explain_by_one_weight,
+    explain_by_common_weight,
     judge_normalisation,
     normalising_line,
 )
@@ -78,7 +78,7 @@ def judge_single_process(
     count = f"{len(first)} of {len(differences[min(bad)])} gradients differ from the single process"
     facts = SingleProcessFacts(
         wrong=tuple(first),
-        steps=unless_all(sorted(bad), len(differences)),
+        steps=ranks_or_all(sorted(bad), len(differences)),
         tolerance=min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT),
         analysis=analysis or ShardAnalysis(error="they were not run"),
         known=known,
@@ -107,8 +107,8 @@ EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
     explain_by_changed_gradients,
     explain_by_micro_batches,
     explain_by_statistics,
-    explain_by_one_factor,
-    explain_by_one_weight,
+    explain_by_common_factor,
+    explain_by_common_weight,
     _explain_by_program,
     explain_by_rank_weights,
     explain_by_collective_without_gradient,

@@ -30,10 +30,10 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, make_finding, one_finding, plural_verb
+from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, make_finding, new_finding, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.optimizers import OptimizedParameters
-from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper
+from ddpcheck.trace.script_facts import PartSteps, WrapperTrace
 from ddpcheck.trace.unwrapped_params import Steps, param_name
 
 FEWEST_UNMOVED = 3  # steps in which a parameter has a gradient and does not change
@@ -46,7 +46,7 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: 
     idle = [name for name, changes in moved.items() if not changes and name not in param_names]
     if not unknown or not idle:
         return []
-    return one_finding(
+    return new_finding(
         "DDP504",
         [param_name(name) for name in idle],
         f"{join_names([param_name(name) for name in idle])} {plural_verb('is', 'are', idle)} in no optimizer and never "
@@ -63,7 +63,7 @@ def judge_params_without_optimizer(optimized: OptimizedParameters) -> list[Findi
     unheld = [name for name, changes in moved.items() if not changes and name not in params]
     if (
         not unheld
-        or not (params or (optimized.in_vain and len(unheld) == len(moved)))
+        or not (params or (optimized.waiting_in_vain and len(unheld) == len(moved)))
         or any(not changes for name, changes in moved.items() if name in params)
     ):
         return []  # e.g. a learning rate of zero
@@ -96,7 +96,7 @@ def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapp
     if not stuck or len(stuck) == len(names) or any({opts.get(name) for opts in options} <= _ZERO for name in rates):
         return []
     kind = first.options.get("class", "the optimizer")
-    return one_finding(
+    return new_finding(
         "DDP504",
         stuck,
         f"{kind} holds {join_names(stuck)}, and never moves {plural_verb('it', 'them', stuck)}, although "
@@ -126,7 +126,7 @@ def judge_optimizer(
         return []
     foreign = wrapped[0].foreign_tensors
     is_in, moves = plural_verb("is in", "are in", unheld), plural_verb("moves", "move", unheld)
-    return names.one_finding(
+    return names.new_finding(
         "DDP504",
         unheld,
         f"{join_names(names.subjects(unheld))} {is_in} no group of the optimizer and never {moves}.",
@@ -140,7 +140,7 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
     for rank_steps in steps[-1:]:
         first = rank_steps[0]
         if all(step.unheld and not step.split for step in rank_steps):
-            return one_finding(
+            return new_finding(
                 "DDP504",
                 first.unheld,
                 f"The optimizer holds none of the {counted(len(first.unheld), 'parameter')} that "
@@ -154,7 +154,7 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
 
 
 def with_model(
-    findings: Sequence[Finding], wrappers: Sequence[WatchedWrapper], moved: Mapping[str, bool]
+    findings: Sequence[Finding], wrappers: Sequence[WrapperTrace], moved: Mapping[str, bool]
 ) -> list[Finding]:
     """Name the wrapped module in findings on parameters that never change."""
     named = []

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import group_by_value, make_finding, one_finding
+from ddpcheck.findings.wording import group_by_value, make_finding, new_finding
 from ddpcheck.trace.optimizers import locate_options
 from ddpcheck.trace.unwrapped_params import Steps
 
@@ -71,7 +71,7 @@ def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Findin
     endless = first.by_world and not sized_for_all and first.turns >= FEWEST_STEPS
     if not in_turns or first.turns < FEWEST_TURNS or not (ended or endless):
         return []
-    return one_finding(
+    return new_finding(
         "DDP507",
         ("learning rate",),
         f"The learning rate schedule makes {world_size} steps, one for each rank, instead of one: "

@@ -17,8 +17,8 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
 from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_late_average, explain_by_no_average
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
-from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, state_of_one_rank
-from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_summed_again, judge_sums
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_equal_shard_state, judge_parts_reduced
+from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_second_sum, judge_sums
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_parts
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, judge_unchanged_params, with_model
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
@@ -51,7 +51,7 @@ def judge_states(states: OptimizerStates) -> list[Finding]:
     """Judge the parameters and state before each optimizer's steps."""
     facts = states.facts
     findings = [finding for opt in facts.optimizers for finding in judge_optimizer_state(opt.steps)]
-    return locate_restored_file(findings, facts.of(FileUsed))
+    return locate_restored_file(findings, facts.events(FileUsed))
 
 
 @rule
@@ -59,7 +59,7 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
     """Judge options, pace, gradients and schedule of each optimizer."""
     facts = optimizers.facts
     findings: list[Finding] = []
-    clips = facts.of(GradientsClipped)
+    clips = facts.events(GradientsClipped)
     param_names = {name for step in entries_of(facts.ranks[0], OptimizerStep) for name in step.held}
     for opt in facts.optimizers:
         new = judge_optimizer_options(opt.steps) + judge_shard_scales(opt.steps)
@@ -68,11 +68,11 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
         state_differs = bool(judge_optimizer_state(opt.steps))
         new += [] if state_differs else judge_step_gradients(opt.steps, clips)
         if not state_differs and not new:
-            new = _judge_unwrapped(opt, facts) or judge_sums(opt.steps, facts.of(LossDifferentiated))
+            new = _judge_unwrapped(opt, facts) or judge_sums(opt.steps, facts.events(LossDifferentiated))
         findings += new + with_model(judge_stale(opt.steps, facts.moved, param_names), facts.wrappers, facts.moved)
         findings += judge_unchanged_params(opt.steps, facts.moved) + judge_parts_reduced(opt.steps)
         findings += judge_schedule(opt.ends, len(facts.ranks))
-        findings += judge_summed_again(opt.steps, len(facts.ranks))
+        findings += judge_second_sum(opt.steps, len(facts.ranks))
     for first in () if findings else optimizers.first_steps:  # parameters may differ between ranks
         findings += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
     return findings
@@ -80,7 +80,7 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
 
 def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
     """Judge the gradients of parameters outside of wrappers."""
-    findings = [] if facts.model_groups else judge_scaled_by_hand(opt.steps, facts.of(GradientsClipped))
+    findings = [] if facts.model_groups else judge_scaled_by_hand(opt.steps, facts.events(GradientsClipped))
     if not facts.model_groups and not findings:
         names = opt.steps[0][0].alone.keys() if opt.steps else None
         findings = judge_unsynchronized(
@@ -110,7 +110,7 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
                 )
             continue
         message = f"load_state_dict is called there, on every rank; it steps at {first.location}"
-        if findings := state_of_one_rank(states, loaded[0], [message], [first.count]):
+        if findings := judge_equal_shard_state(states, loaded[0], [message], [first.count]):
             return findings
     return []
 

@@ -67,7 +67,7 @@ def judge_parameters(
     """Judge all parameters of a module."""
     changed = judge_changed_in_forward(evidence, wrapper, names)
     explained = {name for finding in changed for name in finding.subjects}
-    facts = ParameterFacts.of(evidence, wrapper, names, ends_here=ends_here, explained=explained)
+    facts = ParameterFacts.from_evidence(evidence, wrapper, names, ends_here=ends_here, explained=explained)
     findings = [
         *changed,
         *judge_always_missing(facts),
@@ -89,12 +89,12 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
     def end_of(name: str) -> PathEnd:
         return next((item.path_ends[name] for item in facts.evidence if name in item.path_ends), PathEnd("unknown"))
 
-    def cause_and_place(name: str) -> tuple[object, ...]:
+    def cause_and_location(name: str) -> tuple[object, ...]:
         end = end_of(name)
         origin = facts.family_of(name, missing) if end.cause == "unused" else end.edit_at
         return end.cause, end.reason, origin, name in facts.wrapper.sparse
 
-    groups = [MissingGroup(g, end_of(g[0]), facts) for g in group_by(names, cause_and_place).values()]
+    groups = [MissingGroup(g, end_of(g[0]), facts) for g in group_by(names, cause_and_location).values()]
     return [finding for group in groups for finding in _JUDGES.get(group.end.cause, judge_unreachable)(group)]
 
 

@@ -44,7 +44,7 @@ from ddpcheck.trace.parameters import MissingGroup
 
 def judge_unused(group: MissingGroup) -> list[Finding]:
     """DDP101: parameters that no operation of the forward pass reads."""
-    return group.one_finding("DDP101", f"No operation of the forward pass reads {group.subjects}.")
+    return group.new_finding("DDP101", f"No operation of the forward pass reads {group.subjects}.")
 
 
 def reword_in_first_steps(finding: Finding, missing_steps: Sequence[int]) -> Finding:
@@ -69,7 +69,7 @@ def explain_unfinished_reduction(facts: FailureFacts) -> list[Finding]:
     names = candidates.pop() if len(candidates) == 1 else ()  # DDP does not say which of several wrappers
     location = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
     who = join_names(names, most=4) if names else counted(len(numbers), "parameter") if numbers else "A parameter"
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP101",
         names or ("parameters",),
         f"{who} did not contribute to the previous backward pass: DDP still waits for the gradient, and raises at its "

@@ -36,6 +36,6 @@ def judge_unreachable(group: MissingGroup) -> list[Finding]:
     """DDP102: parameters that are used, but do not contribute to the loss."""
     if group.end.cause == "unknown":
         does = plural_verb("does", "do", group.facts.names.subjects(group.names))
-        return group.one_finding("DDP102", f"{group.subjects} {does} not contribute to the loss; the cause is unknown.")
+        return group.new_finding("DDP102", f"{group.subjects} {does} not contribute to the loss; the cause is unknown.")
     last = f"the last operation that depends on {group.them} is {group.end.reason}{group.end.at}"
-    return group.one_finding("DDP102", f"The result of {group.subjects}{group.where} does not reach the loss.", [last])
+    return group.new_finding("DDP102", f"The result of {group.subjects}{group.where} does not reach the loss.", [last])

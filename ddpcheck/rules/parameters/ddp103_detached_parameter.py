@@ -36,7 +36,7 @@ def judge_cut(group: MissingGroup) -> list[Finding]:
     message = f"The path from {group.subjects} to the loss is cut by {end.reason}{group.where}."
     begins = [f"{end.reason} begins at {end.no_grad_location}"]
     evidence = begins if end.no_grad_location not in (None, end.location) else []
-    return group.one_finding("DDP103", message, evidence, _fix_of_cut(end.reason))
+    return group.new_finding("DDP103", message, evidence, _fix_of_cut(end.reason))
 
 
 def _fix_of_cut(reason: str) -> str:

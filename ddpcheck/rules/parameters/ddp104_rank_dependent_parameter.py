@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import Names, format_ranks, format_steps, group_by, join_names, one_finding
+from ddpcheck.findings.wording import Names, format_ranks, format_steps, group_by, join_names, new_finding
 from ddpcheck.trace.parameters import ConditionalUse, MissingOn
 
 
@@ -49,7 +49,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
             f"No parameter has a part in the loss of {format_ranks(partial[0].ranks)} in step {step}, while the "
             f"other ranks {verb} the gradients."
         )
-    return use.one_finding("DDP104", message, evidence, sorted({rank for item in partial for rank in item.ranks}))
+    return use.new_finding("DDP104", message, evidence, sorted({rank for item in partial for rank in item.ranks}))
 
 
 def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, verb: str) -> str:
@@ -70,7 +70,7 @@ def judge_skipped_reductions(absent: Mapping[tuple[int, int], frozenset[str]]) -
         first = absent[keys[0]]
         odd = [key[1] for key in keys if absent[key] != first]
         if odd:
-            return one_finding(
+            return new_finding(
                 "DDP104",
                 sorted(frozenset.union(*(absent[key] for key in keys))),
                 f"{format_ranks(odd)} and rank {keys[0][1]} leave out different parameters in {format_steps([step])}; "

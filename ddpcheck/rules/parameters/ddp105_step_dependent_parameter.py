@@ -39,4 +39,4 @@ def judge_step_dependence(use: ConditionalUse) -> list[Finding]:
         silent = f"plain DDP says nothing here, because no forward follows {format_steps(steps)}"
         raises = f"{AT_NEXT_FORWARD} after {format_steps(steps[:1])}"
         evidence.append(silent if facts.ends_here and steps[0] == facts.steps[-1] else raises)
-    return use.one_finding("DDP105", use.step_message, evidence)
+    return use.new_finding("DDP105", use.step_message, evidence)

@@ -50,7 +50,7 @@ def judge_zero_gradients(
         end = ends.get(group[0])
         origin = f": it becomes zero in {end.reason}{end.at}" if end else ""
         subjects = join_names(facts.names.subjects(group))
-        findings += facts.names.one_finding(
+        findings += facts.names.new_finding(
             "DDP107",
             group,
             f"The gradient of {subjects} is exactly zero in every step on every rank{origin}.",

@@ -29,7 +29,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import unless_all
+from ddpcheck.findings.wording import ranks_or_all
 from ddpcheck.trace.parameters import MissingGroup
 
 
@@ -37,11 +37,11 @@ def judge_lost_gradient(group: MissingGroup) -> list[Finding]:
     """DDP108: parameters that backward reaches, for which a function returns None."""
     end = group.end
     fn = end.reason or "a custom autograd Function between it and the loss"
-    return group.facts.names.one_finding(
+    return group.facts.names.new_finding(
         "DDP108",
         group.names,
         f"Backward reaches {group.subjects} and gives no gradient: {fn}{end.at} returns None.",
-        ranks=unless_all(group.compiled_on, group.facts.world_size),
+        ranks=ranks_or_all(group.compiled_on, group.facts.world_size),
         location=end.edit_at,
         path=end.path_of(group.names[0]),
     )

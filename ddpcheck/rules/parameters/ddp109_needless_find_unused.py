@@ -18,7 +18,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.wording import counted, new_finding
 from ddpcheck.trace.parameters import ParameterFacts
 
 
@@ -26,7 +26,7 @@ def judge_needless_search(facts: ParameterFacts) -> list[Finding]:
     """DDP109: `find_unused_parameters=True` although every parameter always contributes."""
     if not facts.wrapper.find_unused_parameters or facts.missing or not facts.evidence:
         return []
-    return one_finding(
+    return new_finding(
         "DDP109",
         ("find_unused_parameters",),
         f"Every parameter contributed in {counted(len(facts.steps), 'step')} on every rank, "

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import join_names, one_finding, plural_verb, unless_all
+from ddpcheck.findings.wording import join_names, new_finding, plural_verb, ranks_or_all
 
 
 def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
@@ -29,10 +29,10 @@ def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
     lazy = sorted({name for rank_names in names for name in rank_names})
     if not lazy:
         return []
-    return one_finding(
+    return new_finding(
         "DDP110",
         lazy,
         f"{join_names(lazy)} {plural_verb('is lazy and has', 'are lazy and have', lazy)} no shape yet, so DDP "
         "cannot wrap the model.",
-        ranks=unless_all([rank for rank, rank_names in enumerate(names) if rank_names], len(names)),
+        ranks=ranks_or_all([rank for rank, rank_names in enumerate(names) if rank_names], len(names)),
     )

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import join_names, new_finding, plural_verb
 from ddpcheck.trace.gradients import ReducerFacts
 from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps
 
@@ -40,13 +40,13 @@ def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
     is_trained = f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained"
     them, their = plural_verb("it", "them", subjects), plural_verb("its", "their", subjects)
     if not facts.known.wrapper.sharded:
-        return names.one_finding(
+        return names.new_finding(
             "DDP111",
             ignored,
             f"{is_trained}, but the wrapper is configured to ignore {them}: {their} gradients are not averaged and "
             "differ between the ranks.",
         )
-    return names.one_finding(
+    return names.new_finding(
         "DDP111",
         ignored,
         f"{is_trained}, and no group of fully_shard holds {them}: nothing averages {their} gradients, which differ "
@@ -62,7 +62,7 @@ def explain_by_missing_group(
     change = next((mod for mod in matches if mod.location is not None), None)
     them = plural_verb("it", "them", names)
     assignment = "" if change is None else f"{change.how} is assigned there, and replaces a sharded module"
-    return one_finding(
+    return new_finding(
         "DDP111",
         names,
         f"{join_names(names)} {plural_verb('is', 'are', names)} trained, and no group of fully_shard holds {them}: "

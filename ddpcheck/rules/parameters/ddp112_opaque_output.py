@@ -27,7 +27,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import new_finding
 from ddpcheck.trace.parameters import ParameterFacts
 
 
@@ -37,7 +37,7 @@ def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
     if not output_type or not facts.wrapper.tolerates_unused or not facts.wrapper.is_ddp:
         return []
     static = facts.wrapper.static_graph  # static_graph=True disables the search for unused parameters
-    return one_finding(
+    return new_finding(
         "DDP112",
         (output_type,),
         f"forward returns an object of class {output_type}, in which DDP finds no tensor: "

@@ -26,12 +26,12 @@ from ddpcheck.trace.parameters import ConditionalUse
 
 def judge_static_graph(use: ConditionalUse) -> list[Finding]:
     """DDP513: parameters missing on every rank in some steps under static_graph=True."""
-    return use.one_finding("DDP513", use.step_message, use.describe_absences())
+    return use.new_finding("DDP513", use.step_message, use.describe_absences())
 
 
 def explain_graph_changed(facts: FailureFacts) -> list[Finding]:
     """DDP513: graph that differs from the first step under static_graph=True."""
-    return facts.one_finding(
+    return facts.new_finding(
         "DDP513",
         ("backward",),
         "The graph differs from the one that DDP recorded in the first step, which static_graph=True does not allow.",

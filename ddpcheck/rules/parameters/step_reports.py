@@ -11,7 +11,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
 from ddpcheck.rules.gradients.reducer import judge_loop
-from ddpcheck.rules.loss.losses import judge_targets
+from ddpcheck.rules.loss.losses import judge_target_weights
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.parameters.ddp101_unused_parameter import reword_in_first_steps
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
@@ -51,7 +51,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
         loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
         findings += judge_switched_off(loop) if wrapper.sharded else judge_loop(loop, unequal=True)
     findings += judge_compilations([report.compiled for report in reports])
-    return findings + judge_targets([report.micro_batches for report in reports])
+    return findings + judge_target_weights([report.micro_batches for report in reports])
 
 
 _FEW = 4  # first steps: a parameter not read by forward may belong to an idle branch or expert

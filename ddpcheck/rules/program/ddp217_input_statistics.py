@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import counted, group_by, one_finding
+from ddpcheck.findings.wording import counted, group_by, new_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.program import Statistics
 from ddpcheck.trace.replicas import aligned
@@ -83,7 +83,7 @@ def _distance(stats: Sequence[RunningStatistic]) -> float:
 def _finding(calls: Sequence[Sequence[RunningStatistic]], distance: float) -> list[Finding]:
     stat = calls[-1][0]
     fitting = [stats[0] for stats in calls if stats[0].equations]
-    return one_finding(
+    return new_finding(
         "DDP217",
         (stat.name,),
         f"{stat.name} is a running statistic of each rank's own samples, and the inputs of the wrapped module are "

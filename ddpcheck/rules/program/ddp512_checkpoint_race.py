@@ -30,7 +30,7 @@ from pathlib import PurePath
 
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, one_finding, unless_all
+from ddpcheck.findings.wording import format_ranks, new_finding, ranks_or_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.program import Program
 
@@ -46,11 +46,11 @@ def judge_files(program: Program) -> list[Finding]:
     by_line: dict[Location | None, list[Finding]] = {}
     saved = {use.path for rank_uses in program.uses for use in rank_uses if use.by_torch}
     uses = [[use for use in rank_uses if use.by_torch or use.path not in saved] for rank_uses in program.uses]
-    for rank, use, other_rank, other_use in _at_the_same_time(uses):
+    for rank, use, other_rank, other_use in _concurrent_uses(uses):
         line = use.location if other_use.writes else other_use.location
         if use.path in program.empty or line in by_line or other_use.waited or (other_use.writes and use.waited):
             continue
-        if not (use.by_torch or other_use.writes) and _is_followed(use, other_use, uses[rank], uses[other_rank]):
+        if not (use.by_torch or other_use.writes) and _has_marker_file(use, other_use, uses[rank], uses[other_rank]):
             continue
         name = PurePath(use.path).name
         if other_use.writes:
@@ -64,11 +64,11 @@ def judge_files(program: Program) -> list[Finding]:
             message += "the two."
             written_at = f"rank {rank} writes it at {use.location}"
             fix = "Call dist.barrier() on every rank after it is written and before the others read it."
-        by_line[line] = one_finding(
+        by_line[line] = new_finding(
             "DDP512",
             (name,),
             message,
-            ranks=unless_all(ranks, len(uses)),
+            ranks=ranks_or_all(ranks, len(uses)),
             location=line,
             evidence=[written_at, f"the file is {use.path}"],
             severity=None if use.by_torch else Severity.WARNING,
@@ -77,7 +77,7 @@ def judge_files(program: Program) -> list[Finding]:
     return [finding for findings in by_line.values() for finding in findings] + _judge_devices(uses)
 
 
-def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
+def _concurrent_uses(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
     """Yield each write with each use by another rank that no collective separates."""
     by_path: dict[str, dict[int, list[FileUsed]]] = {}
     for rank, rank_uses in enumerate(uses):
@@ -93,7 +93,7 @@ def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int,
                 yield from ((rank, use, other_rank, other_use) for other_use in near if other_use.ended >= use.began)
 
 
-def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
+def _has_marker_file(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
     """Return True if the writer makes another file next, as a marker.
 
     A reader may wait for the marker, whose existence says that the first file is complete.
@@ -110,7 +110,7 @@ def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
             elsewhere = [device for device in use.devices if device.startswith("cuda") and device != use.device]
             if elsewhere and not use.writes and not use.mapped and use.device.startswith("cuda"):
                 name = PurePath(use.path).name
-                return one_finding(
+                return new_finding(
                     "DDP512",
                     (name,),
                     f"Rank {rank} loads {name} onto {elsewhere[0]}, which belongs to another rank: there is no "

@@ -22,7 +22,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import counted, one_finding, unless_all
+from ddpcheck.findings.wording import counted, new_finding, ranks_or_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.program import Program
 
@@ -36,12 +36,12 @@ def judge_loads(program: Program) -> list[Finding]:
         return []
     ranks = [rank for rank, calls in enumerate(loads) if any(call.location == first.location for call in calls)]
     source, target = ("state", "module") if first.of_state else ("module", "state")
-    return one_finding(
+    return new_finding(
         "DDP523",
         (first.name,),
         f"load_state_dict(strict=False) loads nothing into {first.name}, which stays unchanged: the keys of the "
         f"{source} begin with {first.prefix!r}, those of the {target} do not.",
-        ranks=unless_all(ranks, len(loads)),
+        ranks=ranks_or_all(ranks, len(loads)),
         location=first.location,
         evidence=[f"none of the {counted(first.keys, 'key')} of {first.name} is in the state"],
     )

@@ -11,15 +11,15 @@ from ddpcheck.findings.evidence.modules import TensorRecord, are_harmless
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import (
     counted,
+    format_by_rank,
     format_ranks,
     group_by,
     join_names,
     minority_of_any,
     minority_ranks,
-    one_finding,
+    new_finding,
     plural_verb,
-    told_by_rank,
-    unless_all,
+    ranks_or_all,
 )
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.replicas import RUNNING_STATISTICS, Divergence, ReplicaFacts, differing_names, differing_values
@@ -29,14 +29,14 @@ SET, ORDER, SHAPE = "set", "order", "shape"  # tags of findings that the modules
 IN_STEP = "in a step"  # tag of a change in a known step; without it, values differ from an unknown step on
 
 
-def judge_set(code: str, noun: str, records: Records) -> list[Finding]:
+def compare_sets(code: str, noun: str, records: Records) -> list[Finding]:
     sets = [frozenset(record.name for record in rank_records) for rank_records in records]
     mismatches = sorted(frozenset.union(*sets) - frozenset.intersection(*sets))
     if not mismatches:
         return []
     ranks_by_name = {name: [rank for rank, names in enumerate(sets) if name in names] for name in mismatches}
     common = Counter(sets).most_common(1)[0][0]
-    return one_finding(
+    return new_finding(
         code,
         mismatches,
         f"The ranks do not have the same {noun}s: {len(mismatches)} exist on some ranks only.",
@@ -46,7 +46,7 @@ def judge_set(code: str, noun: str, records: Records) -> list[Finding]:
     )
 
 
-def judge_order(code: str, noun: str, records: Records) -> list[Finding]:
+def compare_order(code: str, noun: str, records: Records) -> list[Finding]:
     """Compare the order of tensors that all ranks have."""
     orders = [tuple(record.name for record in rank_records) for rank_records in records]
     indices = [index for index, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1]
@@ -54,28 +54,28 @@ def judge_order(code: str, noun: str, records: Records) -> list[Finding]:
         return []
     ranks = minority_ranks(orders)
     expected = next(order for rank, order in enumerate(orders) if rank not in ranks)
-    return one_finding(
+    return new_finding(
         code,
         [expected[index] for index in indices],
         f"The {noun}s are registered in a different order on {format_ranks(ranks)}; DDP pairs them by position.",
         ranks=ranks,
-        evidence=told_by_rank({f"{noun} number {indices[0]}": [order[indices[0]] for order in orders]}),
+        evidence=format_by_rank({f"{noun} number {indices[0]}": [order[indices[0]] for order in orders]}),
         tags=(ORDER,),
     )
 
 
-def judge_attribute(code: str, attribute: str, noun: str, records: Records) -> list[Finding]:
+def compare_attribute(code: str, attribute: str, noun: str, records: Records) -> list[Finding]:
     """Report tensors whose `attribute` differs, one finding per group of differing ranks."""
     mismatches = differing_values([{record.name: getattr(record, attribute) for record in r} for r in records])
     findings = []
     for ranks, names in group_by(mismatches, lambda name: minority_ranks(mismatches[name])).items():
-        findings += one_finding(
+        findings += new_finding(
             code,
             names,
             f"{join_names(names)} {plural_verb('has', 'have', names)} another {noun} on {format_ranks(ranks)} than "
             "elsewhere.",
             ranks=ranks,
-            evidence=told_by_rank({name: mismatches[name] for name in names}),
+            evidence=format_by_rank({name: mismatches[name] for name in names}),
             tags=(attribute,),
         )
     return findings
@@ -87,7 +87,7 @@ def judge_initial_values(code: str, values: Sequence[Mapping[str, int]]) -> list
     if not mismatches:
         return []
     names = sorted(mismatches)
-    return one_finding(
+    return new_finding(
         code,
         names,
         f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before any "
@@ -109,12 +109,12 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
     mismatches = [name for name in mismatches if name not in orders]  # the order differs because the parameters do
     if not mismatches:
         return []
-    return one_finding(
+    return new_finding(
         code,
         mismatches,
         f"{what} is not the same on every rank: {', '.join(mismatches)}.",
         ranks=minority_of_any(values[name] for name in mismatches),
-        evidence=told_by_rank({name: _differences(name, values[name]) for name in mismatches}),
+        evidence=format_by_rank({name: _differences(name, values[name]) for name in mismatches}),
         severity=Severity.WARNING if are_harmless(mismatches, options) else None,
     )
 
@@ -137,9 +137,9 @@ def divergence_finding(
     code: str, facts: ReplicaFacts, divergence: Divergence, message: str, *evidence: str, **more: Any
 ) -> list[Finding]:
     count = len(facts.by_step)
-    steps = unless_all(range(divergence.step, count), count)
+    steps = ranks_or_all(range(divergence.step, count), count)
     evidence = (*evidence, *[f"optimizer state: {name}" for name in divergence.optimizer][:3])
-    return facts.known.names.one_finding(code, divergence.names, message, steps=steps, evidence=evidence, **more)
+    return facts.known.names.new_finding(code, divergence.names, message, steps=steps, evidence=evidence, **more)
 
 
 def judge_buffers_after_steps(code: str, facts: ReplicaFacts, consequence: str) -> list[Finding]:
@@ -157,7 +157,7 @@ def judge_buffers_after_steps(code: str, facts: ReplicaFacts, consequence: str) 
     if layers := list(dict.fromkeys(layer or "the module" for layer, _, last in split if last in RUNNING_STATISTICS)):
         takes = plural_verb("takes its", "take their", layers)
         evidence.append(f"{join_names(layers)} {takes} running statistics from each rank's own samples")
-    return one_finding(
+    return new_finding(
         code,
         names,
         f"{counted(len(names), 'buffer')} {plural_verb('differs', 'differ', names)} between ranks after step "
@@ -172,11 +172,11 @@ def program_data_finding(
     code: str, facts: SingleProcessFacts, values: Mapping[str, Sequence[str]], difference: str
 ) -> list[Finding]:
     """Report variables (`values`, by rank) that differ, as the cause of wrong gradients."""
-    return facts.one_finding(
+    return facts.new_finding(
         code,
         f"{join_names(list(values))} {difference} the ranks compute gradients that are up to "
         f"{facts.largest_error:.2g} (relative) away from those of the global batch.",
-        *told_by_rank({name: _around_difference(by_rank) for name, by_rank in values.items()}),
+        *format_by_rank({name: _around_difference(by_rank) for name, by_rank in values.items()}),
         subjects=list(values),
         severity=Severity.ERROR,
         ranks=minority_of_any(values.values()),

@@ -24,13 +24,13 @@ MAX_DISTANCE = 0.02  # standard deviations between running means of the same dat
 def judge_copies(copies: Copies) -> list[Finding]:
     """DDP306 and 214: modules outside of the wrappers that differ between ranks."""
     states, changes = copies.states, copies.changes
-    findings = judge_states(states, changes) or judge_uses(copies.uses, states, changes)
+    findings = judge_copied_states(states, changes) or judge_uses(copies.uses, states, changes)
     if any(RULES[finding.code].values_differ for finding in findings):
         copies.require_exact_parameters()
     return [replace(finding, tags=(*finding.tags, "of a copy")) for finding in findings]
 
 
-def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
+def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
     """DDP306 and 214: copies, criterion buffers and other modules that differ between ranks.
 
     A copy is not reported if a rank neither changes nor calls it (e.g. an EMA that only rank 0 updates). The finding

@@ -21,6 +21,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_set
+from ddpcheck.rules.replicas.comparisons import compare_sets
 
-judge_parameter_set = partial(judge_set, "DDP201", "parameter")
+judge_parameter_set = partial(compare_sets, "DDP201", "parameter")

@@ -18,6 +18,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_order
+from ddpcheck.rules.replicas.comparisons import compare_order
 
-judge_parameter_order = partial(judge_order, "DDP202", "parameter")
+judge_parameter_order = partial(compare_order, "DDP202", "parameter")

@@ -19,6 +19,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_attribute
+from ddpcheck.rules.replicas.comparisons import compare_attribute
 
-judge_shape = partial(judge_attribute, "DDP203", "shape", "shape")
+judge_shape = partial(compare_attribute, "DDP203", "shape", "shape")

@@ -18,6 +18,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_attribute
+from ddpcheck.rules.replicas.comparisons import compare_attribute
 
-judge_dtype = partial(judge_attribute, "DDP204", "dtype", "dtype")
+judge_dtype = partial(compare_attribute, "DDP204", "dtype", "dtype")

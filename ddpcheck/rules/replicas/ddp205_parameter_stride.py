@@ -19,6 +19,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_attribute
+from ddpcheck.rules.replicas.comparisons import compare_attribute
 
-judge_stride = partial(judge_attribute, "DDP205", "stride", "memory format (strides)")
+judge_stride = partial(compare_attribute, "DDP205", "stride", "memory format (strides)")

@@ -19,6 +19,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_attribute
+from ddpcheck.rules.replicas.comparisons import compare_attribute
 
-judge_requires_grad = partial(judge_attribute, "DDP206", "requires_grad", "value of requires_grad")
+judge_requires_grad = partial(compare_attribute, "DDP206", "requires_grad", "value of requires_grad")

@@ -20,6 +20,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_attribute
+from ddpcheck.rules.replicas.comparisons import compare_attribute
 
-judge_device = partial(judge_attribute, "DDP207", "device", "device type")
+judge_device = partial(compare_attribute, "DDP207", "device", "device type")

@@ -31,7 +31,7 @@ from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_ranks, group_by_value, join_names, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, group_by_value, join_names, minority_ranks, new_finding, plural_verb
 from ddpcheck.rules.replicas.changes import locate_values
 from ddpcheck.rules.replicas.comparisons import judge_initial_values
 from ddpcheck.trace.replicas import differing_names, differing_values
@@ -49,7 +49,7 @@ def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mappi
     if not remaining:
         return []
     names = sorted(remaining)
-    return one_finding(
+    return new_finding(
         "DDP208",
         names,
         f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before "
@@ -66,7 +66,7 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
     names = list(differing_names([step.values for step in steps[0]])) if steps and not steps[0][0].count else []
     if not names:
         return []
-    return one_finding(
+    return new_finding(
         "DDP208",
         names,
         f"{join_names(names)} {plural_verb('begins', 'begin', names)} with different values on {format_ranks(ranks)}, "
@@ -87,7 +87,7 @@ def judge_start(steps: Sequence[Steps]) -> list[Finding]:
     if not averaged:
         return []
     line = first.broadcast_at or first.made
-    return one_finding(
+    return new_finding(
         "DDP208",
         averaged,
         f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import group_by_value, minority_ranks, one_finding
+from ddpcheck.findings.wording import group_by_value, minority_ranks, new_finding
 
 
 def judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
@@ -30,7 +30,7 @@ def judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
     for names in sorted(set(itertools.chain.from_iterable(ties))):
         tied = ["tied" if names in rank_ties else "not tied" for rank_ties in ties]
         if "not tied" in tied:
-            findings += one_finding(
+            findings += new_finding(
                 "DDP209",
                 names,
                 f"{' and '.join(names)} are one parameter on some ranks and several on others.",

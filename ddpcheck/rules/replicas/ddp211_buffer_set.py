@@ -19,6 +19,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_set
+from ddpcheck.rules.replicas.comparisons import compare_sets
 
-judge_buffer_set = partial(judge_set, "DDP211", "buffer")
+judge_buffer_set = partial(compare_sets, "DDP211", "buffer")

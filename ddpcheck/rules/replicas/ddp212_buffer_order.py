@@ -17,6 +17,6 @@ Example:
 
 from functools import partial
 
-from ddpcheck.rules.replicas.comparisons import judge_order
+from ddpcheck.rules.replicas.comparisons import compare_order
 
-judge_buffer_order = partial(judge_order, "DDP212", "buffer")
+judge_buffer_order = partial(compare_order, "DDP212", "buffer")

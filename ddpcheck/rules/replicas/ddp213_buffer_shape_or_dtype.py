@@ -19,7 +19,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import join_names, minority_of_any, one_finding, plural_verb, told_by_rank
+from ddpcheck.findings.wording import format_by_rank, join_names, minority_of_any, new_finding, plural_verb
 from ddpcheck.rules.replicas.comparisons import SHAPE, Records
 from ddpcheck.trace.replicas import differing_values
 
@@ -29,11 +29,11 @@ def judge_shape_and_dtype(buffers: Records) -> list[Finding]:
     if not mismatches:
         return []
     names = list(mismatches)
-    return one_finding(
+    return new_finding(
         "DDP213",
         names,
         f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same shape and dtype on every rank.",
         ranks=minority_of_any(mismatches.values()),
-        evidence=told_by_rank(mismatches),
+        evidence=format_by_rank(mismatches),
         tags=(SHAPE,),
     )

@@ -33,7 +33,7 @@ from ddpcheck.findings.evidence.replicas import StateUsed
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, join_names, new_finding, plural_verb
 from ddpcheck.rules.replicas.comparisons import judge_buffers_after_steps, judge_initial_values
 from ddpcheck.trace.replicas import Changes, ReplicaFacts, buffer_writes
 
@@ -63,7 +63,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
 
 def batchnorm_finding(uses: Mapping[int, StateUsed], distance: float) -> list[Finding]:
     use = next(iter(uses.values()))
-    return one_finding(
+    return new_finding(
         "DDP214",
         (use.name,),
         f"{use.name} is evaluated with different running statistics of BatchNorm on each rank: every rank has "
@@ -83,7 +83,7 @@ def outer_buffers_finding(
     state: StateHeld, names: Sequence[str], ranks: Sequence[int], evidence: Sequence[str]
 ) -> list[Finding]:
     """Report buffers of a module outside of the wrappers, such as a criterion."""
-    return one_finding(
+    return new_finding(
         "DDP214",
         [f"{state.name}.{name}" for name in names],
         f"{state.name} ({state.kind}) is in no wrapper, backward comes through it, and its "

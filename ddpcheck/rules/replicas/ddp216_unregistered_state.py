@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import group_by_value, join_names, minority_of_any, one_finding, plural_verb
+from ddpcheck.findings.wording import group_by_value, join_names, minority_of_any, new_finding, plural_verb
 from ddpcheck.rules.replicas.comparisons import program_data_finding
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.replicas import ReplicaFacts, differing_names, differing_program_data, differing_values
@@ -34,7 +34,7 @@ def judge_plain_tensors(state: Sequence[tuple[tuple[str, tuple[int, ...], int], 
     if not mismatches:
         return []
     names = list(mismatches)
-    return one_finding(
+    return new_finding(
         "DDP216",
         names,
         f"{join_names(names)}, which the model holds and has not registered, {plural_verb('differs', 'differ', names)} "
@@ -67,7 +67,7 @@ def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
     ]
     if not names:
         return []
-    return one_finding(
+    return new_finding(
         "DDP216",
         names,
         f"{join_names(names)} is made in the forward pass, with different values on each rank, and kept without "
@@ -82,7 +82,7 @@ def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
     names = list(facts.first_steps(lambda item: item.state))
     if not names:
         return []
-    return one_finding(
+    return new_finding(
         "DDP216",
         names,
         f"{join_names(names)} is held by the model without being registered and diverges between ranks; DDP never "

@@ -25,15 +25,15 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
+    format_by_rank,
     format_ranks,
     group_by,
     join_names,
     minority_of_any,
-    one_finding,
+    new_finding,
     plain_module,
     plural_verb,
-    told_by_rank,
-    unless_all,
+    ranks_or_all,
 )
 from ddpcheck.trace.replicas import Changes, differing_values
 
@@ -50,11 +50,11 @@ def judge_compiled_modules(descriptions: Sequence[ModuleDescription]) -> list[Fi
     if not names:
         return []
     ranks = [rank for rank, modules in enumerate(compiled) if not modules.isdisjoint(names)]
-    return one_finding(
+    return new_finding(
         "DDP222",
         [name or "(the model)" for name in names],
         f"torch.compile compiles {join_names([name or 'the model' for name in names])} on {format_ranks(ranks)} only.",
-        ranks=unless_all(ranks, len(compiled)),
+        ranks=ranks_or_all(ranks, len(compiled)),
         evidence=["the keys of its state_dict have a different prefix there, and compiled code may round differently"],
         severity=Severity.WARNING,
         fix="Compile it on every rank, or on none.",
@@ -72,13 +72,13 @@ def judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool)
         (MODE, {name: values for name, values in modes.items() if name not in inner}),
     ):
         if names := list(mismatches):
-            findings += one_finding(
+            findings += new_finding(
                 "DDP222",
                 [name or "(the model)" for name in names],
                 f"{join_names([name or 'the model' for name in names])} {plural_verb('does', 'do', names)} not have "
                 f"the same {noun} on every rank.",
                 ranks=minority_of_any(mismatches.values()) if noun != MODE else _odd_modes(list(mismatches.values())),
-                evidence=told_by_rank({name or "(the model)": values for name, values in mismatches.items()}),
+                evidence=format_by_rank({name or "(the model)": values for name, values in mismatches.items()}),
             )
     return findings
 

@@ -37,17 +37,17 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     counted,
+    format_by_rank,
     format_ranks,
     join_names,
-    one_finding,
+    new_finding,
     plural_verb,
-    told_by_rank,
-    unless_all,
+    ranks_or_all,
 )
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import locate_step_in_backward
 from ddpcheck.rules.replicas.changes import locate_values
 from ddpcheck.rules.replicas.comparisons import divergence_finding
-from ddpcheck.stream.entries import TrainedApart
+from ddpcheck.stream.entries import LocalSgdEnd
 from ddpcheck.trace.check_context import group_by_step, worst_first
 from ddpcheck.trace.gradients import ReducerFacts
 from ddpcheck.trace.model_parts import MIN_PART_STEPS, NORM_TOLERANCE, gradient_factors, squared_norm
@@ -59,7 +59,7 @@ from ddpcheck.trace.replicas import (
     WriteFacts,
     changes_of_kind,
     differing_names,
-    steps_that_end_alike,
+    steps_with_equal_end,
 )
 from ddpcheck.trace.script_facts import PartSteps
 from ddpcheck.trace.unwrapped_params import (
@@ -89,7 +89,7 @@ def explain_by_divergence(steps: Sequence[Steps], are_equal: Sequence[bool]) -> 
     names = [param_name(name) for name in last[0].alone if len({entry.alone[name] for entry in last}) > 1]
     if len(are_equal) - equal_at[-1] <= GAP_FACTOR * longest or not names:
         return []
-    return one_finding(
+    return new_finding(
         "DDP306",
         names,
         f"{join_names(names)} {plural_verb('was', 'were', names)} the same on every rank again after at most "
@@ -111,7 +111,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
     wrong = []
     for step, items in group_by_step(facts.evidence).items():
         sharded = [item for item in items if isinstance(item, ShardedStep)]
-        local = frozenset.intersection(*(item.updated_alone for item in sharded)) if sharded else frozenset()
+        local = frozenset.intersection(*(item.updated_per_shard for item in sharded)) if sharded else frozenset()
         wrong += [(step, bad) for item in sharded for bad in item.against_whole if bad.bad and bad.name in local]
     if not wrong:
         return []
@@ -119,13 +119,13 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
     by_name = {bad.name: bad for wrong_step, bad in wrong if wrong_step == step}
     names, worst = list(by_name), worst_first(by_name.values())[:3]
     updated_at = next(item.updated_at for item in facts.evidence if isinstance(item, ShardedStep))
-    return facts.known.names.one_finding(
+    return facts.known.names.new_finding(
         "DDP306",
         names,
         f"The optimizer's step {step} on shards changes {counted(len(names), 'parameter')} differently from the same "
         "step on the whole parameters and gradients: each rank updates its shard without the others.",
         location=updated_at or facts.known.names.location(names),
-        steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
+        steps=ranks_or_all(sorted({step for step, _ in wrong}), facts.step_count),
         evidence=["errors are relative to the update of the whole parameter", *map(str, worst)],
         fix="Compute norms and means of the DTensor, or all_reduce those of the shards over the shard group.",
     )
@@ -141,7 +141,7 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
         if max(known) - min(known) <= NORM_TOLERANCE * max(known):
             continue
         first = by_rank[0]
-        return one_finding(
+        return new_finding(
             "DDP306",
             ("gradients",),
             "The gradients of the shards are scaled after their reduction, by a different factor on each rank: it is "
@@ -182,7 +182,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
         reordered = len(set(orders)) > 1 and len({frozenset(order) for order in orders}) == 1
         restored = {} if reordered else restored_on_some(rank_steps)
         between = alike is not None and not reordered and not any(step.restored_at for step in rank_steps)
-        return one_finding(
+        return new_finding(
             "DDP306",
             keys,
             f"The optimizer's {join_names(keys)} {plural_verb('differs', 'differ', keys)} between ranks in its step "
@@ -201,7 +201,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
                 ),
                 *(
                     f"norm of {values}"
-                    for values in told_by_rank(
+                    for values in format_by_rank(
                         {param_name(n): [spell_values(state.get(n), "no state") for state in states] for n in names[:3]}
                     )
                 ),
@@ -221,7 +221,7 @@ def loaded_on_some_finding(
     rank_steps: Steps, restored: Mapping[int, Location], counts: Sequence[float]
 ) -> list[Finding]:
     first = rank_steps[0]
-    return one_finding(
+    return new_finding(
         "DDP306",
         ("state",),
         f"The optimizer's state is loaded on {format_ranks(restored)} only: the others continue with a different "
@@ -238,7 +238,7 @@ def loaded_on_some_finding(
     )
 
 
-def judge_local_sgd(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
+def judge_local_sgd(entries_by_rank: Sequence[Sequence[LocalSgdEnd]]) -> list[Finding]:
     """DDP306: ranks that train separately (post-local SGD) and never average parameters."""
     last = [entries[-1] for entries in entries_by_rank if entries]
     if len(last) < len(entries_by_rank) or any(len(entry.marks) < MIN_MARKS for entry in last):
@@ -247,7 +247,7 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[F
     if not names or set.intersection(*(set(entry.marks[1:]) for entry in last)):
         return []
     count = min(len(entry.marks) for entry in last) - 1
-    return one_finding("DDP306", names, never_averaged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
+    return new_finding("DDP306", names, never_averaged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
@@ -283,7 +283,7 @@ def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> l
         return []
     rank_steps, factors = scaled[0]
     first = rank_steps[0]
-    return one_finding(
+    return new_finding(
         "DDP306",
         ("gradients",),
         f"The gradients are scaled by a different factor on each of {format_ranks(ranks)}, which compute one model "
@@ -325,7 +325,7 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
     ):
         return []
     first = groups[0][0][0]
-    return one_finding(
+    return new_finding(
         "DDP306",
         ("gradients",),
         f"Gradients are clipped by a norm that counts each replicated parameter {size} times, once for each rank of "
@@ -347,15 +347,15 @@ def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
     Not reported for optimizers outside torch.optim, which may average in a step that was not run.
     """
     local_steps = {step: items for step, items in facts.by_step.items() if items[0].is_local_sgd}
-    if not local_steps or not facts.known.plain_optimizer or steps_that_end_alike(local_steps):
+    if not local_steps or not facts.known.plain_optimizer or steps_with_equal_end(local_steps):
         return []
     last = local_steps[max(local_steps)]
     names = list(differing_names([item.parameters for item in last]))
-    return facts.known.names.one_finding(
+    return facts.known.names.new_finding(
         "DDP306",
         names,
         never_averaged(names, len(local_steps), min(local_steps), facts.known.wrapper.comm_hook),
-        steps=unless_all(sorted(local_steps), len(facts.by_step)),
+        steps=ranks_or_all(sorted(local_steps), len(facts.by_step)),
         fix=AVERAGE_THEM,
     )
 
@@ -379,7 +379,7 @@ def use_finding(
     use: StateUsed, ranks: Sequence[int], location: Location | None, evidence: Sequence[str]
 ) -> list[Finding]:
     weights = "the state loaded into it" if use.loaded else "the copy of the weights"
-    return one_finding(
+    return new_finding(
         "DDP306",
         (use.name,),
         f"{use.name} is evaluated with different weights on each rank: {weights} is not the same on every rank.",
@@ -414,7 +414,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
 
 def unequal_module_finding(state: StateHeld, ranks: Sequence[int], evidence: str) -> list[Finding]:
     """Report an unequal frozen model, such as a teacher, that the training loop calls."""
-    return one_finding(
+    return new_finding(
         "DDP306",
         (state.name,),
         f"{state.name} ({state.kind}) is in no wrapper and in no optimizer, the training loop calls it, and its "
@@ -433,7 +433,7 @@ def diverged_copy_finding(
 ) -> list[Finding]:
     """Report a copy of the wrapped module, such as an EMA."""
     location, how_written, writers = written
-    return one_finding(
+    return new_finding(
         "DDP306",
         (state.name,),
         f"{state.name}, a copy of a wrapped module's parameters or created like it, is not the same on every rank.",

@@ -30,7 +30,7 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import ParameterChange, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import Names, counted, group_by, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.findings.wording import Names, counted, group_by, join_names, new_finding, plural_verb, ranks_or_all
 from ddpcheck.trace.replicas import Changes, changes_of_kind
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps, gradients_agree, gradients_differ
@@ -67,12 +67,12 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
         words |= {"its": plural_verb("its", "their", subjects), "noun": plural_verb("tensor", "tensors", subjects)}
         suffix = f" by {change.replacement}" if change.replacement else ""
         action = f"{plural_verb('was', 'were', subjects)} {change.kind}{suffix}"
-        findings += one_finding(
+        findings += new_finding(
             "DDP503",
             subjects,
             f"{join_names(subjects)} {action} in the forward pass of step {step}, after DDP had been constructed: "
             f"{_CHANGES[change.kind].format(**words)}.",
-            ranks=unless_all(sorted(set().union(*group.values())), world_size),
+            ranks=ranks_or_all(sorted(set().union(*group.values())), world_size),
             location=change.location or names.location(list(group)),
             fix="Make the change in __init__; keep values that each forward pass computes in a variable, as a plain "
             "tensor.",
@@ -92,11 +92,11 @@ def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False
     still = "after wrapping; the reducer still has the old ones"
     if sharded:
         still = "after fully_shard, whose groups still gather the old ones"
-    return one_finding(
+    return new_finding(
         "DDP503",
         list(dict.fromkeys(itertools.chain.from_iterable(names_by_kind.values()))),
         f"{join_names(changed)} {still}.",
-        ranks=unless_all(ranks, len(changes)),
+        ranks=ranks_or_all(ranks, len(changes)),
     )
 
 
@@ -105,7 +105,7 @@ def judge_ignored(changes: Changes) -> list[Finding]:
     findings = []
     for location, group in group_by(changes_of_kind(changes, "ignored"), lambda change: change.location).items():
         names = list(dict.fromkeys(name for change in group for name in change.names))
-        findings += one_finding(
+        findings += new_finding(
             "DDP503",
             names,
             f"An assignment to .data of {counted(len(names), 'parameter')} that fully_shard has sharded has no "
@@ -123,7 +123,7 @@ def replaced_after_sharding(names: Sequence[str], where: Location | None, *, lat
     gathers = f"fully_shard gathers {them} no longer: the first forward pass fails on a plain tensor"
     if later:
         gathers = f"fully_shard still gathers the old {plural_verb('one', 'ones', names)}, and puts {them} back"
-    return one_finding(
+    return new_finding(
         "DDP503",
         names,
         f"{join_names(names)} {was} replaced after fully_shard: {gathers}.",
@@ -161,7 +161,7 @@ _LOAD = "Load before wrapping, or without assign=True, which replaces the parame
 def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Finding]:
     """DDP503: parameters of a wrapped module that the wrapper does not know."""
     was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
-    return one_finding(
+    return new_finding(
         "DDP503",
         names,
         f"{join_names(names)} {was} added or unfrozen after wrapping: every rank trains {them} on its own gradients.",

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.findings.wording import counted, format_ranks, join_names, new_finding, plural_verb, ranks_or_all
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import locate_step_in_backward
 from ddpcheck.rules.replicas.changes import locate_values
 from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
@@ -40,12 +40,12 @@ def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mappi
     if not names:
         return []
     changed = [rank for rank, before in enumerate(start) if any(before[name] != now[rank][name] for name in names)]
-    return one_finding(
+    return new_finding(
         "DDP515",
         names,
         f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had synchronised "
         "them; nothing makes the ranks equal again.",
-        ranks=unless_all(changed, len(now)),
+        ranks=ranks_or_all(changed, len(now)),
         tags=(IN_STEP,),
     )
 
@@ -57,12 +57,12 @@ def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
     names = [name for name in mismatches if name not in known.differing_at_start]
     if not names:
         return []
-    return known.names.one_finding(
+    return known.names.new_finding(
         "DDP515",
         names,
         f"The forward or backward pass of step {first} sets {join_names(known.names.subjects(names))} to "
         "values that differ between ranks; DDP broadcasts parameters when it is constructed and never again.",
-        steps=unless_all((first,), len(facts.by_step)),
+        steps=ranks_or_all((first,), len(facts.by_step)),
         evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
         tags=(IN_STEP,),
     )
@@ -91,7 +91,7 @@ def judge_local_writes(changes: Changes, kept: Sequence[Mapping[str, int]]) -> l
     if not are_written_alike or not rest or any(name not in values for values in rest for name in names):
         return []
     first = early[0][1]
-    return one_finding(
+    return new_finding(
         "DDP515",
         names,
         f"{join_names(names)} {plural_verb('is', 'are', names)} written after fully_shard on {format_ranks(writers)} "

@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, group_by, plain_module, plain_name
-from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_order
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_wrapper_order
 from ddpcheck.rules.replicas.comparisons import ORDER, SET, SHAPE, Records
 from ddpcheck.rules.replicas.ddp201_parameter_set import judge_parameter_set
 from ddpcheck.rules.replicas.ddp202_parameter_order import judge_parameter_order
@@ -37,12 +37,12 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
         return []
     compiled = judge_compiled_modules(descriptions)
     descriptions = [*map(_without_prefixes, descriptions)] if compiled else descriptions
-    tensors = judge_parameters(descriptions) + judge_buffers(descriptions)
+    tensors = compare_parameters(descriptions) + compare_buffers(descriptions)
     modules = judge_modules(descriptions, explained=bool(tensors))
     return [*compiled, *tensors, *modules, *judge_plain_tensors([description.state for description in descriptions])]
 
 
-def judge_parameters(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
+def compare_parameters(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
     """Compare ties, names, order and attributes of parameters, each in one finding at most."""
     parameters = [description.parameters for description in descriptions]
     findings = judge_ties([description.ties for description in descriptions])
@@ -58,7 +58,7 @@ def _without_subjects(records: Records, findings: Sequence[Finding]) -> Records:
     return [[record for record in rank_records if record.name not in subjects] for rank_records in records]
 
 
-def judge_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
+def compare_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
     """Compare names, order, shapes and dtypes of buffers."""
     buffers = [description.buffers for description in descriptions]
     return (judge_buffer_set(buffers) or judge_buffer_order(buffers)) + judge_shape_and_dtype(buffers)
@@ -67,7 +67,7 @@ def judge_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
 def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:
     """Compare requires_grad, and buffers if the wrapper `broadcasts` buffers, after `step`."""
     findings = judge_requires_grad([description.parameters for description in descriptions])
-    findings += judge_buffers(descriptions) if broadcasts else []
+    findings += compare_buffers(descriptions) if broadcasts else []
     why = f"equal on all ranks before; the forward or backward pass of step {step} changed it"
     return [
         replace(
@@ -114,7 +114,9 @@ def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
     for members in dict.fromkeys(wrapper.ranks for rank_wrappers in ranks for wrapper in rank_wrappers):
         group = [[w for w in ranks[rank] if w.ranks == members] for rank in members if rank < len(ranks)]
         if len(group) == len(members):
-            findings += judge_order(group) or chain.from_iterable(map(judge_construction, zip(*group, strict=False)))
+            findings += judge_wrapper_order(group) or chain.from_iterable(
+                map(judge_construction, zip(*group, strict=False))
+            )
     return findings
 
 
@@ -125,9 +127,9 @@ def judge_construction(wrappers: Sequence[WrapperBegun]) -> list[Finding]:
     descriptions = [wrapper.description for wrapper in wrappers]
     if judge_compiled_modules(descriptions):
         descriptions = [*map(_without_prefixes, descriptions)]
-    findings = judge_parameters(descriptions)
+    findings = compare_parameters(descriptions)
     if any(wrapper.options.get("broadcast_buffers") != "False" for wrapper in wrappers):
-        findings += judge_buffers(descriptions)
+        findings += compare_buffers(descriptions)
     return options + [_explained(finding, wrappers) for finding in findings]
 
 
@@ -136,15 +138,15 @@ def _explained(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     explain = next((_EXPLANATIONS[tag] for tag in finding.tags if tag in _EXPLANATIONS), None)
     reason = explain(finding, wrappers) if explain else None
     path = _top_that_differs(finding, wrappers) if explain else ""
-    made_at = next((line for wrapper in wrappers if (line := _line_of(wrapper, path))), None)
+    construction_line = next((line for wrapper in wrappers if (line := _line_of(wrapper, path))), None)
     variable = reason.variable if reason else None
-    location = (variable and variable.location) or made_at or wrappers[(finding.ranks or (0,))[0]].location
+    location = (variable and variable.location) or construction_line or wrappers[(finding.ranks or (0,))[0]].location
     if reason is None:
         return replace(finding, location=location)
     message = f"{finding.message.removesuffix('.')}: {reason.text}."
     evidence = finding.evidence
-    if variable is not None and made_at is not None:
-        evidence = (f"{path} is made at {made_at}", *evidence)
+    if variable is not None and construction_line is not None:
+        evidence = (f"{path} is made at {construction_line}", *evidence)
     tags = (COUNTED, variable.name) if variable is not None else ()
     return replace(finding, message=message, location=location, evidence=evidence, fix=reason.fix, tags=tags)
 

@@ -82,7 +82,7 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
 def judge_groups(parts: ModelParts) -> list[Finding]:
     """Judge ranks that share a model: their samples, else steps, else gradient norms."""
     facts, steps = parts.facts, parts.steps
-    groups, wrapped, inputs = list(facts.model_groups), bool(facts.wrappers), facts.of(Inputs)
+    groups, wrapped, inputs = list(facts.model_groups), bool(facts.wrappers), facts.events(Inputs)
     data_findings, step_findings = [], []
     for (ranks, split), optimizers in zip(facts.model_groups.items(), steps, strict=True):
         indices = [index for index, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
@@ -94,10 +94,10 @@ def judge_groups(parts: ModelParts) -> list[Finding]:
         findings = (judge_model_parts(opt_steps, ranks, split, wrapped=wrapped) for opt_steps in optimizers)
         step_findings.append(next(filter(None, findings), []))
     norms = (judge_counted_norms(group_steps, groups) for group_steps in zip(*steps, strict=False))
-    return _of_groups(data_findings) or _of_groups(step_findings) or next(filter(None, norms), [])
+    return _merge_groups(data_findings) or _merge_groups(step_findings) or next(filter(None, norms), [])
 
 
-def _of_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
+def _merge_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Return one group's findings, adding the ranks of other groups with equal codes."""
     first = next(filter(None, findings_by_group), ())
     codes = {finding.code for finding in first}

@@ -37,9 +37,9 @@ from ddpcheck.rules.replicas.descriptions import judge_descriptions
 from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.captured import (
-    against_average,
-    averages_elsewhere,
+    compare_with_average,
     differences_from_average,
+    may_average_by_hand,
     with_values,
     without_prefixes,
 )
@@ -95,7 +95,7 @@ def judge_replica_states(
     )
     findings = judge_descriptions([item.description for item in states])
     gradients = judge_reducer(values, facts)
-    if after_backward and averages_elsewhere(values, context, step):
+    if after_backward and may_average_by_hand(values, context, step):
         gradients = []
     known_subjects = {subject for finding in findings for subject in finding.subjects}
     if step == 0 and after_backward and context.began_alike:
@@ -162,7 +162,7 @@ def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptu
     findings = judge_captured(entry, step, whole, first=first)
     values = [
         DdpStepEvidence(replica.state.values.rank, step, against_local=tuple(against))
-        for replica, against in zip(replicas, against_average(replicas), strict=True)
+        for replica, against in zip(replicas, compare_with_average(replicas), strict=True)
     ]
     if any(difference.bad for value in values for difference in value.against_local):
         states = [ReplicaState(ModuleDescription(), value) for value in values]

@@ -283,8 +283,8 @@ def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
 @contextlib.contextmanager
 def _exchange(what: str, group: Any, purpose: str, timeout: float | None) -> Iterator[StoreExchange]:
     """Open an exchange; raise `HangError` if some ranks do not call the assertion `what`."""
-    exchange = StoreExchange.over(group, purpose, timeout)
-    before = this_rank.own_slots().collective
+    exchange = StoreExchange.next_exchange(group, purpose, timeout)
+    before = this_rank.current_slots().collective
     this_rank.set_collective(what)
     try:
         yield exchange
@@ -308,7 +308,7 @@ def _difference_between_ranks(
     """Return a message on different values, identical on all ranks; '' if none differ."""
     __tracebackhide__ = True
     from ddpcheck.gather.state.fingerprints import digest_of
-    from ddpcheck.testing.assertions.on_rank import entries_of, items_of, measured
+    from ddpcheck.testing.assertions.on_rank import compared_items, items_of, with_distances
 
     label = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"
     ranks = _ranks_of(group, label)
@@ -316,7 +316,7 @@ def _difference_between_ranks(
     location = str(user_location() or "")
 
     def values(canonical: bool = False) -> messages.RankValues:
-        entries, unread = _attempt("what was given", entries_of, items or (), options, canonical=canonical)
+        entries, unread = _attempt("what was given", compared_items, items or (), options, canonical=canonical)
         return messages.RankValues(options, entries or (), location, error or failure or unread)
 
     local_values = values()
@@ -330,7 +330,7 @@ def _difference_between_ranks(
             gathered = [local_values] * len(ranks) if equal else exchange.all_gather("detail", values(canonical=True))
             by_rank = dict(zip(ranks, gathered, strict=True))
             _raise_if_error(messages.usage_error(by_rank), label)
-            mismatches = measured(messages.differences(by_rank), items or (), options, group, exchange)
+            mismatches = with_distances(messages.differences(by_rank), items or (), options, group, exchange)
     if equal and messages.holds_nothing(local_values):
         return (
             f"{label} compared nothing: it was given no tensor, number or text, on any rank. Gradients are None before "

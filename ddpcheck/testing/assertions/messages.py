@@ -159,7 +159,11 @@ _ANOMALIES = {  # (not a parameter of the model, on some ranks only) -> singular
 _MOST_ITEMS = 8  # maximum number of further mismatches listed
 _MOST_GROUPS = 4  # maximum number of groups of ranks whose distances are listed
 _NAN_ADVICE = "NaN does not equal NaN; pass equal_nan=True if NaN is expected."
-_TITLES = {"tensor": "Tensor-likes", "number": "Scalars", "value": "Values"}  # by kind of `Entry`; as in torch.testing
+_TITLES = {
+    "tensor": "Tensor-likes",
+    "number": "Scalars",
+    "value": "Values",
+}  # by kind of `ComparedItem`; as in torch.testing
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,7 @@ class CompareOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedItem:
     """Item of the compared value: a tensor, number, other plain value or container."""
 
     path: str  # Python expression relative to the argument, for example "[0].weight"; '' for the argument
@@ -205,7 +209,7 @@ class RankValues:
     """Items of the compared value on one rank."""
 
     options: CompareOptions
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ComparedItem, ...] = ()
     location: str = ""  # "path:line" of the assertion
     error: str = ""  # why the items cannot be compared, or ''
 
@@ -215,7 +219,7 @@ class Mismatch:
     """One item that differs between ranks."""
 
     path: str  # path of the item
-    entries: Mapping[int, Entry | None]  # by rank; `None` if missing on the rank
+    entries: Mapping[int, ComparedItem | None]  # by rank; `None` if missing on the rank
     reference: int  # first rank with the most common value
     odd: tuple[int, ...]  # ranks with a different value; empty if all have the same NaN
     # by rank: (maximum difference from the reference, text or '' if close); {} if not measured
@@ -228,11 +232,11 @@ class Mismatch:
         return bool(self.odd) and len(kinds) == 1 and self.present[0].kind == "tensor"
 
     @property
-    def present(self) -> list[Entry]:
+    def present(self) -> list[ComparedItem]:
         return [entry for entry in self.entries.values() if entry is not None]
 
     @property
-    def far(self) -> tuple[int, ...]:
+    def outlying_ranks(self) -> tuple[int, ...]:
         """Ranks that differ by more than the tolerance."""
         return tuple(rank for rank, (_, text) in self.distances.items() if text) if self.distances else self.odd
 
@@ -276,7 +280,7 @@ def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
     return mismatches
 
 
-def _numbers_are_close(entries: Mapping[int, Entry | None], reference: int, options: CompareOptions) -> bool:
+def _numbers_are_close(entries: Mapping[int, ComparedItem | None], reference: int, options: CompareOptions) -> bool:
     """Return True if all entries are numbers of one type, within the tolerance."""
     values = {rank: entry.value for rank, entry in entries.items() if entry and entry.kind == "number"}
     if len(values) < len(entries) or len({*map(type, values.values())}) > 1 or isinstance(values[reference], bool):
@@ -297,7 +301,7 @@ def mismatch_message(mismatches: Iterable[Mismatch], by_rank: Mapping[int, RankV
 
     `name` is the user's name of the argument.
     """
-    failed = [item for item in mismatches if item.far or not item.distances]
+    failed = [item for item in mismatches if item.outlying_ranks or not item.distances]
     if not failed:
         return ""
     first, others = failed[0], failed[1:]
@@ -326,9 +330,9 @@ def _details(item: Mismatch, how: str) -> list[str]:
     elif not item.odd:
         lines = [f"On every rank, {item.present[0].nans}."]
     elif item.measurable:
-        same = [rank for rank in item.entries if rank not in item.far]
-        verb = plural_verb("differs", "differ", item.far)
-        lines = [f"{capitalized(format_ranks(item.far))} {verb} from {format_ranks(same)}.", *_numbers(item)]
+        same = [rank for rank in item.entries if rank not in item.outlying_ranks]
+        verb = plural_verb("differs", "differ", item.outlying_ranks)
+        lines = [f"{capitalized(format_ranks(item.outlying_ranks))} {verb} from {format_ranks(same)}.", *_numbers(item)]
     else:
         for number, (name, _) in enumerate(item.present[0].attributes):
             values = {rank: entry.attributes[number][1] for rank, entry in item.entries.items() if entry}
@@ -339,7 +343,7 @@ def _details(item: Mismatch, how: str) -> list[str]:
 
 def _numbers(item: Mismatch) -> list[str]:
     """Return lines on the distances, largest first, and on the NaNs of each rank."""
-    worst_first = sorted(item.far if item.distances else (), key=lambda rank: -item.distances[rank][0])
+    worst_first = sorted(item.outlying_ranks if item.distances else (), key=lambda rank: -item.distances[rank][0])
     groups = list(group_by(worst_first, lambda rank: item.distances[rank][1]).items())
     lines = [
         f"{line} on {format_ranks(ranks)} against rank {item.reference}"
@@ -356,7 +360,7 @@ def _in_short(item: Mismatch) -> str:
     if None in item.entries.values():
         return f"only on {format_ranks(rank for rank, entry in item.entries.items() if entry)}"
     noun = "values" if item.measurable else "what it is"
-    return f"{noun}, on {format_ranks(item.far)}" if item.odd else "NaN on every rank"
+    return f"{noun}, on {format_ranks(item.outlying_ranks)}" if item.odd else "NaN on every rank"
 
 
 def _spelled_path(item: Mismatch, name: str) -> str:

@@ -26,7 +26,7 @@ from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.reachable import function_variables
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
-from ddpcheck.testing.assertions.messages import Anomaly, CompareOptions, Entry, Mismatch
+from ddpcheck.testing.assertions.messages import Anomaly, ComparedItem, CompareOptions, Mismatch
 
 
 def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Callable[[], Any] | None) -> list[Anomaly]:
@@ -114,7 +114,7 @@ _PARTS = {  # methods that return the dense parts of a tensor, by layout
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-# path, kind (of `Entry`) and a dense tensor, a number, a plain value or the number of items in a container
+# path, kind (of `ComparedItem`) and a dense tensor, a number, a plain value or the number of items in a container
 Item = tuple[str, str, Any]
 
 
@@ -210,8 +210,8 @@ def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
             yield f"{path}.{name}()", "tensor", getattr(merged, name)()
 
 
-def entries_of(items: Sequence[Item], options: CompareOptions, *, canonical: bool) -> tuple[Entry, ...]:
-    """Return an `Entry` for each item, with a fingerprint of each tensor.
+def compared_items(items: Sequence[Item], options: CompareOptions, *, canonical: bool) -> tuple[ComparedItem, ...]:
+    """Return an `ComparedItem` for each item, with a fingerprint of each tensor.
 
     `canonical` gives equal values the same bits: 0.0 and -0.0, and all NaNs. It copies each tensor: use it only after
     plain fingerprints differ.
@@ -220,11 +220,11 @@ def entries_of(items: Sequence[Item], options: CompareOptions, *, canonical: boo
         return tuple(_entry(*item, options, canonical=canonical) for item in items)
 
 
-def _entry(path: str, kind: str, value: Any, options: CompareOptions, *, canonical: bool) -> Entry:
+def _entry(path: str, kind: str, value: Any, options: CompareOptions, *, canonical: bool) -> ComparedItem:
     if kind == "number":
-        return Entry(path, kind, value, nans="it is NaN" if value != value else "")
+        return ComparedItem(path, kind, value, nans="it is NaN" if value != value else "")
     if kind != "tensor":
-        return Entry(path, kind, value)
+        return ComparedItem(path, kind, value)
     dense = value.layout == torch.strided and not value.is_quantized and not value.is_nested
     attributes = {
         "shape": (value.size(0),) if value.is_nested else tuple(map(int, value.shape)),
@@ -235,7 +235,7 @@ def _entry(path: str, kind: str, value: Any, options: CompareOptions, *, canonic
         attributes["device"] = value.device.type
     if options.check_stride:
         attributes["stride"] = tuple(value.stride()) if dense else ()
-    return Entry(
+    return ComparedItem(
         path,
         kind,
         attributes=tuple((name, str(text)) for name, text in attributes.items()),
@@ -267,7 +267,7 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
     return real.masked_fill_(torch.isnan(real), math.nan)
 
 
-def measured(
+def with_distances(
     mismatches: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
 ) -> list[Mismatch]:
     """Add distances to mismatches; without a tolerance, only to the first.

@@ -24,7 +24,7 @@ from ddpcheck.findings.errors import DDPCheckError, HangError, RankError
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.leader import Follower, Leader
-from ddpcheck.worlds.launchers.rendezvous import how_it_ended
+from ddpcheck.worlds.launchers.rendezvous import describe_exit
 from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
 from ddpcheck.worlds.starting import wait_until
 from ddpcheck.worlds.wire import NO_LAUNCH
@@ -99,12 +99,12 @@ class RankGroup:
         """Record a rank whose connection to the leader closed before it left."""
         with contextlib.suppress(StoreGoneError):
             if not self._released.is_set() and not self.store.has(f"left/{rank}"):
-                self.gone[rank] = how_it_ended(rank, pid)
+                self.gone[rank] = describe_exit(rank, pid)
                 self.store.put(f"gone/{rank}", self.gone[rank].encode())
 
     def _follow(self, follower: Follower) -> None:
         if not follower.serve() and not self._has_left:
-            self.gone[0] = how_it_ended(0, follower.welcome.pid if follower.welcome.shared else None)
+            self.gone[0] = describe_exit(0, follower.welcome.pid if follower.welcome.shared else None)
 
     def _watch_launcher(self, launcher: int) -> None:
         """Terminate this process, even if it hangs, when its launcher is gone."""

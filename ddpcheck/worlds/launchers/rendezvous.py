@@ -40,7 +40,7 @@ def this_machine() -> str:
         return f"{socket.gethostname()} {uuid.getnode()}"
 
 
-def how_it_ended(rank: int, pid: int | None) -> str:
+def describe_exit(rank: int, pid: int | None) -> str:
     """Return a sentence on how a rank exited; `pid` is `None` on another machine."""
     if pid is not None:
         wait_until(lambda: process_stat(pid)[:1] in ([], ["Z"], ["X"]), _DEATH, _POLL)
@@ -72,7 +72,7 @@ class Hello:
     clock: float  # `time.monotonic()` on sending
 
     @classmethod
-    def of(cls, launch: LauncherEnv, master: str = "") -> Hello:
+    def create(cls, launch: LauncherEnv, master: str = "") -> Hello:
         """Return the message of this process."""
         machine, context = this_machine(), starting.process_context()
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ def gather(
     if some ranks did not connect in time.
     """
     deadline = time.monotonic() + timeout
-    leader_hello, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch, store)
+    leader_hello, token, path = Hello.create(launch), secrets.token_hex(_HALF), _file(launch, store)
     joined: dict[int, Joined] = {}
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
         if path is None and store is None:
@@ -160,7 +160,7 @@ def _listen(address: str) -> socket.socket:
 def _accept_follower(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello | None:
     sock.settimeout(_HANDSHAKE)
     try:
-        if not hmac.compare_digest(wire.read(sock, _HALF) or b"", token[:_HALF]):
+        if not hmac.compare_digest(wire.read_exactly(sock, _HALF) or b"", token[:_HALF]):
             return None
         sock.sendall(token[_HALF:])
         hello = wire.receive(sock)
@@ -221,8 +221,8 @@ def _authenticate(address: str, port: int, token: bytes, launch: LauncherEnv) ->
     with contextlib.suppress(OSError):
         sock.settimeout(_ANSWER)
         sock.sendall(token[:_HALF])
-        if hmac.compare_digest(wire.read(sock, _HALF) or b"", token[_HALF:]):
-            sock.sendall(wire.pack(Hello.of(launch, sock.getpeername()[0])))
+        if hmac.compare_digest(wire.read_exactly(sock, _HALF) or b"", token[_HALF:]):
+            sock.sendall(wire.pack(Hello.create(launch, sock.getpeername()[0])))
             return sock
     sock.close()
     return None

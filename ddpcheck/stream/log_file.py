@@ -23,7 +23,7 @@ _HIGH = (4032, 960, 192)  # minimum descriptor numbers, tried in order because o
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
-class HeldFile:
+class LogFile:
     """Append-only file with a high descriptor number, which the script does not use."""
 
     def __init__(self, path: Path, on_open: Callable[[int], object] | None = None) -> None:
@@ -54,7 +54,7 @@ class HeldFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def is_held(path: Path, pid: int) -> bool:
+def is_file_open(path: Path, pid: int) -> bool:
     """Return True if a process has a file open (Linux only)."""
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed in the meantime

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpcheck.findings.files import process_stat, read_file
-from ddpcheck.findings.stacks import BACKWARD, Frame, pickles, region_of, waits_for_others, waits_for_result
+from ddpcheck.findings.stacks import BACKWARD, Frame, pickles, region_of, waits_for_ranks, waits_for_result
 from ddpcheck.record.rank.environment import STACK_SIGNAL
-from ddpcheck.stream.held_file import HEAD_SIZE, is_held, is_inside
+from ddpcheck.stream.log_file import HEAD_SIZE, is_file_open, is_inside
 from ddpcheck.stream.rank_log import rank_processes, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
 from ddpcheck.worlds.starting import ask_for_stacks
@@ -51,18 +51,18 @@ class RankFacts:
         if self.is_inside and not pickles(stack):
             return True
         if self.is_idle:
-            return waits_for_others(stack)
-        at_wait = waits_for_others(stack) or waits_for_result(stack) or region_of(stack) == BACKWARD
+            return waits_for_ranks(stack)
+        at_wait = waits_for_ranks(stack) or waits_for_result(stack) or region_of(stack) == BACKWARD
         return self.diverged and at_wait and not pickles(stack)
 
 
-class LivingRanks:
+class LiveRanks:
     """Processes of the ranks whose logs are in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def living(self) -> tuple[dict[int, int], bool]:
+    def live_pids(self) -> tuple[dict[int, int], bool]:
         """Return PIDs of live ranks, by rank, and True if all ranks have logs.
 
         A rank without a log has not joined yet, or is on another machine.
@@ -104,7 +104,9 @@ class LivingRanks:
     def stacks(self, ranks: dict[int, int]) -> dict[int, str]:
         """Return stack dumps by rank, of processes that handle the dump signal."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
-        asked_pids = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
+        asked_pids = {
+            rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_file_open(files[rank], pid)
+        }
 
         def ask() -> None:
             for pid in asked_pids.values():  # without a handler the signal would kill the process

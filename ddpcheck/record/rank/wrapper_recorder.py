@@ -1,6 +1,6 @@
 """Record on one rank, for a later comparison, the state that ranks would exchange.
 
-A `ScriptWatch` never communicates, waits, or adds zero gradients. The log is compared with the logs of the other
+A `WrapperRecorder` never communicates, waits, or adds zero gradients. The log is compared with the logs of the other
 ranks after the script has ended.
 """
 
@@ -36,7 +36,7 @@ from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.record.data.datasets import InputRecorder
 from ddpcheck.record.loop.loop_record import ZEROED, StepListener
 from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
-from ddpcheck.record.loop.wrapper_checks import ApartMarks, PaceRecorder, WrapperCollectives
+from ddpcheck.record.loop.wrapper_checks import LocalSgdTracker, PaceRecorder, WrapperCollectives
 from ddpcheck.record.recording import Recording, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.record.source.source_scope import updating_line
@@ -53,7 +53,7 @@ _SINCE = ("added", "replaced", "unfrozen")
 _INNER = ("called", "forward_begins", "forward_returned", "backward_begins", "reduced", "step")
 
 
-class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
+class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     """Watch on one wrapper of a script, the `number`-th constructed on this rank.
 
     Receives the records of a `StepRecorder`, and listens to the same step events.
@@ -63,7 +63,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self,
         run: Recording,
         wrapper: nn.Module,
-        note_changes: Callable[[ScriptWatch, Sequence[str]], None],
+        note_changes: Callable[[WrapperRecorder, Sequence[str]], None],
         *,
         began_alike: bool,
         of_group: int = 1,
@@ -83,7 +83,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._incomplete = False  # True if the last reduction still waits for gradients
         self._attached = True
         self._told_apart = False  # True once a comparison is reported as skipped
-        self._marks = ApartMarks(lambda: self._recorder, number)
+        self._marks = LocalSgdTracker(lambda: self._recorder, number)
         self._alarmed = False  # True if a report is due at the end of the step
         self._is_fresh = False  # True after a sampled step, until an optimizer steps or zeroes gradients
         self._fresh: dict[str, torch.Tensor] = {}  # parameters with a nonzero averaged gradient at `zero_grad`
@@ -179,9 +179,9 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         forwards = max(self.forwards, 1) if later else 0
         self._log.add(ModuleChanged(self.number, "replaced", name, (name,), where, forwards, self.step))
 
-    def look_for_leaves(self, prefix: str, part: nn.Module) -> None:
+    def find_unsharded(self, prefix: str, part: nn.Module) -> None:
         """Find the unsharded parameters of submodule `part` while they replace its shards."""
-        self._recorder.tracker.parameters.look_for_leaves(prefix, part)
+        self._recorder.tracker.parameters.find_unsharded(prefix, part)
 
     def shard_scales(self) -> dict[str, float]:
         """Return the growth of each shard's gradient norm since the reduction, by "0/name"."""
@@ -194,7 +194,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return self._recorder.tracker.number
 
     @property
-    def is_of_living_wrapper(self) -> bool:
+    def has_live_wrapper(self) -> bool:
         """Return True if the wrapper is alive; the module may be trained without it."""
         return self._recorder.wrapper is not None
 
@@ -258,7 +258,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         recorder = self._recorder
         if self._loss_from_forward or self.is_sharded or recorder.tracker.number != recorder.bypass.reductions:
             return
-        if not self.has_unreduced and not recorder.joins:
+        if not self.has_unreduced and not recorder.uses_join:
             recorder.bypass.backward_ended()
 
     def parameters_written(self) -> None:
@@ -278,7 +278,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._discarded += 1
         line = str(step_location() or "")
         loop.add(LoopEvent("zero_grad", location=line, discarded=tuple(fresh), in_a_row=self._discarded))
-        self._recorder.tell(*loop.ledger.lost[-1].events)
+        self._recorder.report_now(*loop.ledger.lost[-1].events)
 
     def close(self, *, failing: bool = False) -> None:
         """Detach from the wrapper; idempotent. `failing`: the script ends with an exception."""
@@ -287,21 +287,21 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         if was_attached and not failing:
             self._replica.write_buffers()
             self._pace.ended(self.step)
-        if was_attached and (mark := self._marks.at_last()) is not None:
+        if was_attached and (mark := self._marks.final_entry()) is not None:
             self._log.add(mark)
         self._recorder.detach()
         release(self.module, self)
         if was_attached and not failing and self.is_sharded and self.step:
             self._replica.write_statistics(self.step)
         if was_attached and not failing and (report := self._recorder.last_report()) is not None:
-            self._log.add(StepsReported(self.number, report, closing=self._recorder.settles))
+            self._log.add(StepsReported(self.number, report, closing=self._recorder.judges_at_end))
 
     # Methods of `StepSink`
 
     def alarm(self, _step: int) -> None:
         self._alarmed = True
 
-    def tell(self, report: RankReport) -> None:
+    def report_now(self, report: RankReport) -> None:
         if any(event.kind in AROUND for event in report.events) and report.events[-1].kind == "step":
             self._recorder.bypass.close()  # its line is not needed any more
         self._log.add(StepsReported(self.number, report, alone=True))
@@ -329,11 +329,11 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._replica.capture(step, ended.probe, parts)
         elif ended.is_due and not self._told_apart and self._is_due(step) and self.may_diverge:
             self._told_apart = True
-            self._log.add(NotCompared(self.number, _JOINED if self._recorder.joins else _APART))
+            self._log.add(NotCompared(self.number, _JOINED if self._recorder.uses_join else _APART))
         self._loads = self._log.loads
         self._incomplete = ended.incomplete
         self._reduced = {}
-        if not (self.may_diverge and self._recorder.joins):
+        if not (self.may_diverge and self._recorder.uses_join):
             self._pace.reduced(step)
         if ended.is_due and self._is_sampled(step):
             self._is_fresh = True
