@@ -70,7 +70,7 @@ class Block:
         return f"{self.path}:{self.line}"
 
 
-def enclosing_blocks(file: str, shown: str, line: int) -> tuple[Block, ...]:
+def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
     """Return the blocks around a line, outermost first; `shown` is the path in reports."""
     blocks = [replace(block, path=shown) for block in _blocks(Path(file)) if block.first <= line <= block.last]
     return tuple(sorted(blocks, key=lambda block: (block.first, -block.last)))
@@ -87,7 +87,7 @@ def blocks_of_lines(
         for line in pending:
             shown, _, number = line.rpartition(":")
             blocks_by_line[line] = (
-                source.ask(enclosing_blocks, (files or {}).get(shown, shown), shown, int(number)) or ()
+                source.ask(blocks_around, (files or {}).get(shown, shown), shown, int(number)) or ()
             )
         pending = {block.head for line in pending for block in blocks_by_line[line]} - blocks_by_line.keys()
     return blocks_by_line

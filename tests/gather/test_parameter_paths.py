@@ -94,7 +94,7 @@ def test_of_a_long_path_the_first_and_the_last_operations_are_kept() -> None:
 def test_a_path_tells_all_its_operations_or_how_many_it_leaves_out(length: int) -> None:
     path = OperationPath()
     for number in range(length):
-        path = path.to(PathEnd("cut", str(number)))
+        path = path.extended(PathEnd("cut", str(number)))
     end = path.described(PathEnd("cut", "x"))
     numbers = [int(step.operation) for step in end.steps]
     assert len(numbers) + end.left_out == length and numbers == sorted(set(numbers))

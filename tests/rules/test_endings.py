@@ -12,7 +12,7 @@ import pytest
 from ddpcheck.findings.evidence.endings import PeerWait, RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.program_blocks import enclosing_blocks
+from ddpcheck.findings.program_blocks import blocks_around
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.collectives.diagnose import judge_positions
@@ -199,7 +199,7 @@ LINES = PROGRAM.splitlines()
 MAIN = len(LINES)  # the line that calls what the test is about
 FILE = Path(tempfile.mkdtemp(), "train.py")
 FILE.write_text(PROGRAM)
-BLOCKS = {f"train.py:{line}": enclosing_blocks(str(FILE), "train.py", line) for line in range(1, MAIN + 1)}
+BLOCKS = {f"train.py:{line}": blocks_around(str(FILE), "train.py", line) for line in range(1, MAIN + 1)}
 CODES = {"b": DDP_BACKWARD, "f": DDP_FORWARD, "|": "barrier", "r": "all_reduce", "c": "broadcast", "g": "gather"}
 TEXTS = CODES | {"b": ".backward()", "f": "model(", "e": "# last", "D": "D(", "G": "G(z).b", "L": "G_loss(", "H": "H("}
 CODES |= {"e": "barrier", "S": SHARD_FORWARD} | dict.fromkeys("DGLH", DDP_BACKWARD)
@@ -534,11 +534,11 @@ def test_a_branch_in_which_a_rank_comes_to_another_group_is_told_with_both() -> 
 
 
 def test_the_blocks_around_a_line() -> None:
-    around = enclosing_blocks(str(FILE), "train.py", 9)
+    around = blocks_around(str(FILE), "train.py", 9)
     kinds = [("function", 1), ("loop", 2), ("loop", 3), ("rest", 5), ("rest", 8)]
     assert [(block.kind, block.line) for block in around] == kinds
     assert around[1].exits == () and around[2].exits == ((11, "break"),) and around[1].times == 2
-    assert enclosing_blocks(str(FILE.with_name("none.py")), "none.py", 1) == ()
+    assert blocks_around(str(FILE.with_name("none.py")), "none.py", 1) == ()
 
 
 # Point-to-point calls

@@ -71,7 +71,7 @@ def test_a_comparison_names_what_matches_before_what_is_missing() -> None:
 
 
 def test_the_check_line_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Steps, "of", classmethod(lambda cls, facts: cls(2)))
+    monkeypatch.setattr(Steps, "from_facts", classmethod(lambda cls, facts: cls(2)))
     judged = registry.judge_all(ScriptFacts([], ended=True), [Steps])
     assert judged.status_of("loop", []) == ("passed", "2 steps in order")
     assert judged.status_of("optimizers", []) == ("skipped", WHY)
@@ -81,7 +81,7 @@ def test_a_rule_of_others_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def judge_ddp504(steps: Steps) -> list[Finding]:
         return judge_norms(steps)
 
-    monkeypatch.setattr(Steps, "of", classmethod(lambda cls, facts: cls()))
+    monkeypatch.setattr(Steps, "from_facts", classmethod(lambda cls, facts: cls()))
     monkeypatch.setattr(Steps, "needs_all_ranks", False)
     monkeypatch.setattr(others, "judges_of_others", [(Steps, judge_ddp504)])
     findings, notes = others.judge_third_party_rules(

@@ -72,7 +72,7 @@ def test_what_is_taken_for_the_parameters_of_a_wrapper(monkeypatch: pytest.Monke
     run.watches.add(watch)
     recorder = AutogradGradRecorder(run)
     optimizers: Any = SimpleNamespace(**dict.fromkeys(("before_backward", "after_backward"), lambda *_: None))
-    optimizers.have_hooks, optimizers.reductions, optimizers.put_off = bool, dict, set
+    optimizers.have_hooks, optimizers.reductions, optimizers.unaveraged_wrappers = bool, dict, set
     LossRecorder(run, optimizers, (), recorder)
     take = grad if imported_by_name else torch.autograd.grad
     x = torch.ones(2, 3, requires_grad=True)

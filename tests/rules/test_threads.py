@@ -101,7 +101,7 @@ def test_a_rank_of_a_test_that_waits_for_a_thread_is_told_by_what_has_ended_that
     dump: str, known: bool, told: bool
 ) -> None:
     error = json.dumps(["feeder", {**described(ValueError("bad sample"), "", ""), "exception": None}]) if known else ""
-    failure = failures.in_thread(1, dump, error)
+    failure = failures.thread_failure(1, dump, error)
     assert (failure is not None) is told
     words = "rank 1 waits in get() at train.py:25 for a thread (feeder) that raised ValueError: bad sample"
     assert failure is None or (failure.message, failure.kind) == (words, "raised")

@@ -29,7 +29,7 @@ FACTS = ScriptFacts([], ended=True)
 def row(heading: str, *found: Finding, held: str = "", name: str = "Row") -> Any:
     """A view with one judge, which finds `found`."""
     compared = [held] if held else []
-    fields = {"checks": (heading,), "of": lambda _: view(), "compared": lambda *_: compared}
+    fields = {"checks": (heading,), "from_facts": lambda _: view(), "compared": lambda *_: compared}
     view: Any = type(name, (View,), fields)
     registry._judges[view] = [lambda _: found]
     return view
@@ -100,7 +100,7 @@ def test_a_copy_is_left_out_if_the_cause_is_known() -> None:
 
 
 def test_a_judge_that_raises_leaves_the_others_be() -> None:
-    raises: Any = type("Raises", (View,), {"checks": ("loss", "data"), "of": fails})
+    raises: Any = type("Raises", (View,), {"checks": ("loss", "data"), "from_facts": fails})
     judged = judge_all(FACTS, (raises, row("loop", finding("DDP502", "no_sync"))))
     assert [one.code for one in judged.findings] == ["DDP502"]
     assert {name: str(error) for name, error in judged.errors.items()} == {"loss": "a bug", "data": "a bug"}

@@ -357,7 +357,7 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPoo
     assert not world.closed
     with pytest.raises(DDPCheckError, match="closed"):
         pids(world)
-    wait_until(lambda: world.gone)
+    wait_until(lambda: world.has_exited)
     assert not psutil.pid_exists(pid)
     pool.release(pool.acquire(world_size=1))
     assert world.closed and not world.directory.exists()

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ddpcheck.findings.evidence.script import Evaluated, Inputs
-from ddpcheck.findings.program_blocks import enclosing_blocks
+from ddpcheck.findings.program_blocks import blocks_around
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of, frames_from, is_of_program, location_of, parsed_source, user_frame
@@ -270,7 +270,7 @@ def epoch_line() -> Location | None:
     begun = user_frame(sys._getframe(1))
     for frame in frames_from(begun):
         location, file = location_of(frame), frame.f_code.co_filename
-        loops = [block for block in enclosing_blocks(file, location.path, location.line) if block.kind == "loop"]
+        loops = [block for block in blocks_around(file, location.path, location.line) if block.kind == "loop"]
         if is_of_program(file) and (around := [block for block in loops if block.line != location.line]):
             by_hand = frame is begun and around == loops and not frame.f_code.co_flags & CO_GENERATOR
             return location if by_hand else replace(location, line=around[-1].line)
