@@ -86,9 +86,7 @@ def blocks_of_lines(
     while pending:
         for line in pending:
             shown, _, number = line.rpartition(":")
-            blocks_by_line[line] = (
-                source.ask(blocks_around, (files or {}).get(shown, shown), shown, int(number)) or ()
-            )
+            blocks_by_line[line] = source.ask(blocks_around, (files or {}).get(shown, shown), shown, int(number)) or ()
         pending = {block.head for line in pending for block in blocks_by_line[line]} - blocks_by_line.keys()
     return blocks_by_line
 

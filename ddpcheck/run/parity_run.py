@@ -60,7 +60,7 @@ class ParityRuns:
         self._environ = dict(os.environ)
         self._began = time.time()
         self._limit = 0.0
-        self._draws, self._join_alternating = True, False
+        self._draws, self._in_turn = True, False
 
     def why_not(self, ranks: Sequence[RankTrace], ending: Ending, nodes: int = 1) -> str:
         """Return why the run on ranks cannot be compared; "" if comparable."""
@@ -105,7 +105,7 @@ class ParityRuns:
         """
         result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):
-            self._join_alternating = True
+            self._in_turn = True
             result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if result.has_raised and result.ranks and self._draws and not as_rank:
             self._draws = False
@@ -132,7 +132,7 @@ class ParityRuns:
             order=tuple(reversed(range(size))) if measures_noise else tuple(range(size)),
             backwards=min(full, default=0),
             steps=self._args.check_parity_steps,
-            in_turn=self._join_alternating,
+            in_turn=self._in_turn,
             draws=self._draws,
             since=max([self._began, *(path.stat().st_mtime for path in self._folder.glob(f"{RESTARTED}*"))]),
             is_noise=measures_noise,

@@ -83,9 +83,9 @@ class RankLog:
         """Write a collective that is about to be made."""
         if os.getpid() != self._process:
             return
-        current_params = len(call.members) == self._world_size
-        self.collectives += current_params
-        self.waited = not current_params
+        spans_world = len(call.members) == self._world_size
+        self.collectives += spans_world
+        self.waited = not spans_world
         if (call.group, False) not in self._groups:
             self._groups.add((call.group, False))
             self.add(GroupUsed(call.group, call.members, words=call.group_words))

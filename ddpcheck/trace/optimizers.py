@@ -82,7 +82,7 @@ class OptimizedParameters(View):
     moved: Mapping[str, bool]  # True if the values change, by name of the wrapped parameter
     names: Collection[str]  # parameters that optimizers hold
     made: Location | None = None  # line that constructs an optimizer
-    waiting_in_vain: bool = False  # if no parameter of an optimizer has a gradient
+    lacks_gradients: bool = False  # if no parameter of an optimizer has a gradient
     wrappers: Sequence[WrapperTrace] = ()
 
     @classmethod
@@ -92,8 +92,8 @@ class OptimizedParameters(View):
         steps = [step for rank_steps in facts.events(OptimizerStep) for step in rank_steps]
         names = {name for step in steps for name in (*step.held, *step.idle)}
         made = next((step.made for step in steps if step.held or not names), None)
-        waiting_in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
-        return cls(facts.moved, names, made, waiting_in_vain, facts.wrappers)
+        lacks_gradients = bool(steps) and not any(step.norms or step.gradients for step in steps)
+        return cls(facts.moved, names, made, lacks_gradients, facts.wrappers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,8 @@ def step_evidence(rank: int = 0, step: int = 0, **more: Any) -> StepEvidence:
     return StepEvidence(rank, step, states, ends, **more)
 
 
-def two_ranks(steps: int = 3, **current_params: Any) -> list[StepEvidence]:
-    return [step_evidence(rank, step, **current_params) for step in range(steps) for rank in range(2)]
+def two_ranks(steps: int = 3, **fields: Any) -> list[StepEvidence]:
+    return [step_evidence(rank, step, **fields) for step in range(steps) for rank in range(2)]
 
 
 def judge(evidence: list[StepEvidence], wrapper: WrapperFacts = PLAIN, **more: Any) -> list[Finding]:

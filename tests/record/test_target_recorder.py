@@ -14,14 +14,14 @@ from ddpcheck.record.loss.gather_recorder import TargetRecorder
 from ddpcheck.record.recording import Recording
 
 
-@pytest.mark.parametrize(("current_params", "written"), [(False, [(8, (0, 1, 2, 3))]), (True, [])])
-def test_targets_of_a_ranks_own_rows_alone_are_written(current_params: bool, written: list[tuple[int, Any]]) -> None:
+@pytest.mark.parametrize(("spans_world", "written"), [(False, [(8, (0, 1, 2, 3))]), (True, [])])
+def test_targets_of_a_ranks_own_rows_alone_are_written(spans_world: bool, written: list[tuple[int, Any]]) -> None:
     sink: list[Any] = []
     recorder = TargetRecorder(Recording(sink.append, 1))
     rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
     own = rows[8:]  # of the third of three ranks
     recorder.note_collective(Call("all_gather", "0", (0, 1, 2)), {"tensor": own})
-    logits = (rows if current_params else own) @ rows.T
+    logits = (rows if spans_world else own) @ rows.T
     recorder.note_backward(cross_entropy(logits, torch.arange(len(logits))))
     assert [(one.own, one.targets) for one in sink] == written
 

@@ -163,8 +163,8 @@ def test_parameters_that_nothing_averages_under_post_local_sgd_are_told() -> Non
     assert judge_state(drifted, replace(PLAIN, plain_optimizer=False), gradients_differ=False) == []
 
 
-def trained_apart(marks: tuple[int, ...], final_entry: int) -> list[LocalSgdEnd]:
-    return [LocalSgdEnd(0, 4, marks, {"a": final_entry, "b": 1}, "post_localSGD_hook")]
+def trained_apart(marks: tuple[int, ...], final: int) -> list[LocalSgdEnd]:
+    return [LocalSgdEnd(0, 4, marks, {"a": final, "b": 1}, "post_localSGD_hook")]
 
 
 def test_ranks_that_train_apart_to_the_end_of_a_script() -> None:

@@ -198,18 +198,18 @@ def test_variables_of_all_kinds_are_passed_over() -> None:
     del flags, chars, swapped, reversed_, sparse, meta, numbers
 
 
-@pytest.mark.parametrize("current_params", [False, True])
-def test_a_rollout_of_which_forward_is_given_parts(current_params: bool) -> None:
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_a_rollout_of_which_forward_is_given_parts(all_ranks: bool) -> None:
     module, running = nn.Linear(6, 1), Running()
     found, _recorder = followed(module)
     for _ in range(8):
         rows = observed(32)
         running.update(rows)
-        if current_params:
+        if all_ranks:
             rows = (rows - running.mean) / running.var.sqrt()
         for part in torch.randperm(32).view(2, 16):
             x = rows[part]
-            module(x if current_params else (x - running.mean) / running.var.sqrt())
+            module(x if all_ranks else (x - running.mean) / running.var.sqrt())
     assert {one.name for one in found} == {"running.mean"} and sum(one.equations == 5 for one in found) > 1
 
 

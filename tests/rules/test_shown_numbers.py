@@ -85,8 +85,8 @@ def test_a_table_that_was_reduced_is_not_the_one_that_the_metric_is_computed_fro
     assert f"all_reduce is given it at {REDUCE}" in found.evidence[0] and found.fix
     (found,), _ = said(held, [[prints(*texts)], []])
     assert not found.fix  # it was not reduced
-    current_params = [f"{100 * ALL[name]:.1f}" for name in ("mean F1", "mean IoU")]
-    assert codes(said(held, [[prints(*current_params)], []], given)[0]) == []
+    overall = [f"{100 * ALL[name]:.1f}" for name in ("mean F1", "mean IoU")]
+    assert codes(said(held, [[prints(*overall)], []], given)[0]) == []
     later = [[reduced(table, before=False)] for table in TABLES]
     assert codes(said(held, [[prints(*texts)], []], later)[0]) == []  # so far
     gathered = [[reduced(table, sums=False)] for table in TABLES]  # or the largest of all

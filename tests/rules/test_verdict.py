@@ -94,9 +94,9 @@ def test_rules_name_rows_that_there_are() -> None:
 
 def test_a_copy_is_left_out_if_the_cause_is_known() -> None:
     teacher = replace(finding("DDP214", "teacher"), tags=("of a copy",))
-    for cause, owns_storage in (("DDP301", True), ("DDP303", False)):
+    for cause, is_alone in (("DDP301", True), ("DDP303", False)):
         judged = judge_all(FACTS, (row("loop", finding(cause, "a")), row("data", teacher, held="1 copy")))
-        assert ([one.code for one in judged.findings] == [cause]) is owns_storage
+        assert ([one.code for one in judged.findings] == [cause]) is is_alone
 
 
 def test_a_judge_that_raises_leaves_the_others_be() -> None:

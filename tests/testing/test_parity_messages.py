@@ -74,9 +74,9 @@ def test_a_comparison_that_was_not_made_is_not_accepted(missing: str, name: str,
     assert message.startswith("Gradients could not be compared!") and words in message and message.endswith(": why")
     assert parity_failure_message(lacking, select=others) == "", "it was not asked for"
     assert parity_failure_message(lacking, ignore=["DDP304"]) != ""
-    time_part = replace(report(), checks=skipped)
-    assert parity_failure_message(time_part).endswith(": why"), "some steps are not all"
-    assert parity_failure_message(time_part, select=others) == ""
+    partial_report = replace(report(), checks=skipped)
+    assert parity_failure_message(partial_report).endswith(": why"), "some steps are not all"
+    assert parity_failure_message(partial_report, select=others) == ""
 
 
 def test_a_check_that_was_not_finished_is_not_accepted() -> None:

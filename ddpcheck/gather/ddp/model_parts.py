@@ -79,8 +79,8 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
     if world_size == 1:
         return ModelReplica(0, 1, (0,))
     sharding = _meshes_of(module)
-    local_parts = placements_of(module)
-    split = split_over(module, {**local_parts, **parts})
+    placements = placements_of(module)
+    split = split_over(module, {**placements, **parts})
     local_mask = torch.zeros(world_size, dtype=torch.int64, device=next(module.parameters()).device)
     local_mask[sorted({rank, *itertools.chain(*split.values())})] = 1
     masks = [torch.zeros_like(local_mask) for _ in range(world_size)]
@@ -94,7 +94,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
             "groups of the same size that compute a model each: report cannot tell which ranks have the same part; "
             "check the script with `ddpcheck run`"
         )
-    sharded = tuple(name for name, part in local_parts.items() if _is_sharded(part, sharding))
+    sharded = tuple(name for name, part in placements.items() if _is_sharded(part, sharding))
     return ModelReplica(groups.index(replica_ranks), len(groups), replica_ranks, (*split,), sharded)
 
 

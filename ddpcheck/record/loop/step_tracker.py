@@ -105,7 +105,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._listeners = listeners
         # overridden methods of the listeners, by event
         (
-            self._explain_by_clip,
+            self._at_call,
             self._at_forward,
             self._at_begin,
             self._at_return,
@@ -165,7 +165,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._expected_inside = False
         if not self._step.ready:
             self._step.roots.clear()
-        for callback in self._explain_by_clip:
+        for callback in self._at_call:
             callback(wrapper, arguments, named)
         if not torch.is_grad_enabled():
             return

@@ -55,7 +55,7 @@ class _Parts:
     operation: str = ""
     location: Location | None = None
     node: Any = None  # grad_fn of the rank's own part, if an autograd function gathers
-    current_params: bool = True  # True if gathered over all ranks, False if in a subgroup
+    spans_world: bool = True  # True if gathered over all ranks, False if in a subgroup
 
 
 class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
@@ -134,7 +134,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         def note(input_grads: Any, _output_grads: Any) -> None:
             remove_hooks(handles)
             digest, factor = _passed_gradient(node, input_grads, captured, parts)
-            digest = digest if parts.current_params else ()
+            digest = digest if parts.spans_world else ()
             inside = parts.node is not None
             if not inside or abs(factor - 1) < _PARALLEL:  # a backward that sums over ranks changes the factor
                 self._run.add(OwnPartPutBack(self._step, parts.operation, source_line, digest, factor, inside, besides))

@@ -194,7 +194,7 @@ class ValueTrace(Recorder, subjects=("parity",)):
         self._process = os.getpid()
         self._loops: set[CodeType] = set()  # functions that iterate over data loaders
         self._is_on = False
-        self._count_passes = self._written = self._lines = 0
+        self._begun = self._written = self._lines = 0
         self._values: list[TracedValue] = []
         self._frames: dict[FrameType, tuple[int, dict[str, _Numbers]]] = {}  # last line, and variables before it
         self._enter, self._step = guarded(self._entered, self), guarded(self._stepped, self)
@@ -204,9 +204,9 @@ class ValueTrace(Recorder, subjects=("parity",)):
         self._loops |= {frame.f_code for frame in program_numbers.program_frames()}
         if self._is_on or sys.gettrace() is not None or self._written >= _MOST_EVALUATIONS:
             return
-        if self._count_passes >= _MOST_BEGUN:
+        if self._begun >= _MOST_BEGUN:
             return
-        self._count_passes += 1
+        self._begun += 1
         self._is_on = True
         self._lines = 0
         self._values = []

@@ -47,7 +47,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
         self._written: set[str] = set()  # names of buffers that have changed
-        self._count_passes = -1  # captured step without a forward pass since then; -1 for none
+        self._begun = -1  # captured step without a forward pass since then; -1 for none
 
     def write(self) -> None:
         """Write the captured state, with the current parameters.
@@ -69,7 +69,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             self._log.add(replace(captured, state=state, parts=parts, values=sketched))
 
     def write_buffers(self) -> None:
-        step, self._count_passes, self.waits = self._count_passes, -1, False
+        step, self._begun, self.waits = self._begun, -1, False
         parts = self._recorder.parts.now() if step >= 0 else None
         if parts is not None and (buffers := self._own_buffers(fingerprints(parts.buffers.items()), parts)):
             self._log.add(BuffersKept(self._number, step, buffers))
@@ -108,7 +108,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
                 hooked = probe.hooked.location, probe.hooked.changed, probe.hooked.factors
                 self._log.add(GradientsHooked(self._number, step, *hooked))
         self.write()
-        self._captured, self._count_passes, self.waits = (captured, parts.parameters), step, True
+        self._captured, self._begun, self.waits = (captured, parts.parameters), step, True
 
     def write_statistics(self, step: int) -> None:
         """Write the last running statistics of normalization layers.

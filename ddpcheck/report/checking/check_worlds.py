@@ -52,16 +52,16 @@ class PhaseProgress:
     def __init__(self, show: Callable[[str], None] | None) -> None:
         self._show = show or (lambda _words: None)
         self._words = self._shown = ""
-        self._count_passes = time.monotonic()
+        self._begun = time.monotonic()
 
     def __call__(self, words: str) -> None:
         self._words = self._shown = words
-        self._count_passes = time.monotonic()
+        self._begun = time.monotonic()
         self._show(words)
 
     def wait_for(self, running: frozenset[int]) -> None:
         """Show the unfinished ranks and the seconds since the phase began."""
-        seconds = time.monotonic() - self._count_passes
+        seconds = time.monotonic() - self._begun
         if running and seconds >= QUIET:
             text = f"{self._words}: {int(seconds)} s, waiting for {format_ranks(running)}"
             if text != self._shown:

@@ -147,10 +147,8 @@ def _is_known(evals: Sequence[RankEvaluation], rank: int, shown: MetricShown, me
     if any(_gives(call, ev, rank, metric) for call in kept):
         return True
     numbers = [number for _, number in numbers_shown(ev)]
-    current_params = all(
-        any(shows(number, value) for number in numbers) for value in metric.values
-    )  # e.g. by broadcasts
-    return current_params or any(shows(number, metric.pooled) for number in numbers)
+    all_shown = all(any(shows(number, value) for number in numbers) for value in metric.values)  # e.g. by broadcasts
+    return all_shown or any(shows(number, metric.pooled) for number in numbers)
 
 
 def _gives(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:

@@ -290,15 +290,15 @@ def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[
     names = next(filter(None, names_by_group.values()), [])
     if not names:
         return []
-    per_model = [members for members, diverged in names_by_group.items() if diverged]
-    line = groups[per_model[0]]
+    diverged_models = [members for members, diverged in names_by_group.items() if diverged]
+    line = groups[diverged_models[0]]
     return new_finding(
         "DDP301",
         names,
         f"{join_names(names)} {plural_verb('begins', 'begin', names)} with the same values on "
-        f"{format_ranks(per_model[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} a "
+        f"{format_ranks(diverged_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} a "
         "different gradient on each: that of a part of the model.",
-        ranks=tuple(sorted(itertools.chain(*per_model))),
+        ranks=tuple(sorted(itertools.chain(*diverged_models))),
         location=line,
         evidence=["the ranks combine the outputs of their parts there, by a collective in a custom autograd Function"],
         fix="In the backward pass, all_reduce over these ranks the gradient of the input of the split layers: a "

@@ -63,7 +63,7 @@ def judge_params_without_optimizer(optimized: OptimizedParameters) -> list[Findi
     unheld = [name for name, changes in moved.items() if not changes and name not in params]
     if (
         not unheld
-        or not (params or (optimized.waiting_in_vain and len(unheld) == len(moved)))
+        or not (params or (optimized.lacks_gradients and len(unheld) == len(moved)))
         or any(not changes for name, changes in moved.items() if name in params)
     ):
         return []  # e.g. a learning rate of zero
