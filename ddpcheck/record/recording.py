@@ -47,7 +47,7 @@ class Recording:
         self.steps += 1
 
     def is_written(self, number: int) -> bool:
-        """Return True if entries of this step number are recorded."""
+        """Return True if entries of step `number` are recorded."""
         return is_sampled(number, self.every)
 
     def are_probed(self) -> bool:
@@ -234,7 +234,7 @@ _KEY = "_ddpcheck_watches"
 
 
 class _Held:
-    """Watches kept alive by a module; copied and pickled as an empty tuple."""
+    """Wrapper recorders that a module keeps alive; copied and pickled as an empty tuple."""
 
     __slots__ = ("watches",)
 

@@ -53,7 +53,7 @@ def construction_line(obj: object) -> Location | None:
 
 
 def digest_before(obj: object) -> int:
-    """Return a digest of all draws before an object's construction; 0 if unknown."""
+    """Return a digest of random numbers drawn before an object's construction; 0 if unknown."""
     living, _, drawn = _made.get(id(obj), (lambda: None, None, 0))
     return drawn if living() is obj else 0
 
@@ -146,7 +146,7 @@ def _seed_choosing_frame(frame: FrameType) -> FrameType:
 
 
 def _passes_parameter(frame: FrameType) -> bool:
-    """Return True if a function's current line passes a parameter to a call."""
+    """Return True if a function's current line passes a parameter to another call."""
     code = frame.f_code
     params = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
@@ -241,7 +241,7 @@ def _parts(obj: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def draw_history() -> int:
-    """Return a digest of the generators' output so far; 0 if unknown."""
+    """Return a digest of all random numbers drawn so far; 0 if unknown."""
     if _seeds > _MOST_SEEDS:
         return 0
     digests = {name: _given_by(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
@@ -250,7 +250,7 @@ def draw_history() -> int:
 
 
 def generator_state(generator: str) -> tuple[int, int]:
-    """Return a digest of a global generator's state, and its next number's index."""
+    """Return a digest of a global generator's state, and the next number's index."""
     if generator == "python":
         state: Any = random.getstate()
         return _number(repr(state).encode()), state[1][-1]

@@ -43,7 +43,7 @@ _MANY = 8  # min elements of a row that is a sample
 
 
 class SampleRows:
-    """Rows of a loader pass and their labels, in loading order."""
+    """Fingerprints of the samples of a loader pass, and labels, in loading order."""
 
     def __init__(self) -> None:
         self._known = True
@@ -78,7 +78,7 @@ class SampleRows:
 def uncollated(batch: Any, count: int) -> list[list[list[Any]]]:
     """Return the tensors and integers of each sample, if a batch is not collated.
 
-    Such a batch (in object detection) is a list of samples, or contains lists with an item per sample.
+    An uncollated batch (in object detection) is a list of samples, or contains lists with an item per sample.
     """
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     lists = [part for part in (batch, *parts) if isinstance(part, list | tuple) and len(part) == count]
@@ -203,7 +203,7 @@ def attribute_digests(dataset: Any) -> dict[str, int]:
 
 
 def sliced_array_rows(dataset: Any) -> int:
-    """Return the row count of the array that an attribute slices; -1 for texts."""
+    """Return the row count of the array that an attribute slices, -1 for texts."""
     for value in getattr(dataset, "__dict__", {}).values():
         for part in value if isinstance(value, tuple) else (value,):
             base = getattr(part, "_base", None) if isinstance(part, torch.Tensor) else getattr(part, "base", None)
@@ -238,7 +238,7 @@ def epoch_of(sampler: Any) -> int:
 
 
 def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
-    """Return True if copies of a sampler have different orders in two epochs.
+    """Return True if a sampler's order depends on the epoch, tried on copies.
 
     Runs user code, so call only for suspicious orders. Copies share the dataset and draw the same random numbers; their
     collectives return as if all ranks contributed the same values.
@@ -254,7 +254,7 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
 
 
 def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
-    """Return True if a dataset returns other samples with attributes `before` than now."""
+    """Return True if a dataset's samples differ between attributes `before` and the current ones."""
     digests = []
     for state in (before, {}):
         with contextlib.suppress(Exception), generators_kept(), unlogged(), fake_collectives():  # errors in user code
@@ -266,7 +266,7 @@ def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> b
 
 
 def epoch_line() -> Location | None:
-    """Return the head of the loop around a loader pass, or the `iter` call."""
+    """Return the line of the (epoch) loop around a loader pass, or of `iter()`."""
     begun = user_frame(sys._getframe(1))
     for frame in frames_from(begun):
         location, file = location_of(frame), frame.f_code.co_filename
@@ -278,7 +278,7 @@ def epoch_line() -> Location | None:
 
 
 def persistent_workers_line(call: Location) -> Location:
-    """Return the line of the `persistent_workers` argument of a call, else the call's line."""
+    """Return the line of a call's argument `persistent_workers`, or else of the call."""
     calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
     keywords = (keyword for node in calls if node.lineno == call.line for keyword in node.keywords)
     lines = (keyword.value.lineno for keyword in keywords if keyword.arg == "persistent_workers")

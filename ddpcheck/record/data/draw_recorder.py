@@ -62,7 +62,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
         follow_steps(self)
 
     def begin(self) -> None:
-        """Start the first interval at the first wrapper; earlier draws may determine sample orders."""
+        """Start the first interval, at the first wrapper: earlier draws may determine sample orders."""
         if not self._intervals:
             self._follow()
 
@@ -146,7 +146,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
 
 
 def _states(*, others: bool = False) -> dict[str, _State]:
-    """Return the state of torch's generators; with `others` also Python's and numpy's."""
+    """Return states of torch's generators, and if `others`, of Python's and numpy's."""
     states = {name: generator_state(name) for name in (available_generators() if others else ["torch"])}
     if torch.cuda.is_initialized():
         state = generator_bytes(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -157,7 +157,7 @@ def _states(*, others: bool = False) -> dict[str, _State]:
 def _is_in_forward(frame: FrameType) -> bool | None:
     """Return True if `frame` is in a wrapper's forward; None if outside of steps.
 
-    Outside are data loaders, module and optimizer constructors, and ddpcheck itself.
+    Outside of steps are data loaders, module and optimizer constructors, and ddpcheck itself.
     """
     in_forward, in_program = False, False
     for current in frames_from(frame):

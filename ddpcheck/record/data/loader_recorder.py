@@ -155,7 +155,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
 
     def _follow_unused(self, pass_: _Pass, batch: Any) -> None:
-        """Count batches freed before the first use, but not the last (perhaps copied)."""
+        """Count batches freed before any forward or step, except the last (perhaps copied)."""
 
         def gone(_batch: object) -> None:
             if self._used() == pass_.used:
@@ -273,7 +273,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         pass_.batches, pass_.dataset, pass_.sampler, self._run.samples = [], None, None, []
 
     def _shuffles(self, pass_: _Pass, order: int) -> bool:
-        """Return True if a sampler repeats its order, but would shuffle by epoch number."""
+        """Return True if a sampler repeated its order, but would shuffle after `set_epoch`."""
         orders = self._orders.setdefault(pass_.entry.loader, [])
         orders.append(order)
         has_epoch = pass_.entry.has_epoch or pass_.entry.epoch >= 0
@@ -297,7 +297,7 @@ def _note_index(pass_: _Pass, index: Any) -> None:
 
 
 def _note_batch(pass_: _Pass, batch: Any) -> None:
-    """Record fingerprints of the first samples of a batch, and changed random states."""
+    """Record fingerprints of a batch's first samples, and random states that loading changed."""
     entry, source = pass_.entry, pass_.draws
     if source is not None and (drawn := source.batch_states(entry.batches)):
         name = next((name for name in drawn if name != HELD), "")
@@ -346,7 +346,7 @@ def _chooses(sampler: Any, size: int) -> bool:
 
 
 def _base_dataset(dataset: Any) -> tuple[Any, list[Sequence[int]]]:
-    """Return the dataset below nested `Subset`s, and their indices."""
+    """Return the dataset below nested `Subset`s, and the indices of each `Subset`."""
     subsets = []
     while type(dataset) is data.Subset:
         subsets.append(dataset.indices)

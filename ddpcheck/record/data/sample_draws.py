@@ -53,7 +53,7 @@ class SampleDraws:
 
     @contextlib.contextmanager
     def followed(self, loader: Any) -> Iterator[None]:
-        """Replace the loader's `collate_fn` and `worker_init_fn` while the block creates an iterator."""
+        """Replace `collate_fn` and `worker_init_fn` while the `with` block creates an iterator."""
         loader.collate_fn, loader.worker_init_fn = self._put_together, self._begin_worker
         try:
             yield

@@ -57,7 +57,7 @@ _Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
 @dataclass(slots=True)
 class _Open:
-    """Loader pass that may turn out to be an evaluation."""
+    """Open loader pass; an evaluation if no backward pass runs before its end."""
 
     backwards: int
     numbers: Mapping[str, float]
@@ -87,7 +87,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         patched(torch, "save", self._saves)
 
     def note_backward(self, _loss: Any) -> None:
-        """Start a new round after an evaluation; called when a backward pass begins."""
+        """Begin a new round of evaluations if one has ended; called when backward begins."""
         self.awaits_backward = False
         self._backwards += 1
         self._late = None
@@ -129,7 +129,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._sink(replace(exchanged, round=self._round))
 
     def _rewrite_counters(self, call: Call | None = None) -> None:
-        """Write the counters again if the last batch was pending when the pass ended."""
+        """Write counters again if the last batch may be counted only after the pass."""
         if self._late is None:
             return
         pass_, written = self._late
@@ -210,7 +210,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         return self._evaluated and self._remaining[1] > 0 and self._round < _MOST_ROUNDS and not self._under_way()
 
     def _under_way(self) -> list[tuple[int, int]]:
-        """Return the open passes without a backward pass so far, which may be evaluations."""
+        """Return keys of open passes without a backward pass so far, possibly evaluations."""
         return [key for key, pass_ in self._open.items() if pass_.backwards == self._backwards]
 
     def _show(self, how: str, numbers: list[ShownNumber]) -> None:
@@ -253,7 +253,7 @@ def _rows_in(value: Any) -> int:
 
 
 def _is_fetched_ahead() -> bool:
-    """Return True if a package or generator may prefetch a batch."""
+    """Return True if a package or generator takes the batches, which may prefetch one."""
     codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
     code = next((code for code in codes if is_user_file(code.co_filename)), None)
     return code is not None and (is_installed(code.co_filename) or bool(code.co_flags & inspect.CO_GENERATOR))
@@ -340,7 +340,7 @@ def _dataset_attributes(dataset: Any, size: int) -> dict[str, Any]:
 
 
 def _per_sample(attrs: Mapping[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes with a label for each sample, and those with floating-point values."""
+    """Return attributes with a label per sample, and attributes with floating-point values per sample."""
     labels, floats = {}, {}
     for name, value in attrs.items() if 1 < size <= _MOST_LABELS else ():
         is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()

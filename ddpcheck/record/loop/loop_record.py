@@ -65,11 +65,11 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             _switch_patches.pop().undo()
 
     def note(self, kind: str) -> None:
-        """Record an event with the user's line (no line for `no_sync`)."""
+        """Record an event with its script line; entering or leaving `no_sync` gets no line."""
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(step_location() or "")))
 
     def report(self, step: int) -> None:
-        """Request a report after `step`: the events so far show a fault."""
+        """Request a report after `step` of the events so far, which show a fault."""
         if not self.to_report:
             events = (*self._last_step, *self.ledger.events)
             is_off = any(event.kind == "forward" and not event.synchronises for event in events)
@@ -78,7 +78,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             self._alarm(step)
 
     def step_ended(self, step: int, *, reduced: bool) -> None:
-        """Begin to record the next step; `reduced`: DDP has averaged all gradients."""
+        """Start recording the next step; `reduced`: True if DDP has averaged all gradients."""
         if reduced:
             self.add(_REDUCTION)
         if self.ledger.not_entered or self.ledger.around_backward:
@@ -104,7 +104,10 @@ _kept_patches: list[Patch] = []  # never undone
 
 
 def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
-    """Patch `FSDPModule` to record `switch_calls`, until the last `detach` or `to_the_end`."""
+    """Patch `FSDPModule` to record calls in `switch_calls`.
+
+    The last `LoopRecord.detach` undoes the patch, unless `to_the_end`.
+    """
     fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not _switch_patches and not _kept_patches:
         (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
@@ -114,47 +117,47 @@ class StepListener:
     """Receiver of the step events of a wrapper; `step` counts from 0."""
 
     def called(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Handle the start of a forward pass, with or without gradients."""
+        """Handle the start of a forward pass, with gradients enabled or not."""
 
     def forward_begins(self) -> None:
-        """Handle the start of a forward pass with gradients, perhaps under `no_sync`."""
+        """Handle the start of a forward pass with gradients enabled, even under `no_sync`."""
 
     def step_begins(self, step: int) -> None:
-        """Handle the start of a forward pass before any backward pass of the step."""
+        """Handle the start of a synchronized forward pass before the step's first backward pass."""
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
-        """Handle the result of a forward pass with gradients; `synced`: not under `no_sync`."""
+        """Handle a forward pass with gradients enabled; `synced`: True if not under `no_sync`."""
 
     def backward_begins(self) -> None:
-        """Handle the first gradient that a backward pass brings to a forward output."""
+        """Handle the first gradient that a synchronized backward pass computes for a forward output."""
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
         """Handle parameters that the step did not use and that DDP waits for."""
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Handle parameters missing in an ended step whose second backward pass never came."""
+        """Handle parameters missing in an ended step because its second backward pass never ran."""
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
-        """Handle shards that the starting backward pass will not reach; torch does not wait."""
+        """Handle shards that backward will not reach, and for which torch does not wait."""
 
     def backward_hidden(self) -> None:
-        """Handle the first backward pass under compiled autograd, where steps cannot be followed."""
+        """Handle the first backward pass under compiled autograd: steps are no longer followed."""
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Handle parameters first used after step 0 under `static_graph`: DDP will raise."""
 
     def backward_unpaired(self, *, raises: bool) -> None:
-        """Handle another backward pass after the step has ended; `raises`: DDP will raise."""
+        """Handle a backward pass without a forward pass; `raises`: True if DDP will raise."""
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Handle the end of a step; `awaited`: `unused` parameters that DDP waits for."""
+        """Handle a step's end; `awaited`: the subset of `unused` that DDP waits for."""
 
 
 _MOST_DEPTH = 3  # nesting depth of searched objects
 
 
 class Snapshot(Struct):
-    """Call of the wrapped module: references to its arguments, and random states."""
+    """Recorded forward call of the wrapped module: arguments (by reference) and random states."""
 
     arguments: tuple[Any, ...]  # positional arguments
     named: Mapping[str, Any]  # keyword arguments
@@ -168,7 +171,7 @@ class Snapshot(Struct):
     def take(
         cls, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], *, thorough: bool
     ) -> Snapshot:
-        """Record a call of `module` before it runs; `thorough` costs about 40 microseconds."""
+        """Record a forward pass about to run; `thorough` (see `random`) costs about 40 microseconds."""
         autocast: tuple[tuple[str, torch.dtype], ...] = ()
         for device_type in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device_type):
@@ -186,7 +189,7 @@ class Snapshot(Struct):
         Restores the module's buffers and attributes, the generators and `.grad`. Side effects outside of the module
         happen twice. Compiled code runs eagerly.
 
-        `around` returns a context in which a framework does not count or log the rerun.
+        `around` returns a context manager in which a framework does not count or log the rerun.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
             return dict.fromkeys(missing, PathEnd("unknown"))  # a rerun would consume data of the run
@@ -245,7 +248,7 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 def differentiable_tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors in `output` that have a gradient node."""
+    """Return the tensors in `output` that have a `grad_fn`."""
     if isinstance(output, torch.Tensor):  # fast path of the usual case
         return [] if node_of(output) is None else [output]
     return [tensor for tensor in _tensors(output) if node_of(tensor) is not None]

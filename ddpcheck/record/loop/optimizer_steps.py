@@ -43,7 +43,7 @@ class _Followed:
 
 @dataclass(eq=False)
 class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_step")):
-    """Recorder of the steps of all optimizers of a wrapper's parameters, as loop events."""
+    """Recorder of optimizer steps on a wrapper's parameters, as loop events."""
 
     _tracker: StepTracker
     _loop: LoopRecord
@@ -75,7 +75,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self.passes_ended(optimizer)
 
     def passes_ended(self, optimizer: Any) -> None:
-        """Handle an optimizer step whose forward and backward passes have ended."""
+        """Record an optimizer step, once its forward and backward passes have ended."""
         last, self._last = self._last, self._tracker.number
         if last == self._last and self._loop.ledger.prepared is not None:
             self._note_unanswered()
@@ -102,14 +102,14 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._step_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
 
     def _note_unanswered(self) -> None:
-        """Check parameters after 3, 6, 12, ... steps: DDP may wait for unused tensors."""
+        """Report replaced parameters, which DDP may wait for, after 3, 6, 12, ... steps."""
         self._unanswered += 1
         times, rest = divmod(self._unanswered, _FEWEST)
         if not rest and is_probed(times) and self._has_others():
             self._look()
 
     def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
-        """Record a step without a reduction (`no_reduction`), or with gradients added after it."""
+        """Record an optimizer step without reduction (`no_reduction`), or on gradients added after a reduction."""
         ledger = self._loop.ledger
         prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._are_unreduced(param_ids)
         used = [entry for entry in ledger.open if not entry.reduced] if uses else []
@@ -142,7 +142,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._tell(from_forward[-1] if from_forward else None)
 
     def _step_without_gradients(self, *, no_reduction: bool) -> None:
-        """Record a step on shards without a reduction (`no_reduction`), or with gradients added after.
+        """Record a step on shards without reduction (`no_reduction`), or with gradients added afterwards.
 
         Gradients that are not reduced never reach `.grad` of the shards.
         """
@@ -154,7 +154,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._tell(pending[-1])
 
     def _are_unreduced(self, param_ids: set[int]) -> bool:
-        """Return True if these parameters still hold gradients that were not reduced."""
+        """Return True if any of these parameters has a gradient that was not reduced."""
         tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
         params = [tensors[i] for i in indices if id(tensors[i]) in param_ids]
         return any(map(has_gradient, params if indices else [*tensors[:1], *tensors[-1:]]))
@@ -166,7 +166,7 @@ _GradientMarks = list[tuple[int, int] | None]
 
 
 class BypassRecorder(Recorder, subjects=("loop",)):
-    """Recorder of backward passes that bypass one wrapper."""
+    """Recorder of backward passes that bypass one wrapper, whose gradients are not reduced."""
 
     def __init__(
         self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
@@ -182,12 +182,12 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Record gradient versions when any backward pass of the script begins."""
+        """Record versions of two gradients when any backward begins; `reductions`: number so far."""
         self._in_forward = in_forward
         self._marks, self.reductions = self._marked(), reductions
 
     def backward_ended(self) -> None:
-        """Detect gradients added by a finished backward pass without a reduction."""
+        """Report a bypass if the two gradients changed in a backward pass without reduction."""
         marks, before = self._marked(), self._marks
         if any(mark is not None and mark != previous for mark, previous in zip(marks, before, strict=False)):
             if self._in_forward:
@@ -208,13 +208,13 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         return marks
 
     def listen(self) -> None:
-        """Find the script line that causes the bypass, by hooks on the inner module."""
+        """Hook the inner module and submodules, to find the line that calls them directly."""
         if self._listens and not self._handles and not self.event.location:
             hook = OutsideOfCompiledCode(UnpickledHook(self._called))
             self._handles = [before_forward(part, hook) for part in self._module.modules()]
 
     def _called(self, *_arguments: Any) -> None:
-        """Record the program line that calls a submodule, unless DDP's forward calls it."""
+        """Record the program line that calls a hooked module, unless within DDP's forward."""
         if self.event.location or not torch.is_grad_enabled():
             return
         parts = set(self._module.modules())

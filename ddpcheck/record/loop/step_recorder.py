@@ -45,7 +45,7 @@ _MOST_PARTS = 8  # largest number of ranks for which each part of a reduced grad
 
 
 class EndedStep(Struct, frozen=True):
-    """Step with averaged gradients."""
+    """Step whose synchronized backward pass has ended."""
 
     number: int  # counted from 0
     is_due: bool  # True if the step is sampled, even if ranks train independently
@@ -57,29 +57,29 @@ class EndedStep(Struct, frozen=True):
 
 
 class StepSink(Protocol):
-    """Receiver of the events of a recorder."""
+    """Receiver of the events of a `StepRecorder`."""
 
     def alarm(self, step: int) -> None:
-        """Request a report after `step`, whose reduction this rank has not joined yet."""
+        """Request a report after `step`; called before this rank joins the step's reduction."""
 
     def report_now(self, report: RankReport) -> None:
-        """Report a fault that needs no other rank's report; may raise `FindingsError`."""
+        """Report a fault that `report` shows without other ranks' reports; may raise `FindingsError`."""
 
     def cannot_follow(self) -> None:
-        """Handle a backward pass under compiled autograd, where ends of steps are not detected."""
+        """Handle a backward pass under compiled autograd: ends of steps are no longer detected."""
 
     def left_out(self, step: int) -> None:
-        """Handle parameters that turned out missing in an ended step."""
+        """Handle parameters missing in the ended `step`, whose second backward pass never ran."""
 
     def absent(self, report: RankReport) -> None:
-        """Handle shards missing in the starting backward pass: reductions may mismatch."""
+        """Handle shards that the starting backward pass will not reach: collectives may mismatch."""
 
     def reduced(self, ended: EndedStep) -> None:
         """Handle an ended step; may wait for other ranks, and raise `FindingsError`."""
 
 
 class StepRecorder(StepListener):
-    """Steps of one wrapper on one rank."""
+    """Recorder of the steps of one wrapper on one rank."""
 
     steps_on_local_grads = False  # True if consecutive steps have used gradients left unreduced by `no_sync`
     # True if the current step is sampled; decided at its first forward pass, and True without a forward pass or for
@@ -186,7 +186,7 @@ class StepRecorder(StepListener):
         return wrapper is not None and uses_join(wrapper)
 
     def report_unaveraged(self, used: Contribution | None) -> None:
-        """Report optimizer steps on unreduced gradients; `used`: those of the wrapper's forward, if any."""
+        """Report optimizer steps on unreduced gradients; `used`: last from the wrapper's forward, if any."""
         if self.uses_join:  # under Join, a rank without batches steps a sharded optimizer for the others
             return
         if used is not None and used.after is not None:
@@ -204,7 +204,7 @@ class StepRecorder(StepListener):
         self.report_now(*self.loop.to_report)
 
     def report_replaced(self) -> None:
-        """Report trained parameters that replace, or were added to, the parameters of DDP."""
+        """Report trained parameters that were replaced or added after wrapping with DDP."""
         changed = {name: kind for name, kind in self.history.changed().items() if kind in ("replaced", "added")}
         if "added" in changed.values():
             params, other_ids = named_parameters(self.module), parameters_in_wrappers(but=self.wrapper)
@@ -214,7 +214,7 @@ class StepRecorder(StepListener):
             self._sink.report_now(replace(self._plain_report(self.step), changes=changed))
 
     def report_now(self, *events: LoopEvent) -> None:
-        """Report events that show a fault without reports of other ranks."""
+        """Report `events` that show a fault without other ranks' reports."""
         self._sink.report_now(replace(self._plain_report(self.step), events=events))
 
     def _plain_report(self, step: int) -> RankReport:
@@ -223,7 +223,7 @@ class StepRecorder(StepListener):
     # Methods of `StepListener`
 
     def forward_begins(self) -> None:
-        """Keep the state before the forward pass, for a comparison."""
+        """Update `may_diverge`, and keep the state before forward, for a comparison."""
         wrapper = self.tracker.parameters.wrapper()
         self.may_diverge = wrapper is not None and ranks_may_diverge(wrapper)
         if self.replica.awaits_forward:
@@ -285,7 +285,7 @@ class StepRecorder(StepListener):
             self._sink.left_out(step)
 
     def backward_unpaired(self, *, raises: bool) -> None:
-        """Report now if DDP will raise; otherwise when the gradients are used."""
+        """Report now if DDP will raise; otherwise, an optimizer step on the gradients reports."""
         if raises:
             self.report_unpaired()
 
@@ -301,7 +301,7 @@ class StepRecorder(StepListener):
         self._sink.cannot_follow()
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
-        """Report now: DDP will raise on this rank."""
+        """Report now, before DDP raises on this rank."""
         if self._checks_parameters:
             self._sink.report_now(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
 
@@ -330,11 +330,11 @@ class StepRecorder(StepListener):
     # Reports
 
     def notices_unfrozen(self, ended: EndedStep) -> bool:
-        """Return True once if a parameter was unfrozen after wrapping; False with a probe."""
+        """Return True when a parameter is first found unfrozen; False with a probe."""
         return self._checks_parameters and ended.probe is None and self.history.notices_unfrozen()
 
     def report(self, ended: EndedStep, parameters: Mapping[str, nn.Parameter] | None = None) -> RankReport:
-        """Return this rank's report up to this step; `parameters`: current ones, if known."""
+        """Return this rank's report up to `ended`; `parameters`: the module's current ones, if known."""
         report = self._plain_report(ended.number)
         if self._checks_parameters:
             report = self.history.report(
@@ -351,7 +351,7 @@ class StepRecorder(StepListener):
         return replace(report, events=events, micro_batches=measured, seconds=seconds)
 
     def last_report(self) -> RankReport | None:
-        """Return what is left to report when the script ends, or `None`."""
+        """Return a report of facts not yet reported when the script ends, or `None`."""
         if self.judges_at_end:
             return self.history.report(self.step - 1, settled=True)
         if self.history.not_reported or self.loop.to_report:
@@ -360,7 +360,10 @@ class StepRecorder(StepListener):
 
     @property
     def judges_at_end(self) -> bool:
-        """Return True if a short run has to judge unused parameters at its end."""
+        """Return True if unused parameters remain to be judged at the script's end.
+
+        A live comparison has judged before, except in a short run.
+        """
         goes_on = self.context.wrapper.goes_on_without and self._checks_parameters
         return goes_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)
 

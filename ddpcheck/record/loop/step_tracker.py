@@ -51,7 +51,7 @@ _OF_EACH_STEP = ("called", "forward_begins", "step_begins", "forward_returned", 
 
 
 class BackwardKind(Enum):
-    """Kind of the running backward pass; `NO_SYNC` becomes `SYNCED` for a mixed loss."""
+    """Kind of the running backward pass; `NO_SYNC` becomes `SYNCED` at a synchronized forward output."""
 
     NONE = "none runs: no gradient has reached an output of a forward pass"
     NO_SYNC = "of forward passes under no_sync"
@@ -68,8 +68,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class _Step:
     """State of the current step.
 
-    The first forward pass makes the step `ready`; after one or more backward passes, `_finish` is the only place that
-    starts the next step.
+    The first synchronized forward pass sets `ready`. Only `_finish` starts the next step, after one or more backward
+    passes.
     """
 
     # True once a forward pass that averages has returned; otherwise, a backward pass is unpaired
@@ -85,12 +85,12 @@ class _Step:
 
 
 class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_forward", "after_forward", "detach")):
-    """Steps of one wrapper on one rank."""
+    """Tracker of one wrapper's steps, by hooks of forward and backward passes."""
 
     def __init__(
         self, wrapper: nn.Module, loop: LoopRecord, listeners: Sequence[StepListener], *, completes: bool = True
     ) -> None:
-        """Follow `wrapper`; if `completes`, add zeros for missing gradients that DDP awaits."""
+        """Follow `wrapper`; if `completes`, add zero gradients for missing parameters that DDP awaits."""
         self.parameters = SyncedParameters(wrapper)  # parameters that the wrapper synchronizes
         self._module = inner_module(wrapper)
         inside_forward.discard(id(wrapper))  # left by a freed wrapper that raised in its forward pass
@@ -156,7 +156,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # Forward
 
     def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NOTHING) -> None:
-        """Handle a call of the wrapper; a hook removed meanwhile is called without `named`."""
+        """Handle a call of the wrapper; torch omits `named` if the hook was removed."""
         if self._step.still_expected or self.late:
             self.settle()
         self.in_forward = True
@@ -178,7 +178,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             self._loop.add(FORWARDS[False])
 
     def enter_by_name(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Handle the start of a call of `wrapper.forward`, which runs no hooks."""
+        """Handle the start of a direct call of `wrapper.forward`, which runs no hooks."""
         if self.wrapper is wrapper and not self.in_forward:
             self._by_name = True
             self.before_forward(wrapper, arguments, named)
@@ -203,7 +203,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             self._expect_backward(output, synced=synced)
 
     def expect(self, loss: Any) -> None:
-        """Treat `loss` as forward output, for frameworks that call backward inside forward."""
+        """Treat `loss` as forward output: a framework will call backward inside forward."""
         self._step.snapshot = None
         self._expected_inside = True
         synced = torch.is_grad_enabled() and self.parameters.are_averaged
@@ -214,7 +214,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._expect_backward(loss, synced=synced)
 
     def _expect_backward(self, output: Any, *, synced: bool) -> None:
-        """Register hooks that detect the backward pass of a forward pass, averaged or not."""
+        """Hook tensors in `output`, to detect backward; `synced`: True if DDP will average."""
         tensors, sharded = differentiable_tensors(output), self.parameters.is_sharded
         if synced or sharded:
             self._step.ready = True
@@ -234,7 +234,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             self._pass_handles = [p.register_hook(self._hook) for p in self.parameters.leaves if p.requires_grad]
 
     def _hook_leaves(self, output: Any) -> None:
-        """Detect a backward pass that ends at output leaves (e.g. an empty batch)."""
+        """Hook leaf tensors in `output`, at which backward may end (e.g. an empty batch)."""
         leaves = [leaf for leaf in trainable_leaves(output) if not isinstance(leaf, nn.Parameter)]
         if leaves and (snapshot := self._step.snapshot) is not None:
             input_ids = {id(value) for value in tree_leaves((snapshot.arguments, snapshot.named))}
@@ -243,7 +243,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                     leaf.register_post_accumulate_grad_hook(UnpickledHook(self._on_leaf))
 
     def settle(self) -> None:
-        """Handle an optimizer step or the next forward pass: backward passes have ended."""
+        """End a step still awaiting backward passes; called at optimizer steps and forward passes."""
         if self._step.still_expected:
             self._step.still_expected = NONE
             self._complete(callbacks=0)
@@ -320,14 +320,14 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             listener.backward_unpaired(raises=self._waits)
 
     def _hide(self) -> bool:
-        """Stop following steps: backward runs under compiled autograd."""
+        """Stop following steps, since backward runs under compiled autograd; return True."""
         self._is_hidden = True
         for listener in self._listeners:
             listener.backward_hidden()
         return True
 
     def _note_arrivals(self, reached: Set[int]) -> None:
-        """Hook parameters outside of the engine's plan, which a re-entrant checkpoint may reach."""
+        """Hook parameters not in `reached`, which a re-entrant checkpoint may still reach."""
         self._took_part = arrived = set(reached)
         for index in self.parameters.all - reached:
             parameter = self.parameters.leaves[index]
@@ -336,10 +336,10 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 self._pass_handles.append(handle)
 
     def _may_still_come(self, reached: Set[int]) -> set[int]:
-        """Return parameters that only a later backward pass may reach, through an unused output.
+        """Return indices that a later backward pass may reach, through an output unused now.
 
-        If such an output also depends on a parameter that is reduced now, a later pass comes too late. The kept graph
-        shows if a later pass may come, since both passes share a part of the graph.
+        If such an output also depends on a parameter that is reduced now, the later pass comes too late: its parameters
+        are added to `late` if the graph is kept, since both passes share a part of the graph.
         """
         later: set[int] = set()
         late: set[int] = set()
@@ -379,7 +379,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # End of a step
 
     def _complete(self, callbacks: int) -> None:
-        """End the step after `callbacks` engine callbacks; add zero gradients that DDP waits for."""
+        """Add zero gradients that DDP waits for; end the step after `callbacks` engine callbacks."""
         if self._step.unused and (missing := sorted(self.parameters.awaited_by_ddp(self._step.unused))):
             if names := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:

@@ -59,13 +59,13 @@ class SyncedParameters:
 
     @property
     def are_averaged(self) -> bool:
-        """Return True if backward averages (DDP decides in forward, `fully_shard` in backward)."""
+        """Return True if backward averages gradients (DDP decides in forward, `fully_shard` in backward)."""
         if self.is_sharded:
             return reduces(self._groups)
         return bool(getattr(self.wrapper(), "require_backward_grad_sync", False))
 
     def hooks_for_leaves(self) -> list[Any]:
-        """Register hooks that find the unsharded parameters; return the handles."""
+        """Register forward pre-hooks that find the unsharded parameters of `fully_shard`; return the handles."""
         if not self.is_sharded or (wrapper := self.wrapper()) is None:
             return []
         classes = sharding_classes()
@@ -76,7 +76,7 @@ class SyncedParameters:
         ]
 
     def find_unsharded(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
-        """Find unsharded parameters when the forward pass of submodule `part` begins."""
+        """Find unsharded parameters of submodule `part` (path `prefix`) when its forward pass begins."""
         for name, parameter in nn.Module.named_parameters(part) if self._unknown else ():  # even if overridden
             index = self._unknown.get(prefix + name)
             if index is not None and parameter.requires_grad and is_gathered(parameter, self.tensors[index]):
@@ -87,12 +87,12 @@ class SyncedParameters:
         return frozenset(map(self.names.__getitem__, indices))
 
     def reached(self) -> Set[int]:
-        """Return indices of parameters that the starting backward pass will reach; `all` if complete."""
+        """Return indices that the running backward pass will reach; the object `all` if all."""
         reached = will_be_reached(self._nodes)
         return self.all if all(reached) else {index for index, is_reached in enumerate(reached) if is_reached}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """Return parameters reached by a node that a cast created, unknown to DDP."""
+        """Return indices whose new AccumulateGrad node (after a cast) is reached, unknown to DDP."""
         reached = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
@@ -131,11 +131,11 @@ class SyncedParameters:
 
     @property
     def is_static_graph(self) -> bool:
-        """Return True if `static_graph` is on; may change after wrapping."""
+        """Return True if `static_graph` is on, which may change after wrapping."""
         return bool(getattr(self.wrapper(), "static_graph", False))
 
     def awaited_by_ddp(self, unused: Set[int]) -> Set[int]:
-        """Return the `unused` parameters that DDP, with its options, waits for."""
+        """Return those of the indices `unused` that DDP, with its options, waits for."""
         if not unused or self._finds_unused or self.is_sharded:
             return NONE
         if self.is_static_graph:
@@ -143,5 +143,5 @@ class SyncedParameters:
         return unused
 
     def newly_used(self, used: Set[int]) -> list[int]:
-        """Return `used` parameters that were unused in the first step: DDP will raise."""
+        """Return indices in `used` but unused in step 0: DDP raises under `static_graph`."""
         return sorted(used & self.unused_first) if self.unused_first and self.is_static_graph else []

@@ -31,7 +31,7 @@ _MAX_FINGERPRINTS = 4096  # of a parameter, while ranks train independently
 
 
 class LocalSgdTracker(StepListener, Recorder, subjects=("replicas",)):
-    """Fingerprints of one small parameter before each forward pass that finds it changed."""
+    """Fingerprints of the smallest parameter, one per change, while ranks train independently."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:
         self._recorder = recorder
@@ -49,7 +49,7 @@ class LocalSgdTracker(StepListener, Recorder, subjects=("replicas",)):
             self._add(recorder)
 
     def final_entry(self) -> LocalSgdEnd | None:
-        """Return recorded fingerprints, and final fingerprints of all parameters; `None` if none recorded."""
+        """Return the fingerprints recorded, and those of all parameters now; `None` if none recorded."""
         if not self._fingerprints:
             return None
         recorder = self._recorder()
@@ -67,7 +67,7 @@ _CALLER = 3  # frames from the recording function to the assigning line
 
 
 class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
-    """Recorder of ignored `.data` assignments; passes them to `sink` before the next forward pass."""
+    """Recorder of `.data` assignments that shards ignore; `sink` gets them before the next forward."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
         self._recorder = recorder
@@ -120,7 +120,7 @@ _open = Followers(lambda: [Patch(vars(sys.modules["torch.distributed.tensor"])["
 
 
 class PaceRecorder(Recorder, subjects=("loop",)):
-    """Recorder of forward passes and batches per reduction of one wrapper."""
+    """Recorder of the numbers of forward passes and batches per reduction of one wrapper."""
 
     def __init__(self, run: Recording, number: int) -> None:
         self._run = run
@@ -143,7 +143,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
             self._run.add(PaceRun(self._number, step, *pace, location))
 
     def ended(self, step: int) -> None:
-        """Record the pace since the last reduction, unless another loader is in use."""
+        """Record forward passes and batches since the last reduction, unless another loader is used."""
         pace = self.forwards, self._batches()
         if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MAX_PACE_RUNS:
             self._run.add(PaceRun(self._number, step, *pace, None))
@@ -209,14 +209,14 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         return self._last.location
 
     def broadcasts(self, wrapper: nn.Module) -> None:
-        """Record the buffer broadcast of a DDP forward pass, if any."""
+        """Record the buffer broadcast of a DDP forward pass, if DDP does one."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
             if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
                 labels = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges(wrapper)
                 note_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
 
     def _exchanges(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
-        """Return True if DDP exchanges the bucket order: first training forward after a backward."""
+        """Return True if DDP broadcasts the rebuilt bucket order: first forward after a backward."""
         searches = wrapper.find_unused_parameters and not wrapper.static_graph
         rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)
         return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)

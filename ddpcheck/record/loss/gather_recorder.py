@@ -59,7 +59,7 @@ class _Parts:
 
 
 class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
-    """Recorder of gathered tensors and losses in sampled optimizer steps."""
+    """Recorder of how losses use gathered tensors, in sampled optimizer steps."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
@@ -118,13 +118,16 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
                 return
 
     def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
-        """Return wrapped parameters that affect the loss only through gathered tensors."""
+        """Return names of wrapped parameters that affect the loss only through gathered tensors."""
         made_of = {id(leaf) for leaf in LossGraph(ends).leaves} - {id(leaf) for leaf in LossGraph([loss]).leaves}
         numbered = [watch.numbered for watch in list(self._run.watches)]
         return tuple(name for names in numbered for key, name in names.items() if key in made_of)
 
     def _follow(self, node: Any, parts: _Parts, *, besides: bool) -> None:
-        """Record, at a node, the gradients of all ranks' parts and this rank's part."""
+        """Hook `node`, which joins ranks' parts, to record the gradients of the parts.
+
+        `besides`: True if this rank's part has another path to the loss.
+        """
         function = getattr(type(node), "_forward_cls", None)
         source_line = parts.location if function is None else defined_at(function.backward)
 
@@ -145,10 +148,10 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
 
 
 def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-    """Yield tensors that nodes saved and that require no grad, as matrices of `shape`.
+    """Yield tensors without grad that `nodes` saved for backward, as matrices of `shape`.
 
-    Such a tensor is a factor of a product, or one side of a distance. Values along a broadcast dimension are equal, so
-    the first is taken.
+    For example, a factor of a product, or one side of a distance. Leading dimensions are broadcast, so the first index
+    is taken.
     """
     rows = shape[0]
     for node in nodes:
@@ -160,7 +163,7 @@ def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.T
 
 
 def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-    """Yield a tensor or its transpose if the last two dimensions match `shape`."""
+    """Yield `tensor` or its transpose as a matrix, if the matrix has `shape`."""
     if tensor.dim() < 2 or tensor.numel() > _MOST_ELEMENTS * tensor.shape[0]:
         return
     matrix = tensor[(0,) * (tensor.dim() - 2)] if all(tensor.shape) else tensor.new_empty(0, 0)
@@ -171,7 +174,7 @@ def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Ten
 
 
 def _distinct_rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return some distinguishable, normalized rows of a rank's features, or None."""
+    """Return a few normalized rows of `tensor` with clearly different directions, or None."""
     if tensor.shape[-1] < _FEWEST_ELEMENTS:
         return None
     rows = _normed(tensor.detach().reshape(-1, tensor.shape[-1])[:_MOST_LOOKED_AT])
@@ -196,7 +199,7 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
-    """Return the parts that a node joins if only this rank's part requires grad."""
+    """Return the gathered parts that `node` joins, if only this rank's part requires grad."""
     following = [next_node for next_node, _ in node.next_functions]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # a custom autograd function of the program
         inside = next((part for part in parts if part.node is not None and part.node in following), None)
@@ -212,7 +215,10 @@ def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
 def _passed_gradient(
     node: Any, input_grads: Any, output_grads: Sequence[torch.Tensor | None], parts: _Parts
 ) -> tuple[tuple[float, ...], float]:
-    """Return a sketch of all parts' gradients, and the scale of this rank's gradient."""
+    """Return a sketch of all parts' gradients, and the scale of this rank's gradient.
+
+    The sketch is `()` without gradients of other parts; the scale is 0 if `node` changes the direction.
+    """
     pairs = zip(input_grads, node.next_functions, strict=True)
     own_grad = next((grad.detach().flatten() for grad, (to, _) in pairs if to is not None and grad is not None), None)
     arrived = [grad.detach().flatten() for grad in output_grads if grad is not None]
@@ -249,7 +255,7 @@ _KEEPS_COLUMNS = (
 
 
 class TargetRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of tensors gathered before backward, and of cross entropies in the loss."""
+    """Recorder of gathered tensors that are classes of a cross entropy in the loss."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
@@ -265,7 +271,7 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
             self.awaits_backward = True
 
     def note_backward(self, loss: Any) -> None:
-        """Check if gathered tensors are the classes of the loss's cross entropy."""
+        """Record gathered tensors that are the class columns of a cross entropy in `loss`."""
         gathered, self._gathered, self.awaits_backward = self._gathered, [], False
         if not gathered or not isinstance(loss, torch.Tensor) or node_of(loss) is None:
             return
@@ -286,7 +292,7 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
 
 
 def _line_of_cross_entropy() -> Location | None:
-    """Return the line of the next cross entropy in a function on the stack."""
+    """Return the next line that calls cross entropy, in a function on the stack."""
     for frame in program_numbers.program_frames():
         body, names = body_of(frame.f_code), {**frame.f_globals, **variables_of(frame)}
         calls = (node for node in own_nodes(body) if isinstance(node, ast.Call)) if body is not None else ()
@@ -306,7 +312,7 @@ def _is_cross_entropy(function: ast.expr, variables: Mapping[str, Any]) -> bool:
 
 
 def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield targets and class matrix (a column per class) of each cross entropy."""
+    """Yield targets and class matrix (logits: `features @ matrix`) of each cross entropy."""
     graph = LossGraph([loss], limit=_MOST_TARGET_NODES, is_end=lambda node: node.name().startswith("NllLoss"))
     for node in graph.ends:
         targets = kept_tensor(node, "target")
@@ -326,7 +332,7 @@ def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
-    """Return the start of the only consecutive columns equal to `rows`, or None."""
+    """Return the first index of the only consecutive columns equal to `rows`, or None."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:
         return None

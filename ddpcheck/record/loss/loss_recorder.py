@@ -49,9 +49,9 @@ class LossRecorder(Recorder, subjects=("loss",)):
     def __init__(
         self, run: Recording, optimizers: OptimizerRecorder, listeners: Sequence[Any], taken: AutogradGradRecorder
     ) -> None:
-        """Initialize; `optimizers` get each backward pass, `taken` each `torch.autograd.grad`.
+        """Patch backward; `optimizers` get each backward pass, `taken` each `torch.autograd.grad`.
 
-        `listeners` get the backward passes that they await (`awaits_backward`), by `note_backward(losses)`.
+        Each listener gets the backward passes that it awaits (`awaits_backward`), by `note_backward(losses)`.
         """
         self._run = run
         self._scaled: tuple[int, Any] = (0, None)  # id of the last scaled loss, and its gradient scaler
@@ -68,7 +68,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         patched(torch.amp.GradScaler, "scale", self._scales)
 
     def note_collective(self, call: Call, arguments: Mapping[str, Any]) -> None:
-        """Record the input of an all_reduce (sum) of a few elements at most."""
+        """Record the input of an all_reduce (sum) of at most `_MOST_A_NUMBER` elements."""
         if "gather" in call.operation or "broadcast" in call.operation:
             self._exchanged = self._run.steps
         tensor = arguments.get("tensor")
@@ -94,7 +94,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         self._scaled = id(result), scaler if scaler.is_enabled() else None
 
     def begins(self, losses: Any) -> Callable[[], object] | None:
-        """Hook the terms of a loss; return a callback for backward's end."""
+        """Hook the terms of a loss; return a callback for backward's end, or None."""
         step = self._run.steps
         before = self._counted[1] if self._counted[0] == step else 0
         self._counted = (step, before + 1)
@@ -161,7 +161,7 @@ _Recorders = tuple[LossRecorder, Sequence[Any], OptimizerRecorder, AutogradGradR
 def _backward(
     recorders: _Recorders, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
 ) -> Generator[None, Any, None]:
-    """Notify each recorder of a backward pass, even if another one fails."""
+    """Notify the recorders before and after a backward pass; each handles its own errors."""
     recorder, listeners, optimizers, taken = recorders
     if not accumulate_grad:
         gradients = yield
@@ -189,9 +189,9 @@ def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
 
 
 def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
-    """Return, by term, the assignment of the smallest variable that includes the term.
+    """Return, by term, the line that assigns the smallest variable containing the term.
 
-    Only local variables of the function that calls backward, with fewer terms than the loss, are considered.
+    Only scalar local variables of the function that calls backward, with fewer terms than the loss, are considered.
     """
     frame = user_frame(sys._getframe(1))
     lines: dict[Any, Location] = {}
@@ -223,7 +223,7 @@ def _note_of(
 
 
 def _note_targets(totals: list[float], gradients: Any) -> None:
-    """Record the total target weight from the gradient of log-probabilities."""
+    """Append the total weight of targets: minus the sum of the gradient of log-probabilities."""
     if gradients[0] is not None:
         totals.append(-float(local_part(gradients[0]).double().sum()))
 
@@ -233,7 +233,7 @@ _Scales = tuple[tuple[str, float], ...]
 
 
 def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
-    """Yield the sums and means in a loss; none if it has many nodes."""
+    """Yield (node, "sum" or "mean", scales) of a loss's reductions; none in large graphs."""
     pending: list[tuple[Any, int, _Scales]] = [(node_of(loss), loss.output_nr, ())]
     terms = []
     for node, index, scales in pending:  # appended to in the loop
@@ -253,7 +253,7 @@ def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
 
 
 def _scale(node: Any, name: str, edge: int) -> _Scales:
-    """Return the constant factor or divisor of an operation's input, if any."""
+    """Return the constant that multiplies or divides input `edge` of a node, if any."""
     constant = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
     if constant is None or constant.numel() != 1 or constant.is_complex() or constant.requires_grad:
         return ()
@@ -261,9 +261,9 @@ def _scale(node: Any, name: str, edge: int) -> _Scales:
 
 
 def _count(node: Any) -> tuple[int, bool]:
-    """Return a node's element count, and True if the elements were selected.
+    """Return a reduction's element count, and True if the elements were selected.
 
-    A cross entropy saves the number of its targets that are not ignored.
+    Targets ignored by a cross entropy, and elements masked in a sum, do not count.
     """
     next_node, index = node.next_functions[0]
     shapes = output_shapes(next_node)
@@ -281,7 +281,7 @@ def _count(node: Any) -> tuple[int, bool]:
 
 
 def _is_chosen(node: Any, shape: tuple[int, ...]) -> bool:
-    """Return True if the rows were selected by value from another tensor."""
+    """Return True if an index or mask selected the rows from another tensor."""
     for _ in range(_MOST_FOLLOWED):
         if node is None or ((shapes := output_shapes(node)) and shapes[0][:1] != shape[:1]):
             return False
@@ -297,7 +297,7 @@ _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape",
 
 
 def loss_targets(loss: torch.Tensor) -> tuple[LossTarget, ...]:
-    """Return the targets of a loss that combines torch's losses arithmetically."""
+    """Return the targets saved by torch's losses, of which `loss` is an arithmetic combination."""
     targets = []
     graph = LossGraph(
         [loss], limit=_MOST_NODES, is_end=lambda node: _has_target(node) or not node.name().startswith(_GOES_ON)

@@ -72,7 +72,7 @@ def loss_source(frame: FrameType | None) -> LossSource:
 
 
 def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
-    """Follow the loss in a statement; return the parameter that passes it, if any."""
+    """Trace a statement's loss; return the parameter that passed the loss, or None."""
     if statement is None:
         return None
     losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
@@ -113,7 +113,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
-    """Follow a loss, or item `part` of a container, to its origin."""
+    """Trace a loss, or container item `part`, to its origin; return True if found."""
     trace.steps += 1
     if trace.steps > _DEEPEST or trace.made is not None:
         return trace.made is not None
@@ -141,7 +141,7 @@ def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: in
 
 
 def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
-    """Follow a name to its last assignment, and through later in-place operations."""
+    """Trace a name to its last assignment, and factors of later in-place operations."""
     for pos, target, value in sorted(bindings(scope.body, name), key=lambda binding: binding[0], reverse=True):
         if pos >= before:
             continue
@@ -202,7 +202,7 @@ def _has_loss(scope: Scope, node: ast.expr) -> bool:
 
 
 def _is_number(scope: Scope, node: ast.expr) -> bool:
-    """Return True if an operand is known to be no loss."""
+    """Return True if an operand is known to be a number, not a loss."""
     if _has_loss(scope, node):
         return False
     if isinstance(node, ast.Name):
@@ -220,7 +220,7 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
 
 
 def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
-    """Follow a call into a script function; any other call is the origin."""
+    """Trace the result of a script function, cast or copy; other calls are origins."""
     called = resolved(scope, call.func)
     is_library = function_of(called)[0] is None
     if is_library and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
@@ -247,7 +247,7 @@ def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
 
 @functools.cache
 def uncounted_at(code: CodeType) -> Location | None:
-    """Return the line of a function that ignores its argument `num_items_in_batch`, or None."""
+    """Return a function's first line if its argument `num_items_in_batch` is unused, or None."""
     body = body_of(code)
     if body is None or _ITEMS not in parameter_names(body):
         return None
@@ -270,9 +270,9 @@ def gradients_scaled_at(frame: FrameType | None) -> Location | None:
 
 
 def gradients_changed_at(frame: FrameType | None) -> Location | None:
-    """Return the only line that writes `.grad` between backward and the step.
+    """Return the only line that writes `.grad` between backward and the step, or None.
 
-    The functions in the call stack of the step, and their callees in between, are searched.
+    Searches the functions on the stack of the step, and the functions that they call in between.
     """
     for scope, active_frame in scopes_from(frame):
         calls = (node for node in own_nodes(scope.body) if isinstance(node, ast.Expr) and _backward_call(node))
@@ -287,7 +287,7 @@ def gradients_changed_at(frame: FrameType | None) -> Location | None:
 
 
 def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
-    """Return True if a statement assigns `.grad`, or changes it in place."""
+    """Return True if a statement assigns or zeroes `.grad`, or changes it in place."""
     if isinstance(node, ast.Assign | ast.AugAssign):
         written = itertools.chain.from_iterable(map(ast.walk, assignment_targets(node)))
         return any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in written)
@@ -299,7 +299,7 @@ def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
 
 
 def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tuple[Scope, dict[str, ast.expr]]]:
-    """Yield script functions called by a function, with their arguments by name."""
+    """Yield script functions called in `scope` (on `lines`), with argument expressions by name."""
     for node in ast.walk(scope.body):
         if isinstance(node, ast.Call) and (lines is None or node.lineno in lines):
             called = resolved(scope, node.func)

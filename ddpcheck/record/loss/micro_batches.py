@@ -91,9 +91,9 @@ class MicroBatches(Recorder, subjects=("loss",)):
     # Optimizer steps
 
     def _is_accumulating(self) -> bool:
-        """Return True if this forward belongs to the last reduction's optimizer step.
+        """Return True if no optimizer step has run since the last reduction.
 
-        Requires that parameters are known to change between reductions, and that gradients were not zeroed.
+        True only if parameters have changed between earlier reductions, and gradients were not zeroed.
         """
         if sum(map(version_counter, self._some)) != self._versions:
             self._has_moved = True
@@ -119,7 +119,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
             self._measure(*_where_used(scores[index]), which, _Logits(scores[index]))
 
     def _measure(self, node: Any, output_nr: int, which: tuple[int, str, int, int], measure: _Measure) -> None:
-        """Measure the gradient at a node's output; `which`: step, head, position and sequences."""
+        """Measure the gradient at a node's output; `which`: step, head, position, sequence count."""
         index = self._index
 
         def arrived(grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -143,19 +143,19 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Return the first `log_softmax` nodes of the graph behind tensors."""
+    """Return the first `log_softmax` nodes in the graph of `tensors`, at most `_MOST_HEADS`."""
     graph = LossGraph(tensors, limit=_NODES, is_end=lambda node: node.name().startswith("LogSoftmaxBackward"))
     return graph.ends[:_MOST_HEADS]
 
 
 def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
-    """Return the indices of nodes whose `head_of` is unknown or unique."""
+    """Return indices of nodes that share a head (`head_of`) with no other node."""
     heads = [head_of(node) for node in nodes]
     return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 
 
 def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
-    """Return the node and output index where all gradients of `logits` accumulate.
+    """Return the node and output index that receive the whole gradient of `logits`.
 
     DDP returns copies of the forward outputs, and autocast copies in another dtype; a loss computed in forward uses the
     originals.
@@ -183,7 +183,7 @@ def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor
 
 
 def _weights_of_log_probs(gradient: torch.Tensor) -> torch.Tensor:
-    """Measure weights from log-probability gradients: -w at the target (less with label smoothing)."""
+    """Measure weights: log-probability gradients are -weight at the target (less with label smoothing)."""
     least = _rows(gradient).amin(-1)
     counted = least < 0
     return _summary(-least, counted, counted)
@@ -220,12 +220,12 @@ class _Logits:
 
 
 def _along(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """Return, per row, the coefficient of its projection on its direction."""
+    """Return, per row, the coefficient of the projection on its direction."""
     squares = directions.square().sum(-1, keepdim=True).clamp_min(torch.finfo(directions.dtype).tiny)
     return (rows * directions).sum(-1, keepdim=True) / squares
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape to a row per target; classes are last (dimension 1 of images)."""
+    """Reshape to (targets, classes); the classes are dimension 1 of images, else the last."""
     classes_last = tensor.movedim(1, -1) if tensor.ndim > 3 else tensor
     return classes_last.reshape(-1, classes_last.shape[-1])

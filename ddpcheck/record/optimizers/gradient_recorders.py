@@ -83,7 +83,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         self._after()
 
     def backward_begins(self) -> None:
-        """Compare gradient norms with those after the last backward pass, when another begins."""
+        """Record changes of gradient norms between two backward passes, when the second begins."""
         last_norms = self._norms
         location = user_location() if last_norms else None
         for watch in list(self._run.watches) if last_norms else ():
@@ -123,13 +123,13 @@ def kinds_clipped(error: BaseException) -> list[list[str]]:
 
 
 def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
-    """Call `before` with the arguments of each gradient norm clip (see `norm_before_clip`)."""
+    """Patch clips by norm to call `before` with the arguments (see `norm_before_clip`)."""
     has_norm = hasattr(clip_grad, _WITH_NORM)
     patched(clip_grad if has_norm else nn.utils, _WITH_NORM if has_norm else "clip_grad_norm_", before)
 
 
 def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the total norm before a clip; infinity without a limit, None if unknown."""
+    """Return the total norm before a clip; infinity if `max_norm` is, None if unknown."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf
     if not hasattr(clip_grad, _WITH_NORM):
@@ -138,7 +138,7 @@ def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
-    """Return the total gradient norm of parameters; `rows`: gradients already in rows."""
+    """Return the total gradient norm of parameters, or None; `rows`: gradients from `in_rows`."""
     if rows is None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         rows = in_rows({str(number): p.grad for number, p in enumerate(params) if p.grad is not None})
@@ -177,7 +177,7 @@ class _Followed:
 
 
 class ZeroingRecorder(Recorder, subjects=("loop",)):
-    """Recorder of gradients zeroed or left, for a sample parameter of each optimizer."""
+    """Recorder of stale or repeatedly zeroed gradients, by a sample parameter of each optimizer."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self.follows = False  # True if any parameter is followed
 
     def begins_to_step(self, optimizer: Any, number: int) -> bool:
-        """Record an optimizer before its step; return True if no longer followed."""
+        """Handle a step's start; return True if the optimizer is no longer followed."""
         tracked = self._known.get(optimizer)
         if tracked is None:
             params = [p for p in optimizer_params(optimizer) if p.grad is not None]
@@ -205,7 +205,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         return tracked.steps >= _MOST_LOOKED_AT
 
     def has_stepped(self, optimizer: Any, steps: int) -> None:
-        """Record gradients that a step leaves; `steps`: count over all optimizers."""
+        """Record gradients after an optimizer step; `steps`: steps of all optimizers so far."""
         self._steps = steps
         living = self._living()
         self.follows = bool(living)
@@ -215,7 +215,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
                 tracked.stale, tracked.is_own = _mark(tracked.sample()), known is optimizer
 
     def backward_begins(self, loss: Any) -> None:
-        """Compare gradients with those left by the last step when backward begins."""
+        """Detect gradients not zeroed since the last step; called before a backward pass."""
         leaves: Iterable[Any] | None = None
         for optimizer, tracked in self._living():
             tracked.now = _gradient_of(tracked)
@@ -248,7 +248,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
             tracked.now = _gradient_of(tracked)
 
     def zeroes(self, optimizer: Any) -> None:
-        """Record that the program zeroes nonzero gradients of an optimizer."""
+        """Count a `zero_grad` call that zeroes nonzero gradients of an optimizer, by line."""
         tracked = self._known.get(optimizer)
         if tracked is None or tracked.steps >= _MOST_LOOKED_AT:
             return
@@ -271,7 +271,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
     def _note_zeroed(self, tracked: _Followed) -> None:
         """Record that gradients are zeroed repeatedly before each step, at the same lines.
 
-        Skipped if the gradient changed since backward: the program accumulated the zeroed gradients itself.
+        Skipped if a gradient changed after backward: the program itself adds up gradients before zeroing them.
         """
         repeats = tracked.zeroed == tracked.zeroed_before and _repeats(tracked.zeroed)
         again = repeats and _is_unchanged(tracked) and not tracked.for_inputs
@@ -346,17 +346,17 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
 
     @property
     def largest(self) -> Location | None:
-        """Return the line of the largest collective over all ranks since backward."""
+        """Return the line of the largest collective over all ranks since backward began."""
         return Location.parse(self._largest[1])
 
     def inputs_for(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
-        """Return the input fingerprints if their total size matches a list of gradients."""
+        """Return fingerprints of inputs with, in total, as many elements as a gradient list."""
         sizes = [[gradient.numel() for gradient in group] for group in gradients]
         elements = {sum(size for size in group if size > least) for group in sizes for least in (0, _FEW)}
         return tuple(digest for _, digest in self._inputs) if sum(size for size, _ in self._inputs) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:
-        """Return True if the gradient of this rank's own parameter was reduced repeatedly."""
+        """Return True if the gradient of this rank's own `parameter` was all-reduced repeatedly."""
         return self._parts[id(parameter)] > 1
 
 

@@ -249,7 +249,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return self._located(step, optimizer, known, has_shards=bool(shards))
 
     def _located(self, step: OptimizerStep, optimizer: Any, known: _Optimizer, *, has_shards: bool) -> OptimizerStep:
-        """Add the lines that construct or restore the optimizer, or change or reduce gradients."""
+        """Add to `step` lines that construct or restore the optimizer, change or reduce gradients."""
         lines = lines_of_program(sys._getframe(1))
         if not known.steps:
             frame = user_frame(sys._getframe(1))
@@ -273,7 +273,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         )
 
     def _sketches(self) -> dict[int, tuple[float, ...]]:
-        """Return gradient sketches of parameters in no wrapper, by parameter id."""
+        """Return gradient sketches of parameters in no wrapper, by `id()` of the parameter."""
         params = ((p, known) for optimizer, known in list(self._known.items()) for p in optimizer_params(optimizer))
         loose = {str(id(p)): p.grad for p, known in params if id(p) in known.unwrapped and p.grad is not None}
         sampled = dict(itertools.islice(loose.items(), _MOST_SKETCHED))
@@ -294,7 +294,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return tuple(names.get(id(p), "?") for p in parameters)
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[WrapperRecorder]:
-        """Return the watches on wrappers of an optimizer's parameters (cached)."""
+        """Return the recorders of the wrappers of an optimizer's parameters (cached)."""
         key = len(optimizer.param_groups), self._run.watches.refs
         if known.watches[0] != key:
             ids = {id(p) for p in optimizer_params(optimizer)}
@@ -384,7 +384,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
 
 def _state_norms(optimizer: Any, params: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return norms of parameter-shaped optimizer state, by parameter name and key."""
+    """Return norms of parameter-shaped optimizer state: `{"0/weight: exp_avg": 0.1}`."""
     names = {id(p): name for name, p in params.items()} if optimizer.state else {}
     return norms(
         {

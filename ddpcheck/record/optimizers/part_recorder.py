@@ -42,7 +42,7 @@ _BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location | None:
     """Return the first line that takes the norm of gradient shards, or None.
 
-    `plain`: the shards are plain tensors, without `to_local` calls.
+    `plain`: True if shards are plain tensors; otherwise, `to_local` has to be called nearby.
     """
     for scope, _ in scopes_from(frame):
         for inner, _arguments in ((scope, {}), *called_in(scope)):
@@ -53,7 +53,7 @@ def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location |
 
 
 def _norm_line(body: ast.AST) -> int | None:
-    """Return the line of a norm of values derived from `.grad`, or None."""
+    """Return the first line that computes a norm from `.grad`, or None."""
     derived: set[str] = set()
     for node in sorted((stmt for stmt in own_nodes(body) if isinstance(stmt, _BINDING)), key=lambda stmt: stmt.lineno):
         value = node.iter if isinstance(node, ast.For) else node.value
@@ -105,7 +105,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         when_imported((_HOME,), guarded(self._follow))
 
     def split(self, ranks: tuple[int, ...], parts: Mapping[nn.Module, list[str]], where: Location | None) -> None:
-        """Record a model split over `ranks`; `parts`: split parameter names by module."""
+        """Record a model split over `ranks`; `parts`: names of split parameters by module."""
         self._split.update(parts)
         if ranks not in self._groups:
             if not self._groups:
@@ -114,7 +114,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._sink(ModelSplit(ranks, where))
 
     def note_layouts(self, modules: Iterable[nn.Module]) -> None:
-        """Hook modules whose parallel plan, applied earlier, splits their inputs."""
+        """Hook the modules whose inputs an earlier `parallelize_module` splits."""
         for module in modules:
             for layouts in [*input_layouts(module)]:
                 self._hook_split_input(module, layouts)
@@ -140,7 +140,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _before_forward(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Record if the script itself splits data over the ranks: inputs without grad."""
+        """Record that the script itself splits data over ranks: an input requires no grad."""
         inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():
             self._parts_given |= any(isinstance(tensor, torch.Tensor) and not tensor.requires_grad for tensor in inputs)
@@ -198,7 +198,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         )
 
     def _split_now(self) -> dict[int, str]:
-        """Return names of split parameters by id, despite replacements by DDP in forward."""
+        """Return names of split parameters by `id()`; DDP may replace the parameters in forward."""
         split_names = {}
         for module, names in list(self._split.items()):
             for name in names:

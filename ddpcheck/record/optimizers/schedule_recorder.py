@@ -47,7 +47,7 @@ _SAME = 1e-6  # relative to the highest rate
 
 @dataclass(slots=True)
 class _Schedule:
-    """State of a schedule, and the counters at its last step."""
+    """State of a learning rate schedule, and the counters at its last step."""
 
     optimizer: ref[Any]
     state: ScheduleState
@@ -58,7 +58,7 @@ class _Schedule:
 
 
 class ScheduleRecorder(Recorder, subjects=("optimizers",)):
-    """Recorder of torch's schedulers, and of user objects with an optimizer and `step`."""
+    """Recorder of torch's schedulers, and user objects that have an optimizer and `step`."""
 
     def __init__(
         self, sink: Callable[[MetricUsed], object], passes: Callable[[], int], number_of: Callable[[Any], int]
@@ -186,7 +186,7 @@ def _numbers_of(schedule: Any) -> Iterator[float]:
 
 
 def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
-    """Return True if a schedule's constructor arguments use the world size."""
+    """Return True if arguments of a schedule's constructor depend on the world size."""
     scope = scope_of_frame(frame)
     statement = None if scope is None else statement_at(scope.body, frame)
     if scope is None or statement is None:
@@ -300,7 +300,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         patched(DistributedSampler, "set_epoch", self._note_epoch)
 
     def goes_on(self, restored: Restored | None) -> None:
-        """Clear `restored`: training has continued from that state."""
+        """Forget state `restored`, since training has continued from that state."""
         if self.restored is restored:
             self.restored = None
 
@@ -339,7 +339,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         self.restored = Restored(steps, epochs, user_location())
 
     def _known(self, state: Any) -> tuple[int, int]:
-        """Return the steps and epochs of a known state, else (0, 0)."""
+        """Return (steps, epochs) of a taken or loaded state; (0, 0) if unknown."""
         groups, steps, epochs = self._states.get(id(state.get("param_groups")), (None, 0, 0))
         return (steps, epochs) if groups is state.get("param_groups") else (0, 0)
 
@@ -365,7 +365,7 @@ def _optimizers_in(obj: Any, numbers: Mapping[str, int], depth: int) -> Iterator
 
 
 def _whole(step: Any) -> int:
-    """Return the step count in a parameter's state on the CPU, or 0."""
+    """Return the optimizer steps in a parameter's state; 0 if not on the CPU."""
     if isinstance(step, torch.Tensor) and step.numel() == 1 and step.device.type == "cpu":
         return int(step)
     return step if type(step) is int else 0

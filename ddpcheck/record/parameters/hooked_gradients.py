@@ -44,8 +44,8 @@ class HookedGradients:
     def attach(self, name: str, leaf: torch.Tensor, accumulated: Callable[[str], object]) -> list[Any]:
         """Register hooks before and after the program's hooks; return the handles.
 
-        `accumulated` is called after hooks that may have changed `.grad`. Private to torch: nothing is registered if
-        the program's hooks cannot be listed.
+        `accumulated(name)` is called after hooks that may have changed `.grad`. The lists of hooks are private to
+        torch: if missing, nothing is registered.
         """
         handles: list[Any] = []
         if not leaf.requires_grad or not leaf.is_leaf:  # temporarily frozen
@@ -61,7 +61,7 @@ class HookedGradients:
         return handles
 
     def attach_to_module(self, name: str, module: nn.Module) -> list[Any]:
-        """Register hooks on a module with full backward hooks, before its forward pass."""
+        """Register hooks around a module's full backward hooks, before forward; return the handles."""
         handles: list[Any] = []
         for attribute, registration in _REGISTRATIONS.items():
             if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, attribute):
@@ -102,7 +102,7 @@ class HookedGradients:
             accumulated(name)
 
     def arrived(self, name: str, gradient: torch.Tensor) -> None:
-        """Record the change of a gradient, after the last hook."""
+        """Record how the program's hooks changed a gradient; called after the last hook."""
         before = self._before.pop(name, None)
         if before is not None and before.shape == gradient.shape and not torch.equal(before, gradient):
             self.changed[name] = change_of(before, gradient.detach())
@@ -115,7 +115,7 @@ def _call_first(hooks: Any, handle: Any) -> None:
 
 
 def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
-    """Classify how hooks changed a gradient, as far as ranks can be compared."""
+    """Classify how hooks changed a gradient: scaled, masked, limited, or not comparable across ranks."""
     same = max(_SAME, 8 * torch.finfo(before.dtype).eps)
     old, new = before.flatten().double(), after.flatten().double()
     finite = old.isfinite() & new.isfinite() & (old.abs() > 1e-30)

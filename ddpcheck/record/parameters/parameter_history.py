@@ -82,7 +82,7 @@ class ParameterHistory:
             self.not_reported[step] = self._ordered(awaited - late - self._reported)
 
     def left_out(self, step: int, names: Iterable[str], snapshot: Snapshot | None) -> None:
-        """Record and explain parameters that turned out missing in an ended step."""
+        """Record and explain parameters that turned out missing after `step` had ended."""
         self.not_reported[step] = self._ordered({*names, *self.not_reported.get(step, ())})
         self._ends |= self._explained(set(names) - self._ends.keys(), snapshot)
 
@@ -91,7 +91,7 @@ class ParameterHistory:
         return self._reported.issuperset(names)
 
     def note_reported(self, reports: Iterable[RankReport]) -> None:
-        """Record the reports that the ranks have exchanged."""
+        """Record which missing parameters the exchanged reports have named."""
         self._reported |= {name for report in reports for names in report.missing.values() for name in names}
         self.not_reported = {}
 
@@ -121,7 +121,7 @@ class ParameterHistory:
         )
 
     def notices_unfrozen(self) -> bool:
-        """Return True once if a parameter frozen at construction requires grad now."""
+        """Return True the first time that a parameter frozen at construction requires grad."""
         was_noticed = self._unfrozen_noticed
         self._unfrozen_noticed = was_noticed or self._has_unfrozen()
         return self._unfrozen_noticed and not was_noticed
@@ -173,14 +173,14 @@ class ParameterHistory:
         return tuple(name for name in self._parameters if name in wanted)
 
     def _explained(self, missing: set[str], snapshot: Snapshot | None) -> dict[str, PathEnd]:
-        """Explain missing parameters by a forward rerun, once per parameter."""
+        """Rerun forward to find why `missing` parameters have no gradient; `{}` without a snapshot."""
         if not missing or snapshot is None:
             return {}
         parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
         return snapshot.explain(self._module, parameters, self.around_replay)
 
     def _always_zero(self, excused: Set[str]) -> set[str]:
-        """Return always-zero parameters that are not `excused`, once parameters have moved."""
+        """Return parameters, not `excused`, whose gradient was always zero while other parameters moved."""
         if not self._zero:
             return set()
         zero_or_missing = zero_gradients(self._parameters) | excused
@@ -195,7 +195,7 @@ class ParameterHistory:
 
 
 class StepProbe:
-    """Detailed record of one step."""
+    """Record of one step's gradients, by hooks on each parameter."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class StepProbe:
         *,
         keep: Callable[[str, torch.Tensor], Any] | None,
     ) -> None:
-        """Probe the step of `module` that begins."""
+        """Register hooks for the step of `module` that begins."""
         self.arrivals: dict[str, int] = {}  # number of gradients that arrived, by parameter
         # parameters that backward reached without a gradient, with the Functions that may have returned None
         self.lost: dict[str, PathEnd] = {}
@@ -255,7 +255,7 @@ class StepProbe:
         ]
 
     def detach(self) -> None:
-        """Remove the hooks: gradients that arrive later do not come from the script."""
+        """Remove the hooks, since ddpcheck itself may add (zero) gradients later."""
         remove_hooks(self._handles)
 
     def _arrival(self, name: str, leaf: Any) -> Any:
@@ -283,7 +283,7 @@ class StepProbe:
             self.local[name] = self.keep(name, dense(grad))
 
     def _keep_earlier(self, name: str) -> None:
-        """Keep `.grad` of earlier backward passes without a reduction: DDP averages it, too."""
+        """Keep `.grad` of earlier backward passes without a reduction, which DDP averages, too."""
         grad = self._parameters[name].grad
         if name in self.local or name in self.grads_before or grad is None or self.keep is None:
             return
@@ -298,7 +298,7 @@ class StepProbe:
             self._keep_earlier(name)
 
     def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Walk the graph of the tensors that a forward pass returned, while it exists."""
+        """Find unregistered parameters and re-entrant checkpoints in forward's graph, while the graph exists."""
         graph = LossGraph(tensors)
         self.reentrant |= graph.has_reentrant_checkpoint
         self._graph = graph if graph.functions else None
@@ -321,7 +321,7 @@ class StepProbe:
             self.unregistered = tuple(UnregisteredTensor(*names[key]) for key in names if key in wanted)
 
     def close(self) -> None:
-        """Remove the hooks, and find lost gradients: only None arrived.
+        """Remove the hooks; find parameters whose gradient was lost: only None arrived.
 
         Under `find_unused_parameters`, and in the first step under `static_graph`, DDP wraps the forward outputs in a
         Function, through which outputs outside of the loss return None: no gradient is lost.
@@ -343,7 +343,7 @@ _SINK = "_DDPSink"  # in torch/nn/parallel/distributed.py; private to torch
 
 
 def zero_gradients(parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """Return the parameters whose gradient exists and is exactly zero."""
+    """Return names of the parameters whose gradient exists and is exactly zero."""
     gradients = {name: local_part(p.grad) for name, p in parameters.items() if p.grad is not None and p.numel()}
     values = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in gradients.values()]
     nonzero = torch.stack([value.ne(0).any() for value in values]).tolist() if values else []
