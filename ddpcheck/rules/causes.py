@@ -65,7 +65,7 @@ def _causes(findings: Sequence[Finding]) -> dict[int, int]:
 
 
 def _goes_before(cause: Finding, effect: Finding) -> bool:
-    """Check if `cause` explains `effect`; if each explains the other, the conditional relation counts."""
+    """Return True if `cause` explains `effect`; if each explains the other, only conditionally."""
     relation, inverse = _explains(cause, effect), _explains(effect, cause)
     return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
 
@@ -109,7 +109,7 @@ class ReportedCauses:
         self._causes = set(map(cause_of, reported))
 
     def add(self, findings: Sequence[Finding], locate: Callable[[Finding], Finding]) -> list[Finding]:
-        """Add findings with a new cause, located by `locate`, and return them."""
+        """Keep and return the findings whose cause is new, each passed through `locate`."""
         new: list[Finding] = []
         candidates = [*self.findings, *findings]
         for finding in findings:

@@ -100,7 +100,7 @@ def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
 
 
 def tags_of_exception(failure: RankFailure) -> tuple[str, ...]:
-    """Return a tag if an exception is typical of a truncated file."""
+    """Return the tag `OF_A_CUT_FILE` if an exception is typical of a truncated file."""
     is_typical = failure.type.rpartition(".")[2] in _ERRORS_OF_CUT_FILES or _ERROR_OF_CUT_ARCHIVE in failure.message
     return (OF_A_CUT_FILE,) if is_typical else ()
 

@@ -51,7 +51,7 @@ from ddpcheck.trace.wait_graph import WaitGraph
 
 
 def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
-    """DDP402: processes that do not meet in `init_process_group`, explained by their arguments."""
+    """DDP402: processes that wait for each other in `init_process_group`, explained by their arguments."""
     if not waiting:
         return []
     message, fix, ranks = _reason(waiting)
@@ -185,7 +185,7 @@ def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
 
 
 def judge_missing_peer(ranks: Sequence[RankAtEnd]) -> list[Finding]:
-    """DDP402: send or recv whose peer is in no send or recv itself."""
+    """DDP402: send or recv whose peer rank waits in no send or recv."""
     by_rank = {rank.rank: rank for rank in ranks}
     for rank in ranks:
         wait = rank.waits_for
@@ -232,7 +232,7 @@ def explain_by_work(facts: EndingFacts, running: Position, waiting: Position) ->
 
 
 def explain_timeout(facts: FailureFacts) -> list[Finding]:
-    """DDP402: process group timeout while waiting for a rank that was running."""
+    """DDP402: collective that timed out, because a rank was still running or arrived late."""
     waited = [f.rank for f in facts.failures if re.search(TIMEOUT_PATTERN, f"{f.message}\n{f.traceback}")]
     log = facts.logs[facts.first.rank]
     late = [rank for rank in range(len(facts.logs)) if rank not in waited and facts.first.rank != rank]
@@ -287,7 +287,7 @@ def explain_by_circle_of_sends(graph: WaitGraph) -> list[Finding]:
 
 
 def explain_by_stopped_ranks(graph: WaitGraph, ranks: Sequence[int], doing: Mapping[int, str]) -> list[Finding]:
-    """DDP402: ranks that others wait for, and that wait for no rank."""
+    """DDP402: ranks that wait for no rank, while other ranks wait for them."""
     fix = (
         f"Inspect the stacks of {format_ranks(ranks)} (py-spy dump --native --pid PID): a lock, native code that "
         "holds the GIL, data loading, a file system, or a branch that other ranks do not take. If a process is "

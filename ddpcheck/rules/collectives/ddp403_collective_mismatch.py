@@ -357,8 +357,8 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
 def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
     """DDP403: collectives of several threads in one process group, ordered differently on each rank.
 
-    Each thread makes the same calls on all ranks. Logs have calls in the order in which they began. If that is equal,
-    two threads of a rank must be waiting: the backend splits an object collective, and the pieces may interleave.
+    Each thread makes the same calls on all ranks. Logs have calls in the order in which they began. If this order is
+    equal, two threads of a rank must be waiting: the backend splits object collectives, and pieces may interleave.
     """
     for group in sorted({call.group for rank in ranks for call in rank.calls if call.thread}):
         by_rank = {rank.rank: [call for call in rank.calls if call.group == group] for rank in ranks}

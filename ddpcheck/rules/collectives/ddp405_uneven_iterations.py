@@ -48,7 +48,7 @@ from ddpcheck.trace.positions import (
 
 
 def _and_doing(facts: EndingFacts, ranks: Sequence[int]) -> str:
-    """Return the end of a sentence: what each of `ranks` does."""
+    """Return the end of a sentence that says what `ranks` are doing."""
     activities = {rank.doing for rank in facts.ranks if rank.rank in ranks}
     return f" and {agreeing(activities.pop(), ranks)}" if len(activities) == 1 else f" ({doing(facts, ranks)})"
 

@@ -48,7 +48,7 @@ from ddpcheck.trace.wait_graph import GroupLogs, RanksSeen, WaitGraph
 
 
 def diagnose(facts: FailureFacts) -> list[Finding]:
-    """Return root causes of failed, hung or mismatched ranks, unless `known` findings explain them."""
+    """Return root causes of failed, hung or mismatched ranks, unless `facts.known` has a cause."""
     findings = ddp401.explain_by_rendezvous(facts) or ddp401.explain_by_awaited_thread(facts)
     if findings or is_explained(facts):
         return findings
@@ -71,7 +71,7 @@ LAST_EXPLANATIONS = (ddp402.explain_by_hang, ddp401.explain_by_first_exception, 
 
 
 def is_explained(facts: FailureFacts) -> bool:
-    """Return True if a finding in `known` can be the reason for all failures."""
+    """Return True if findings in `facts.known` can be the reason for all failures."""
     if any("mp_policy" in finding.subjects for finding in facts.known) and all(map(_is_of_gloo, facts.failures)):
         return True
     return bool(facts.known) and all(
@@ -334,7 +334,7 @@ def judge_waits(
 ) -> list[Finding]:
     """Return findings on ranks that others wait for, one per root cause.
 
-    `explained`: awaited ranks that need no finding, because they may still come or have one.
+    `explained`: awaited ranks that need no finding, because they may still arrive or already have a finding.
     """
     findings = list[Finding]()
     if ranks := sorted(graph.devices.keys() - explained):

@@ -65,7 +65,7 @@ def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Positio
 def _comes_first(stack: Sequence[str], other_stack: Sequence[str], before: Sequence[str]) -> bool:
     """Return True if a program at `before` reaches `stack` before `other_stack`; innermost lines first.
 
-    In a loop, lines above `before` belong to the next iteration.
+    Stacks begin with the innermost line. In a loop, lines above `before` belong to the next iteration.
     """
     frames, other_frames, last = (tuple(reversed(lines)) for lines in (stack, other_stack, before))
     for depth, (line, other_line) in enumerate(zip(frames, other_frames, strict=False)):

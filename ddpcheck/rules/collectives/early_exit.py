@@ -47,7 +47,7 @@ def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> l
 def _may_exit_early(facts: EndingFacts, loop: Block, inner: Block, leaver: Position, stayer: Position) -> bool:
     """Return True if `leaver` may have left `loop` before `stayer`.
 
-    Compares how often each executed the inner loop; if only once, a `for` over a range without exits is excluded.
+    Compares how often both ranks executed `inner`. If at most once, a `for` over a range without exits is excluded.
     """
     runs = [len(runs_of(facts, inner, side.state.calls)) for side in (leaver, stayer)]
     if max(runs) > 1:
@@ -184,10 +184,10 @@ def _loader_pass_of(rank: RankAtEnd, backward: Backward) -> LoaderPass | None:
 
 
 def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Position, pending: Backward) -> str:
-    """Return the last part that `leaver` made of the iteration that `stayer` is in.
+    """Return the last part that `leaver` executed of the iteration that `stayer` is in.
 
-    "forward": it skipped the backward pass; "batch": also the forward pass; "unknown": one of both; "": it may have
-    left the loop before.
+    "forward": only the backward pass was skipped; "batch": the forward pass, too; "unknown": one of these; "":
+    `leaver` may have left the loop before.
     """
     loops = loops_left(facts, leaver, stayer)
     if not loops or _has_as_many(leaver.state, stayer) or not (leaver.lines or leaver.state.ended):

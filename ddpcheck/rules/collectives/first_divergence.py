@@ -20,7 +20,7 @@ from ddpcheck.trace.collectives import DIVERGES_AT, ROOTED, first_unequal_call
 def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> set[int]:
     """Return the ranks inside a collective that all members have entered.
 
-    Such a rank still transfers data or unpickles objects, while other ranks may have gone on.
+    Such a rank still transfers data or unpickles objects, while other ranks may have left the collective.
     """
     ranks = set()
     for rank, words in inside.items():
@@ -54,7 +54,7 @@ def judge_divergences(
 
 
 def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Finding]:
-    """DDP403: first call that other ranks answer from another line."""
+    """DDP403: first collective that other ranks do not call, or call from another line."""
     members = next((call.members for log in logs for call in log), ())
     ranks = [rank for rank in members if rank < len(logs)]
     divergence = _divergence(logs, ranks)
@@ -185,7 +185,7 @@ class _Comparison:
     def _has_extra_run(self, start: int) -> bool:
         """Return True if calls match from `start` on, after one sequence of extra calls.
 
-        Ranks that take turns look the same, but then no line has paired up with itself before.
+        Ranks that take turns show the same pattern, but no line of theirs has paired up with itself before.
         """
         for length in range(1, _MAX_RUN + 1):
             after = zip(self._extra[start + length :], self._without[start:], strict=False)

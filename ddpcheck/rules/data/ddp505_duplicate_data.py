@@ -292,7 +292,8 @@ def judge_streams(
 ) -> list[Finding]:
     """DDP505: a rank that trains on samples which another rank drew before for evaluation.
 
-    Arguments are by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one drew more.
+    Arguments are by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one rank has drawn
+    more of them.
     """
     drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # samples -> (first rank to evaluate them, position)
     for ahead in inputs:

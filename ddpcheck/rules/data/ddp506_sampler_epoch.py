@@ -170,7 +170,7 @@ def _gives_order(loader: LoaderPass) -> bool:
 
 
 def _goes_on_after_epochs(loader: LoaderPass) -> bool:
-    """Return True if the restored training had covered the data at least once."""
+    """Return True if training before the checkpoint had covered the data at least once."""
     if loader.restored is None or not loader.restored.steps:
         return loader.restored is not None and loader.restored.epochs > 0 and not loader.skipped
     batches = loader.size // loader.replicas // loader.batch_size if loader.replicas else loader.expected

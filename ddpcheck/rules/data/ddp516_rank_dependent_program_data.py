@@ -296,7 +296,7 @@ def judge_model_batches(
     split: ModelSplit,
     others: Sequence[Sequence[LoaderPass]] = (),
 ) -> list[Finding]:
-    """DDP516: ranks of one model with different samples."""
+    """DDP516: ranks that compute one model together, but get different samples."""
     first = [next((loader for loader in loaders if loader.trains and loader.indices), None) for loaders in passes]
     trained = [loader for loader in first if loader is not None]
     size = min((len(loader.indices) for loader in trained), default=0)

@@ -209,7 +209,7 @@ def _judge_module_hooks(hooks: Sequence[Sequence[GradientsHooked]], steps: Seque
 
 
 def _hook_difference(changes: Sequence[HookedGradient]) -> str:
-    """Return the kind of difference between ranks' changes of a gradient, or ''."""
+    """Return how hooks invalidate a gradient's average: "limited" (clamped), "masked", "scaled" or ""."""
     kinds = {change.kind for change in changes}
     if "limited" in kinds:
         return "limited"

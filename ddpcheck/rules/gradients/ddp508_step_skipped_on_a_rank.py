@@ -77,7 +77,7 @@ def skipped_pass_finding(
     block: Block | None,
     evidence: Sequence[str],
 ) -> list[Finding]:
-    """DDP508: skipped backward pass (`last_done` "forward"), or forward pass ("batch")."""
+    """DDP508: backward pass that `ranks` skip (`last_done`: "forward"), or forward pass ("batch")."""
     line = skipped.line if last_done == "batch" else skipped.call.location
     words = "the backward pass" if last_done == "forward" else "the forward pass"
     if skipped.loader >= 0:

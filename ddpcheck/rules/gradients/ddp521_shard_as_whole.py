@@ -132,7 +132,7 @@ def judge_equal_shard_state(
 ) -> list[Finding]:
     """Report equal optimizer state on all ranks for different shards (DDP521).
 
-    `states`: norms of state tensors by rank. They differ between shards, except step counters, which are ignored.
+    `states`: norms of state tensors by rank. Norms differ between shards; step counters are ignored.
     """
     norms = [{name: norm for name, norm in state.items() if norm and not name.endswith(": step")} for state in states]
     if len(norms) < 2 or len(set(norms[0].values())) < 2 or any(state != norms[0] for state in norms):

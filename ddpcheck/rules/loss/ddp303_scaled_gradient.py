@@ -244,7 +244,7 @@ def judge_rescaled(
 def explain_by_common_factor(facts: SingleProcessFacts) -> list[Finding]:
     """Report one factor between all gradients and those of shards or global batch (DDP303).
 
-    If no factor to the gradients of shards without a process group is found, loss values show where it comes from. Runs
+    If gradients of shards without a process group have no such factor, loss values show its origin. Runs
     before explanations by differences between ranks, because the factor is equal on all ranks.
     """
     analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named

@@ -343,7 +343,7 @@ def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[fl
 
 
 def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
-    """Return the `head` numbers whose terms, one per sample, have different divisors."""
+    """Return the `head` numbers whose terms, one per sample, have different factors."""
     by_head = group_by((term for term in loss.terms if term.head is not None), lambda term: term.head)
     return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
@@ -356,7 +356,7 @@ def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
 
 
 def settle_severity(finding: Finding, reports: Sequence[Sequence[RankReport]]) -> Finding:
-    """Return a DDP305 of one step with the severity over all reported steps."""
+    """Set the severity of a DDP305 by all reported steps; return other findings unchanged."""
     if finding.code != "DDP305":
         return finding
     batches = [[batch for report in rank_reports for batch in report.micro_batches] for rank_reports in reports]

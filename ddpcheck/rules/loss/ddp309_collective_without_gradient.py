@@ -44,7 +44,7 @@ from ddpcheck.trace.unwrapped_params import param_name
 def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Requires `MIN_GATHERS` steps in which all ranks do so; one, if parameters get no gradient: DDP raises in the next.
+    Requires `MIN_GATHERS` steps in which all ranks do so; one, if parameters get no gradient (DDP raises in the next).
     """
     uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]

@@ -46,7 +46,7 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
 
 
 def _absences(names: Sequence[str], facts: ParameterFacts) -> list[MissingOn]:
-    """Group the absences of `names` by ranks and steps."""
+    """Group parameters that are missing on the same ranks in the same steps."""
     places: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for name in names:
         for step, items in group_by(facts.missing[name], lambda item: item.step).items():

@@ -23,7 +23,8 @@ _MOST_STEPS = 8
 def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settled: bool) -> list[Finding]:
     """Return findings on parameters, parameter changes and the loop since the last reports.
 
-    `reports`: of every rank that answered. `settled`: enough steps have been seen to judge what later steps may refute.
+    `reports`: of every rank that answered. `settled`: True if there were enough steps for findings that later steps may
+    refute.
     """
     if context.wrapper.find_unused_parameters:  # temporarily frozen (GAN) is unused to DDP
         reports = [replace(r, changes={n: w for n, w in r.changes.items() if w != "frozen"}) for r in reports]
