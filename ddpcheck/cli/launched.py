@@ -68,7 +68,7 @@ def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
 
 
 def _follow(launch: LauncherEnv) -> int:
-    """Serve rank 0 without output; return the exit code, which is not the report's."""
+    """Run what rank 0 requests, without output; return an exit code (not the report's)."""
     from ddpcheck.worlds.launchers.leader import Follower
 
     # To the end of this process: torchrun terminates the other ranks once rank 0 has exited with an error, and would
@@ -90,7 +90,7 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
     """Raise SystemExit `seconds` after SIGTERM, or when the launcher has exited.
 
     A launcher ends all ranks as soon as one rank dies; the delay leaves time to report. If the user started the ranks
-    in a shell, its exit is ignored, since a shell may exit before its children.
+    in a shell, the exit of the shell is ignored, since a shell may exit before its children.
     """
     from ddpcheck.worlds.launchers.detection import BY_HAND
 

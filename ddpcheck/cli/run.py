@@ -154,7 +154,7 @@ def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Restore the signal handlers after the block: handlers of the agent raise even later."""
+    """Restore signal handlers after the block: torchrun's agent leaves handlers that raise."""
     handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
     try:
         yield
@@ -165,7 +165,7 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _killing(kills: bool) -> Patch:
-    """Patch the agent to use SIGKILL if `kills`, since no cleanup is needed."""
+    """Patch torchrun's agent to end ranks by SIGKILL if `kills`: no cleanup is needed."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     def make(close: Any) -> Any:
@@ -277,7 +277,10 @@ def run_single(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, 
 
 
 def _compared(parity: ParityRuns, ranks: Sequence[RankTrace], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
-    """Run in a single process; if it differs, run again to measure noise."""
+    """Run the script in a single process; if it differs, again to measure noise.
+
+    If training still differs beyond noise, a third run as rank 1 shows if the script computes with the rank number.
+    """
     from ddpcheck.run.parity_run import SingleRun
     from ddpcheck.trace.divergences import Parity
 
@@ -350,7 +353,7 @@ def show_report(
 def keep_record(
     path: str, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource, report: Report
 ) -> None:
-    """Write a run to a file, with pseudonyms; note findings that need real names."""
+    """Write a run to a file with pseudonyms; print codes of findings lost thereby."""
     try:
         judged = load_extra("run_record").write_record(Path(path), script, ending, ranks, source)
     except OSError as error:

@@ -42,7 +42,7 @@ def read_file(path: str | Path, most: int = MOST_BYTES, *, own: bool = False, he
 
 
 def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
-    """Return `data`, or raise `OSError` if longer than `most`."""
+    """Return `data`, or raise `OSError` if longer than `most` bytes or characters."""
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most >> 20} MB, and ddpcheck reads no more of one input", name)
     return data

@@ -94,7 +94,8 @@ def blocks_of_lines(
 def skipping_blocks(lines: Sequence[str], done: Sequence[str], files: Mapping[str, str]) -> list[Block]:
     """Return the blocks by which a program may skip `lines` but not `done`.
 
-    Both are lines of stacks, innermost first. If the test of exactly one block varies, only this block is returned.
+    `lines` and `done` are lines of stacks, innermost first. If the test of exactly one block varies, only this block is
+    returned.
     """
     blocks = blocks_of_lines((*lines, *done), files)
     done_blocks = {block for line in done for block in blocks[line]}

@@ -84,7 +84,7 @@ class Selection:
     gone: tuple[str, ...] = ()  # sentences on a baseline of another target, and on baseline findings not found again
 
     def complete(self, report: Report) -> Report:
-        """Add the selected findings to a report, and notes if every check was made."""
+        """Return a report with the selected findings, and notes if every check was made."""
         report = replace(report, findings=self.kept, ignored=self.ignored, accepted=self.accepted)
         if report.error is not None or report.not_made or not (self.loose or self.gone):
             return report
@@ -170,7 +170,7 @@ def finding_key(finding: Finding) -> tuple[str, str, tuple[str, ...]]:
 
 
 def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
-    """Map each mark of the findings to the rank of its worst severity."""
+    """Map each mark (code, file, subject) of findings to its worst severity (0: error)."""
     worst_ranks: dict[Mark, int] = {}
     for finding in findings:
         code, path, subjects = finding_key(finding)
@@ -181,7 +181,7 @@ def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
 
 
 def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
-    """Check if `known` has every mark of a finding, at least as severe."""
+    """Check if `known` has each mark of a finding with at least its severity."""
     return all(known.get(mark, 99) <= rank for mark, rank in marks([finding]).items())
 
 

@@ -151,7 +151,7 @@ def _line(file: str, number: int) -> str:
 
 
 def file_of(line: str) -> str:
-    """Return the file of a "path:line" that this process has made."""
+    """Return the absolute path of a "path:line" that this process has made."""
     return _files[line.rpartition(":")[0]]
 
 
@@ -281,7 +281,7 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
 
 
 def making_of(module: nn.Module, name: str) -> Location | None:
-    """Return the line that assigns `name`, else its nearest parent module."""
+    """Return the line that assigns parameter or module `name`, else its nearest parent module."""
     return assignment_in_classes(classes_of_program(module), name)
 
 
@@ -297,7 +297,7 @@ def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
-    """Like `making_of`, for another process's module, from the output of `classes_of_program`."""
+    """Return the line of `making_of`, from the `classes_of_program` of another process."""
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):
@@ -320,8 +320,8 @@ def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | Non
 def last_assignment(at: Location, name: str) -> Location | None:
     """Return the last line up to `at` that assigns `name` in the same function.
 
-    For "data.classes": the line that assigns such an attribute in the file, else the variable `data`. For an argument,
-    or an attribute set from one: the only line that computes the keyword argument of the same name for a call.
+    For "data.classes": the first line that assigns an attribute `classes`, else the line for `data`. For an argument,
+    or an attribute that no line assigns: the only line that computes a keyword argument of the same name for a call.
     """
     tree = parsed_source(_files.get(at.path, at.path))
     first, *attributes = name.split(".")
@@ -346,7 +346,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
 @functools.cache
 def computed_for(tree: ast.AST, name: str) -> int | None:
-    """Return the line that computes the keyword argument `name` of calls, if only one."""
+    """Return the only line that computes a keyword argument `name` of calls, or None."""
     plain_types = (ast.Name, ast.Attribute, ast.Constant)
     line_numbers = {
         keyword.value.lineno

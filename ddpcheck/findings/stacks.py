@@ -26,9 +26,10 @@ class Frame:
 
 
 def main_stack(dump: str) -> tuple[Frame, ...]:
-    """Return the user's frames in a `faulthandler` dump, most recent call first.
+    """Return the stack of the program in a `faulthandler` dump, most recent call first.
 
-    Uses the thread of ddpcheck's loop, else the thread that wrote the dump, without frames of ddpcheck.
+    The stack is from the thread of ddpcheck's loop, else from the thread that wrote the dump. Frames of torch are kept,
+    frames of ddpcheck are not.
     """
     stack: tuple[Frame, ...] = ()
     for is_current, frames in _threads(dump):
@@ -192,9 +193,9 @@ def pickles(frames: Sequence[Frame]) -> bool:
 
 
 def work_waited_for(dump: str) -> str:
-    """Return the wait for an asynchronous collective that a dump shows, or "".
+    """Return "wait() at train.py:9" if a dump waits for an asynchronous collective, else "".
 
-    C++ adds no Python frame: the innermost frame is ddpcheck's.
+    The innermost Python frame is that of ddpcheck's own `wait`, since C++ adds no frame.
     """
     innermost = (frames[0] for is_current, frames in _threads(dump) if is_current and frames)
     if any(frame.name == "wait" and frame.file == _RECORDED for frame in innermost):

@@ -78,7 +78,7 @@ def _code_of_handlers() -> set[CodeType]:
 
 
 def is_misuse(error: DDPCheckError) -> bool:
-    """Check if a public function, except `Recipe`, raised `error` since the target misused it."""
+    """Check if the target misused a public function (not `Recipe`), which raised `error`."""
     run = _innermost_run(error)
     return bool(run) and _is_asked_for(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
 

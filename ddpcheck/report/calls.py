@@ -32,7 +32,7 @@ MODULES = (
 
 
 class PhaseModule:
-    """Stand-in for a module of phases whose attributes import the module when called."""
+    """Stand-in for a module of `gather.phases`, which is imported when a function is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name

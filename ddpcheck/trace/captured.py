@@ -20,9 +20,9 @@ _Value = TypeVar("_Value")
 
 
 def may_average_by_hand(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
-    """Return True if a comm hook may leave gradients for the script to average.
+    """Return True if the script may average gradients that a comm hook leaves different.
 
-    The evidence is that parameters stay equal on all ranks. In step 0, this shows nothing, and True is returned.
+    The evidence is that parameters are equal on all ranks. In step 0, they show nothing, and True is returned.
     """
     if not (context.wrapper.comm_hook and differing_names([item.gradients for item in values])):
         return False
@@ -36,7 +36,7 @@ _TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many eleme
 
 
 def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
-    """Give one fingerprint to parameters whose difference between ranks is only rounding.
+    """Return replicas in which parameters that differ only by rounding have equal fingerprints.
 
     For example, SAM moves parameters by a rank-local `e` and back before the optimizer's step, and `p + e - e` is not
     exactly `p`. Rounding accumulates over the steps like a random walk.
@@ -55,9 +55,9 @@ def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCap
 def without_later_equal(
     replicas: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
 ) -> Sequence[ReplicaCaptured]:
-    """Drop buffers that are equal on all ranks again before the next step.
+    """Return replicas without buffers that are equal on all ranks before the next step.
 
-    `later`: buffers at the start of the next step, by rank; nothing is dropped if unknown on some rank.
+    `later`: buffers at the start of the next step, by rank; with fewer entries than ranks, no buffer is removed.
     """
     if len(later) < len(replicas):
         return replicas
@@ -86,7 +86,7 @@ def without_prefixes(replica: ReplicaCaptured) -> ReplicaCaptured:
 
 
 def compare_with_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Compare reduced gradients, possibly sharded, with the mean of local gradients, by rank."""
+    """Return differences of reduced gradients (whole or sharded) from averaged local gradients, by rank."""
     if replicas[0].shard < 0:
         return differences_from_average(replicas)
     return [
@@ -103,7 +103,7 @@ def compare_with_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Diffe
 
 
 def _local_grads_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
-    """Return sketches of a rank's own gradients that are reduced onto `shard`."""
+    """Return sketches of a rank's local gradients for `shard`, by parameter name."""
     parts = ((*name.partition("/"), numbers) for name, numbers in replica.own.items())
     return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
 

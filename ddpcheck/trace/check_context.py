@@ -30,7 +30,7 @@ SMALLEST_FACTOR = 0.01  # smallest distance from 1 of a deliberate factor
 
 
 def group_by_step(evidence: Iterable[DdpStepEvidence]) -> dict[int, list[DdpStepEvidence]]:
-    """Group the evidence of all ranks by step, in order."""
+    """Group the evidence of all ranks by step, steps ascending."""
     return group_by(sorted(evidence, key=lambda item: item.step), lambda item: item.step)
 
 
@@ -61,7 +61,7 @@ class LocalFacts:
 
 @dataclass(frozen=True, slots=True)
 class JudgeContext:
-    """Further facts that may explain a gradient mismatch."""
+    """Facts on wrapper, model and script that may explain a gradient mismatch."""
 
     names: Names  # parameter names, with aliases and lines
     wrapper: WrapperFacts  # arguments of the wrapper
@@ -86,11 +86,11 @@ class JudgeContext:
 
     @property
     def count_of_replicas(self) -> str:
-        """Divisor of DDP's average, in words."""
+        """Divisor of DDP's average, in words: "the world size" or "the number of models"."""
         return "the number of models" if self.models else "the world size"
 
     def factor(self, ratio: float) -> str:
-        """Format a factor; say if it is the number of replicas or its inverse."""
+        """Format a factor: "4 (the world size)", "1/4 (one over the world size)", "0.37"."""
         text = name_world_factor(self.world_size, lambda factor: math.isclose(ratio, factor, rel_tol=1e-2))
         return f"{text} ({'one over ' if '/' in text else ''}{self.count_of_replicas})" if text else f"{ratio:.4g}"
 
@@ -113,7 +113,7 @@ class SingleProcessFacts:
 
     @property
     def ran(self) -> bool:
-        """Check if the shards could be run one by one."""
+        """Check if the single process could run the shards, one after another."""
         return bool(self.analysis.terms)
 
     @property
@@ -125,18 +125,18 @@ class SingleProcessFacts:
 
     @property
     def scaled(self) -> bool:
-        """Check if a constant factor explains the difference from the global batch."""
+        """Check if a constant factor explains the difference from the global batch's gradients."""
         return self.is_factor(self.analysis.against_global)
 
     @property
     def has_common_factor(self) -> bool:
-        """Check if a constant factor explains the difference, without collectives on tensors."""
+        """Check if a constant factor, and no collective on tensors, explains the difference."""
         exchanges_tensors = any(call.elements > 1 for call in self.suspect_calls)
         return self.scaled and not exchanges_tensors and (not self.ran or self.world_changed)
 
     @property
     def losses_are_scaled(self) -> bool:
-        """Check if losses on ranks differ from shard losses by about the gradients' factor."""
+        """Check if losses on ranks are about the gradients' factor times the shard losses."""
         pairs = zip(self.analysis.shard_losses, self.known.local.losses, strict=False)
         logs = [math.log(on_rank / of_shard) for of_shard, on_rank in pairs if of_shard * on_rank > 0]
         ratio, mean_log = self.analysis.against_global.ratio, sum(logs) / max(1, len(logs))
@@ -155,12 +155,12 @@ class SingleProcessFacts:
         return sorted(calls, key=lambda call: (not call.carries_gradient, -call.elements))
 
     def is_factor(self, fit: Fit) -> bool:
-        """Check if a constant factor (not 1) explains a difference."""
+        """Check if `fit` is a constant factor (not 1) with a residual within rounding."""
         off = abs(fit.ratio - 1)
         rounding = max(LOOSEST_FIT * off, min(self.tolerance, off / 5))
         return off > max(self.tolerance, SMALLEST_FACTOR) and fit.residual <= rounding
 
     def new_finding(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
-        """Create a finding on the loss, with the size of the mismatch."""
+        """Create a finding on the loss, with the gradient mismatch's size as evidence."""
         subjects = more.pop("subjects", ("loss",))
         return new_finding(code, subjects, message, steps=self.steps, evidence=[*evidence, *self.evidence], **more)

@@ -19,7 +19,10 @@ DIVERGES_AT = "parts at "
 
 
 def first_unequal_call(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:
-    """Return the index of the first mismatch, and each log's call there, or None."""
+    """Return index and calls of the first mismatch between sequences, or None if equal.
+
+    The call of a sequence that has ended is None.
+    """
     places = enumerate(itertools.zip_longest(*sequences))
     return next(((index, calls) for index, calls in places if len(set(map(call_signature, calls))) > 1), None)
 
@@ -32,7 +35,7 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "
 
 
 def thread_kind(call: Call) -> str:
-    """Return the thread name without numbers, which may differ between ranks."""
+    """Return the name of a call's thread without numbers, which may differ between ranks."""
     return re.sub(r"[\d_-]+$|\d+", "", call.thread)
 
 
@@ -41,7 +44,7 @@ _Key = tuple[str, int]  # (process group, index of the collective in it)
 
 
 def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
-    """Simulate all ranks; yield each blocked rank, its call, and the ranks awaited."""
+    """Simulate all ranks; yield each blocked rank with (call, ranks that have not arrived)."""
     places, numbers = [0] * len(schedules), [Counter[str]() for _ in schedules]
     arrived: dict[_Key, set[int]] = defaultdict(set)
     waiting: dict[_Key, list[int]] = defaultdict(list)

@@ -17,7 +17,7 @@ CompilationsByRank = Sequence[Sequence[FunctionCompiled]]
 
 
 def trained_functions(compiled: CompilationsByRank) -> list[CompilationsByRank]:
-    """Return the functions that every rank compiled for training."""
+    """Return compilations, by rank, of each function that every rank compiled for training."""
     trained = [[entry for entry in entries if entry.trains] for entries in compiled]
     by_rank = [group_by(entries, lambda entry: (entry.function, entry.defined)) for entries in trained]
     return list(common_values(by_rank).values())
@@ -38,7 +38,7 @@ class Compilations(View):
 
     @property
     def functions(self) -> list[CompilationsByRank]:
-        """Functions that every rank compiled for training."""
+        """Compilations, by rank, of each function that every rank compiled for training."""
         return trained_functions(self.compiled)
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:

@@ -52,14 +52,14 @@ class Loader:
 
     @property
     def has_comparable_rows(self) -> bool:
-        """Return True if samples have to be compared by contents, not by index."""
+        """Return True if samples can be compared by contents, and not by index."""
         by_index = self.has_same_data and all(loader.indices for loader in self.first)
         has_rows = all(has_distinct_rows(loader) and not loader.replaces for loader in self.first)
         return has_rows and not by_index and len(self.first) > 1
 
     @property
     def num_shared_rows(self) -> int:
-        """Number of samples with equal contents on two ranks; 0 if chance explains them."""
+        """Number of samples that two ranks share; 0 if unknown or explained by chance."""
         if not self.has_comparable_rows or not all(loader.exhausted for loader in self.first):
             return 0
         rows = [loader.rows for loader in self.first]
@@ -70,9 +70,10 @@ class Loader:
 
 
 def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Loader]:
-    """Match training loaders across ranks by loop line, dataset and number of occurrence.
+    """Match the ranks' training loaders by loop line, dataset and order of use.
 
-    Loader numbers differ between ranks if only one rank validates; lines do if only one rank shows a progress bar.
+    Loader numbers differ if only rank 0 validates, lines if only rank 0 shows a progress bar. If each rank has only one
+    training loader, lines and datasets are not compared.
     """
     has_one = all(len({loader.loader for loader in loaders if loader.trains}) == 1 for loaders in passes)
     groups_by_rank = []
@@ -104,9 +105,9 @@ def _has_equal_contents(first: LoaderPass, second: LoaderPass) -> bool:
 
 
 def _has_equal_samples(first: LoaderPass, second: LoaderPass) -> bool:
-    """Check if datasets hold equal samples at the indices that both ranks took.
+    """Check if datasets of two ranks hold equal samples at indices that both took.
 
-    If samples are drawn at random, rows of different ranks need not match.
+    If making a sample draws random numbers on both ranks, rows need not match.
     """
     if first.holds_samples and first.draws and second.draws and first.samples == second.samples:
         return True
@@ -116,7 +117,7 @@ def _has_equal_samples(first: LoaderPass, second: LoaderPass) -> bool:
 
 
 def describe_unused_samples(local: Sequence[LocalStep]) -> str:
-    """Describe how many samples of the batch are on no rank, or return ''."""
+    """Describe how many samples of the global batch no rank gets, or return ''."""
     batch = Counter(local[0].global_sample_fingerprints)
     on_ranks = Counter(sample for item in local for sample in item.sample_fingerprints)
     missing = sum((batch - on_ranks).values()) if on_ranks.keys() <= batch.keys() else 0
@@ -124,7 +125,7 @@ def describe_unused_samples(local: Sequence[LocalStep]) -> str:
 
 
 def is_complete_pass(loader: LoaderPass) -> bool:
-    """Return True if all batches were taken (loop exhausted or `expected` reached)."""
+    """Return True if the loop exhausted the loader or took the expected batches."""
     return loader.exhausted or loader.batches == loader.expected > 0
 
 
@@ -140,7 +141,7 @@ def shared_draws(draws: Sequence[Sequence[StepDraw]]) -> list[StepDraw]:
 
 
 def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
-    """Return the line that seeds, else draws, the numbers that select samples, or None."""
+    """Return the line that seeds or draws random numbers that select samples, or None."""
     choices = [draw for draw in shared_draws(draws) if draw.count > 1 or draw.generator == "cuda"]
     choices.sort(key=lambda draw: ("choice", "any", "noise").index(draw.kind))
     local = [draw for rank_draws in draws for draw in rank_draws if not draw.generator]
@@ -155,12 +156,12 @@ def _key(draw: StepDraw) -> tuple[object, ...]:
 
 
 def batches_by_step(inputs: Mapping[int, Sequence[Inputs]]) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Return the sorted samples of each step, by rank and step."""
+    """Return the sorted samples of each forward pass, by rank and step."""
     return {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
 
 
 def common_steps(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
-    """Return, for each wrapper, the steps whose inputs every rank recorded."""
+    """Return, for each wrapper, inputs by rank of each step that every rank recorded."""
     by_key = [{(call.wrapper, call.step): call for call in calls if len(call.samples) > 1} for calls in inputs]
     return list(group_by(map(tuple, aligned(by_key)), lambda calls: calls[0].wrapper).values())
 
@@ -172,7 +173,7 @@ def all_inputs_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
 
 
 def share_some_inputs(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
-    """Return True if ranks share an input tensor that has `distinct` values over steps."""
+    """Return True if an input, equal on all ranks, has at least `distinct` values."""
     count = min((len(call.parts) for step in steps for call in step), default=0)
     return len(steps) >= MIN_DRAWS and any(
         all(len({call.parts[index] for call in step}) == 1 for step in steps)
@@ -188,7 +189,7 @@ def has_distinct_rows(loader: LoaderPass) -> bool:
 
 
 def are_repeated_on_ranks(first: Sequence[LoaderPass]) -> bool:
-    """Check if samplers repeat each sample on several ranks, which augment it differently."""
+    """Check if samplers repeat each sample on several ranks (repeated augmentation)."""
     return all(loader.size > len(first) and loader.dealt + len(first) >= 2 * loader.size for loader in first)
 
 
@@ -203,7 +204,10 @@ def is_one_share(loader: LoaderPass, ranks: int) -> bool:
 
 
 def rows_by_position(loaders: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
-    """Map dataset indices to rows (or labels); empty if values change or rarely repeat."""
+    """Map dataset indices to rows or labels; {} if one index has two values.
+
+    Also {} if fewer than `FEWEST_ROWS` indices repeat, too few to see changes.
+    """
     by_position: dict[int, int] = {}
     repeats = 0
     for loader in loaders:
@@ -220,7 +224,7 @@ def are_disjoint(parts: Sequence[Sequence[int]]) -> bool:
 
 
 def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]], size: int) -> int:
-    """Return the largest overlap of two ranks; 0 if padding or chance explains it."""
+    """Return the largest overlap of ranks' samples; 0 if padding or chance explains it."""
     shared = max(len(a & b) for a, b in itertools.combinations(map(set, taken), 2))
     at_the_end = max(loader.batch_size for loader in first) * len(first)
     return shared if shared > at_the_end and shared >= _SHARED * size else 0
@@ -244,7 +248,7 @@ class LoaderGroup(NamedTuple):
 
 
 class WrapperSamples(NamedTuple):
-    """Samples that a wrapper gets, by rank of its group."""
+    """Random draws and inputs of a wrapper, by rank of its process group."""
 
     draws: Mapping[int, Sequence[StepDraw]]
     inputs: Mapping[int, Sequence[Inputs]]
@@ -253,7 +257,7 @@ class WrapperSamples(NamedTuple):
 
 @dataclass(frozen=True)
 class Data(View):
-    """Samples of a script: by rank, in order of time, if not said otherwise."""
+    """Samples of a script; sequences are by rank in order of time, unless noted."""
 
     checks = ("data",)
     groups: Sequence[LoaderGroup]  # by group of ranks that train together
@@ -329,7 +333,8 @@ def _takes_slices(ranks: Sequence[RankTrace]) -> bool:
 def is_repeated_by_workers(loader: LoaderPass) -> bool:
     """Return True if each loader worker iterates over the whole stream.
 
-    False if each worker iterates over only its part, even repeatedly. In an unfinished pass, the order decides.
+    False if each worker iterates over only its shard, even several times. In an unfinished pass, the order of rows
+    decides.
     """
     counts = Counter(loader.rows)
     if loader.workers < 2 or loader.size >= 0:
@@ -354,7 +359,7 @@ def is_repeated_by_workers(loader: LoaderPass) -> bool:
 def group_equal_ranks(
     samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int
 ) -> list[tuple[list[int], int]]:
-    """Group ranks with equal samples in the first steps, and count these steps."""
+    """Return groups of ranks whose first steps have equal samples, with the steps' number."""
     groups = []
     for ranks in group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
         by_step = [{samples_by_rank[rank][index] for rank in ranks} for index in range(count)]

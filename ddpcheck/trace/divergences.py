@@ -73,7 +73,7 @@ class Parity(Comparison, View):
 
     @property
     def training_diverges(self) -> bool:
-        """Check if gradients, clipping or updates differ; the rank number may be the cause."""
+        """Check if gradients, clipping or updates differ; then another run changes the rank number."""
         return any(divergence.kind in TRAINING_QUANTITIES for divergence in self.divergences)
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
@@ -111,7 +111,7 @@ class Parity(Comparison, View):
 
     @property
     def confirmed(self) -> dict[str, str]:
-        """Describe what the single process confirms, by check line; empty unless all matches."""
+        """Describe, by check line, what equals the single process; empty unless everything does."""
         if self.not_compared or self.divergences:
             return {}
         steps, numbers = len(self.gradients), [number for number in _evaluated(self) if not number.is_local]
@@ -233,7 +233,7 @@ def _largest(quantities: Sequence[Quantity]) -> float:
 
 
 def _factor(ratios: Sequence[float], world_size: int) -> str:
-    """Return the common factor of all ratios in words, or ''."""
+    """Format the factor common to all ratios ("4", "1/4", "1.5"), or return ''."""
 
     def fits(factor: float) -> bool:
         return bool(ratios) and all(math.isclose(ratio, factor, rel_tol=_FACTOR) for ratio in ratios)
@@ -318,7 +318,8 @@ def _schedule_divergences(parity: Parity) -> Iterator[ParityDivergence]:
 def _have_equal_shape(lrs: Sequence[float], others: Sequence[float]) -> bool:
     """Check if two schedules peak within one step and decay in the same way.
 
-    Peaks are compared if both schedules rise. Earlier rates are not: all world sizes may begin to warm up at one rate.
+    Steps of the peaks are compared if both schedules rise. Rates before the peak are not compared: warmup may begin at
+    the same rate for all world sizes.
     """
     tops, ends = (max(lrs), max(others)), (lrs[-1], others[-1])
     high = [[rate >= (1 - _NEAR_TOP) * top for rate in rates] for rates, top in zip((lrs, others), tops, strict=True)]
@@ -341,7 +342,7 @@ def _have_equal_minimum(tops: Sequence[float], ends: Sequence[float]) -> bool:
 
 
 def _shown_divergences(parity: Parity) -> Iterator[ParityDivergence]:
-    """Compare the numbers of evaluations; of other numbers, report only world size factors."""
+    """Compare shown numbers: all after evaluations, others only for a factor of world size."""
     by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
     for (location, _, _), items in by_line.items():
         evaluated = [item for item in items if item.entry.evaluates and not item.entry.during and not item.is_local]

@@ -23,7 +23,7 @@ _FEWEST_DIGITS = 3  # printed digits needed to identify a number by its text
 
 @dataclass(frozen=True, slots=True)
 class RankEvaluation:
-    """Evaluation on one rank, and what follows until training continues (its round)."""
+    """Evaluation on one rank, with numbers exchanged and shown until training continues."""
 
     loader: LoaderPass
     results: EvaluationPass
@@ -43,7 +43,7 @@ class RankEvaluation:
 
 
 def data_differ(evals: Sequence[RankEvaluation]) -> bool:
-    """Return True if an index is a different sample on another rank."""
+    """Return True if the same dataset index is a different sample on another rank."""
     first, *rest = (ev.loader for ev in evals)
     for loader in rest:
         if first.digest and loader.digest and first.digest != loader.digest:
@@ -80,7 +80,10 @@ class Gathered:
 
 
 def _lines(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
-    """Yield each line's collective calls, by rank, if all ranks made equally many."""
+    """Yield, for each line that calls a collective, its calls by rank.
+
+    Lines that ranks call different numbers of times are omitted.
+    """
     keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
     for key in keys:
         calls = [[call for call in ev.exchanged if (call.operation, call.location, call.during) == key] for ev in evals]
@@ -146,7 +149,10 @@ def _gathered_at(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[Resul
 
 
 def _join_alternating(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
-    """Join the calls that gather one quantity; quantities may alternate (predictions, labels)."""
+    """Concatenate the rows of calls that gather one quantity, such as predictions.
+
+    Calls of one line may alternate between quantities: predictions, labels, predictions, ...
+    """
     quantities = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
     gathered = []
     for turn in range(quantities if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, quantities) == 0 else 0):
@@ -195,7 +201,7 @@ def record_showing(evals: Sequence[RankEvaluation], value: float, digits: int = 
 
 
 def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:
-    """Check if a shown number is `value`: as float, or with enough printed digits."""
+    """Check if a shown number is `value`, by its float or enough printed digits."""
     if is_exact(number, value):
         return True
     if number.values and not (number.text and number.values == (float(number.text),)):
@@ -221,6 +227,6 @@ def is_close(a: float, b: float) -> bool:
 
 
 def exchange_line(exchanged: ResultExchanged, function: str) -> Location | None:
-    """Return the line in `function` that calls the collective, or calls its helper."""
+    """Return the line of `function` that calls the collective, directly or by a helper."""
     (name, line), *callers = [*exchanged.lines.items(), ("", exchanged.location)]
     return line if name == function or len(callers) < 2 else callers[0][1]

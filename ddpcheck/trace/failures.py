@@ -86,14 +86,14 @@ class FailureFacts:
 
     @property
     def evidence(self) -> list[str]:
-        """Lines on each rank's failure; equal failures share a line, stuck ranks do not."""
+        """One line for each distinct failure, and for each stuck rank."""
         groups = group_by(self.failures, lambda f: (describe_failure(f), f.rank if f.kind == "stuck" else None))
         ranks_by_text = [(text, [failure.rank for failure in failures]) for (text, _), failures in groups.items()]
         lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in ranks_by_text]
         return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
 
     def new_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
-        """Create a finding with the raising line and ranks, which `more` may override."""
+        """Create a finding at the line of the first failure; `more` overrides fields."""
         first, ranks = self.first, ranks_or_all(self.ranks, len(self.logs))
         raised = Location.parse(first.location)
         defaults = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
@@ -139,12 +139,12 @@ _COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup
 
 
 def is_of_communication(message: str) -> bool:
-    """Check if a message is of the communication backend, such as a lost connection."""
+    """Check if an error message is from the communication backend: gloo, NCCL, lost connections."""
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
 
 
 def is_of_backend(failure: RankFailure) -> bool:
-    """Return True if a rank failed inside the backend, not in its own code."""
+    """Return True if a rank failed in the communication backend, not in the script."""
     aborted_at_work = failure.kind == "died" and bool(failure.stack) and not is_waiting(failure)
     return not aborted_at_work and is_of_communication(f"{failure.message}\n{failure.traceback}")
 
@@ -172,7 +172,10 @@ def stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
 
 
 def count_forwards(facts: FailureFacts) -> int:
-    """Count DDP forward passes between the last other collective and the failed backward."""
+    """Count consecutive DDP forward passes at the end of the first failed rank's log.
+
+    A backward pass that is the last entry of the log is ignored.
+    """
     calls = [call.operation for call in facts.logs[facts.first.rank]]
     calls = calls[:-1] if calls[-1:] == [DDP_BACKWARD] else calls
     return sum(1 for _ in itertools.takewhile(lambda operation: operation == DDP_FORWARD, reversed(calls)))
@@ -206,7 +209,7 @@ class WrapperErrorFacts:
         return new_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
 
     def finding_of_error(self, code: str, message: str, *sentences: str) -> list[Finding]:
-        """Create a finding on the error's parameters if it has one of torch's `sentences`."""
+        """Create a finding on parameters in the error if it contains any of `sentences`."""
         if not any(sentence in self.text for sentence in sentences):
             return []
         subjects = self.known.names.subjects(parameters_in(self.text)) or ("backward",)

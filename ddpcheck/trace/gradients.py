@@ -38,7 +38,7 @@ AVERAGE_ALL = "Have the wrapper all_reduce every gradient and divide the sum by 
 
 @dataclass(frozen=True, slots=True)
 class ReducerFacts:
-    """Gradients under the wrapper, over all steps."""
+    """Comparisons of gradients under the wrapper, over all ranks and steps."""
 
     evidence: Sequence[DdpStepEvidence]  # by rank and step
     # by parameter, the steps in which gradients differ between ranks
@@ -80,7 +80,7 @@ class ReducerFacts:
         return [by_step[min(by_step)] for by_step in self.mismatched.values()]
 
     def reduction(self, names: Sequence[str]) -> list[str]:
-        """Return options that replace or delay DDP's reduction of `names`."""
+        """Describe options that replace or delay DDP's all-reduce of `names`."""
         wrapper, facts = self.known.wrapper, []
         if wrapper.comm_hook:
             facts.append(f"gradients are reduced by the communication hook {wrapper.comm_hook}")

@@ -95,7 +95,7 @@ class GradientChanges(View):
 
     @property
     def local_clips(self) -> list[Sequence[GradientsClipped]]:
-        """Calls that clip local gradients before they are averaged; each by rank."""
+        """Clip calls on local gradients, before averaging; each call is a sequence by rank."""
         calls = [c for c in paired(self.clips, lambda clip: (clip.count, clip.location)) if not c[0].of_parts]
         unequal = [call for call in calls if not are_close([clip.norm for clip in call])]
         steps = [step for optimizer_steps in self.steps for step in optimizer_steps]
@@ -106,10 +106,10 @@ class GradientChanges(View):
 
     @property
     def partial_changes(self) -> list[Sequence[GradientsChanged]]:
-        """Changes of gradients before all micro-batches are added up; each by rank.
+        """Changes of gradients before a step's last micro-batch; each change is by rank.
 
-        Changes of local gradients count if their factors differ between ranks. Averaged gradients change equally, so
-        only calls of known clip functions count.
+        A change of local gradients counts if its factors differ between ranks. Averaged gradients change by equal
+        factors, so that only calls of known clip functions count.
         """
         changed = [[e for e in entries if abs(e.factor - 1) > MIN_NORM_CHANGE] for entries in self.between_backwards]
         changes = paired(changed, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))

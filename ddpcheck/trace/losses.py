@@ -80,13 +80,13 @@ class Losses(View):
         return [passes for passes in of_losses if len(passes) >= FEWEST_PASSES]
 
     def is_partial(self, passes: Passes) -> bool:
-        """Check if gradients of a rank are partial, because the loss covers all ranks."""
+        """Check if each rank computes only part of the gradient of a global loss."""
         steps = [{part.step for part in rank_parts} for rank_parts in self.parts]
         return any(loss.step in whole for by_rank in passes for loss, whole in zip(by_rank, steps, strict=False))
 
     @cached_property
     def local_parts(self) -> list[list[OwnPartPutBack]]:
-        """Gathers that pass unscaled gradients to the rank's own features only; by step."""
+        """Gathered features whose gradient reaches only the rank's own part, unscaled; by step."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
@@ -185,7 +185,10 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
 
 
 def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
-    """Check the terms of a backward pass; `count`: passes per step over all ranks."""
+    """Check if terms of one backward pass need gradients summed over ranks, not averaged.
+
+    `count`: backward passes per step, over all ranks.
+    """
     is_uniform = len({round(term.factor, 9) for term in terms}) == 1
     return is_uniform and all(
         abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < SCALE_TOLERANCE
@@ -194,9 +197,10 @@ def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
 
 
 def divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
-    """Return the reduced number that divides all sums of the loss, and its line.
+    """Return the all-reduced number that divides each sum in the loss, or None.
 
-    A mean times the rank's own input of the reduction counts as a sum. The third item is True if other terms are means.
+    The result is (number, its line, True if some terms are means). A mean counts as a sum if it is multiplied by the
+    number that the rank passed to the all_reduce.
     """
     size = float(len(losses))
     if any(loss.hooked for loss in losses):
@@ -223,13 +227,16 @@ def _is_among(number: float, numbers: Sequence[float]) -> bool:
 
 
 def _is_all_known(term: ScaledTerm) -> bool:
-    """Check if a term's divisors and multipliers explain its factor."""
+    """Check if a term's factor is its known multipliers divided by its known divisors."""
     known = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
     return bool(term.divisors) and is_near(abs(known), abs(term.factor))
 
 
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
-    """Format a loss term; all terms of one line count as one term."""
+    """Format a loss term: "term 1 of 2 of the loss (ce at train.py:9)".
+
+    Terms with the same name and line count as one term; the only term is "the loss".
+    """
     labels = [(t.name, t.location) if t.name or t.location else index for index, t in enumerate(terms)]
     distinct = list(dict.fromkeys(labels))
     if term not in terms or len(distinct) == 1:
@@ -240,7 +247,7 @@ def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
 
 
 def total_factor(term: ScaledTerm) -> float:
-    """Return the total weight of a term's elements."""
+    """Return the sum of the weights that the loss gives a term's elements."""
     return term.factor * (term.count if term.kind == "sum" else 1)
 
 
@@ -281,8 +288,8 @@ def unequal_targets(ranks: Sequence[Sequence[MicroBatch]]) -> UnequalTargets | N
     """Return the first step in which targets have unequal weights, or None.
 
     One step is enough if weights are inversely proportional to target counts, and some targets are ignored. If the loss
-    seems to count differently, or only batch sizes differ (as in the last batch of an epoch), `_FEWEST_STEPS` steps
-    have to agree. All ranks have to measure the same optimizer steps.
+    seems to count targets differently from ddpcheck, or only batch sizes differ (as in the last batch of an epoch),
+    `_FEWEST_STEPS` steps have to agree. All ranks have to measure the same optimizer steps.
     """
     for head in dict.fromkeys(item.head for item in ranks[0]):
         history = [[item for item in items if item.head == head] for items in ranks]

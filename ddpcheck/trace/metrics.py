@@ -30,7 +30,7 @@ _MOST_CLASSES = 16  # classes with per-class metrics
 
 
 def _of(metric: _Of) -> Metric:
-    """Return the metric over all numbers of all rows; NaN if undefined."""
+    """Convert a metric of flat sequences to one of row pairs; NaN if undefined."""
 
     def of_pairs(pairs: Sequence[tuple[Row, Row]]) -> float:
         predicted = [x for row, _ in pairs for x in row]
@@ -67,7 +67,7 @@ def _concordance(p: Sequence[float], t: Sequence[float]) -> float:
 
 
 def _ranks(numbers: Sequence[float]) -> list[float]:
-    """Return the rank of each number in sorted order, averaged over ties."""
+    """Return the position of each number in sorted order, from 1, averaged over ties."""
     if any(map(math.isnan, numbers)):
         return [math.nan] * len(numbers)  # NaN has no order
     ranks = [0.0] * len(numbers)
@@ -183,7 +183,7 @@ class RankMetric:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation, by rank."""
+    """Evaluation of a script, matched between ranks."""
 
     loop: tuple[object, ...]  # (line of the loop, line that creates the loader, dataset)
     by_rank: Mapping[int, RankEvaluation]
@@ -218,7 +218,7 @@ def bits_of(number: float) -> float:
 def _scaled(
     key: str, name: str, values: Sequence[float], pooled: float, bits: Sequence[float], tries: int
 ) -> Iterator[RankMetric]:
-    """Yield a mean in each form: unchanged, in percent, as error rate, exp, sqrt."""
+    """Yield a mean unchanged, in percent, subtracted from 1, and its exp and sqrt."""
     numbers = [*values, pooled]
     forms = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
     if name != _SHARE and all(0 <= number <= 1 for number in numbers):
@@ -275,7 +275,7 @@ def _ratio_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
 
 
 def _container(key: str) -> str:
-    """Return the tensor or list that contains a number, or ''."""
+    """Return the tensor or list that contains a number: "f.x" for "f.x[3]", or ''."""
     return key.rpartition("[")[0] if key.endswith("]") and key.rpartition("[")[2][:-1].isdigit() else ""
 
 
@@ -331,7 +331,10 @@ def evaluations_of(
     shown: Sequence[Sequence[MetricShown]],
     compared: Sequence[Sequence[RowsCompared]],
 ) -> list[Evaluation]:
-    """Return evaluations with the results of their rounds; arguments are by rank."""
+    """Return evaluations with numbers that ranks exchange and show until training continues.
+
+    Arguments are by rank.
+    """
     by_key: dict[tuple[object, ...], dict[int, RankEvaluation]] = {}
     records = zip(loaders, passes, exchanged, shown, compared or [()] * len(loaders), strict=True)
     for rank, (rank_loaders, rank_passes, rank_calls, rank_outputs, rank_rows) in enumerate(records):

@@ -20,7 +20,7 @@ _FEWEST_INPUTS = 2
 
 
 def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[int, ...], Location]:
-    """Map groups of ranks that compute one model to the line of their collective."""
+    """Map groups of ranks that compute one model to their differentiable collective's line."""
     first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
     ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     alike = all(
@@ -85,7 +85,10 @@ NORM_TOLERANCE = 1e-3  # relative error of gradient norms and of sketches
 
 
 def gradient_factors(rank_steps: PartSteps) -> list[float] | None:
-    """Return factors of the ranks' gradients relative to the first rank's, or None."""
+    """Return each rank's constant gradient factor relative to the first rank, or None.
+
+    None if a factor differs between parameters, or all ranks have the same factor.
+    """
     first = rank_steps[0]
     names = [name for name, gradient in first.gradients.items() if math.hypot(*gradient) > LEAST]
     if len(names) < 2 or any(step.gradients.keys() != first.gradients.keys() for step in rank_steps):
@@ -106,7 +109,7 @@ def gradient_factors(rank_steps: PartSteps) -> list[float] | None:
 
 
 def squared_norm(name: str, group_steps: Sequence[PartSteps]) -> float:
-    """Return the squared norm of a parameter's whole gradient, summed over its parts."""
+    """Return the squared norm of a parameter's whole gradient, summed over the ranks' parts."""
     total = 0.0
     for rank_steps in group_steps if name in group_steps[0][0].sharded else group_steps[:1]:
         for step in rank_steps if name in rank_steps[0].split else rank_steps[:1]:

@@ -28,7 +28,7 @@ def describe_loads(restored: Iterable[int]) -> str:
 
 
 def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -> Finding:
-    """Relocate to the `load_state_dict` of some ranks, else `line`, else the step."""
+    """Move a finding to some ranks' `load_state_dict`, else to `line`, else to the step."""
     first, restored = rank_steps[0], restored_on_some(rank_steps)
     finding = replace(finding, steps=(first.count,), location=first.location)
     if restored:

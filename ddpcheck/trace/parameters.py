@@ -55,7 +55,7 @@ class ParameterFacts:
         ends_here: bool = True,
         explained: Collection[str] = (),
     ) -> ParameterFacts:
-        """Collect, for each parameter not in `explained`, the evidence in which it is missing."""
+        """Collect ranks and steps in which parameters do not contribute, except `explained` parameters."""
         missing: dict[str, list[StepEvidence]] = {}
         for item in evidence:
             for name, state in item.states.items():
@@ -78,7 +78,7 @@ class ParameterFacts:
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
 
     def similar_params_alternate(self, names: Sequence[str]) -> bool:
-        """Return True if items of the same lists contribute on some ranks or steps."""
+        """Return True if list items like `names` contribute on some ranks or steps only."""
         families = set(map(_without_indices, self.sometimes_missing))
         return all(_without_indices(name) in families for name in names)
 
@@ -120,7 +120,7 @@ class MissingGroup:
         return f"{self.end.at} (in module {self.end.module})" if self.end.module else self.end.at
 
     def new_finding(self, code: str, message: str, evidence: Sequence[str] = (), fix: str = "") -> list[Finding]:
-        """Report these parameters, with the consequences under the wrapper's options."""
+        """Create a finding on the parameters, with consequences under the wrapper's options."""
         facts, severity = self.facts, None
         if self.compiled_on:
             evidence = [*evidence, f"under torch.compile DDP gets zeros for {self.them} and raises no error"]
@@ -143,7 +143,7 @@ class MissingGroup:
         )
 
     def _consequences(self, evidence: Sequence[str]) -> tuple[list[str], Severity | None]:
-        """Add to the evidence what the wrapper does; return a severity if training continues."""
+        """Return evidence with the wrapper's reaction, and a severity if training continues."""
         facts, wrapper, num_steps = self.facts, self.facts.wrapper, len(self.facts.steps)
         raises = [AT_NEXT_FORWARD] if wrapper.is_ddp and not wrapper.tolerates_unused else []
         if raises and num_steps == 1 and facts.ends_here:
@@ -177,7 +177,7 @@ class MissingOn:
 
 @dataclass(frozen=True, slots=True)
 class ConditionalUse:
-    """Parameters used together under a condition."""
+    """Parameters that contribute together, on some ranks or in some steps only."""
 
     parameters: Sequence[str]  # parameter names
     absences: Sequence[MissingOn]  # ranks and steps without these parameters, in order
@@ -190,7 +190,7 @@ class ConditionalUse:
         return sorted({step for absence in self.absences for step in absence.steps})
 
     def new_finding(self, code: str, message: str, evidence: Sequence[str], ranks: Sequence[int] = ()) -> list[Finding]:
-        """Report these parameters, with the consequences under the wrapper's options."""
+        """Create a finding on the parameters, with consequences under the wrapper's options."""
         facts, wrapper, name = self.facts, self.facts.wrapper, self.parameters[0]
         ends = [item.path_ends[name] for item in facts.missing[name] if name in item.path_ends]
         sparse = any(name in wrapper.sparse for name in self.parameters)

@@ -26,7 +26,7 @@ _Step = tuple[list[ParityStep], ParityStep, ParityStep | None]  # ranks, single 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number of one step or place, on ranks and in a single process."""
+    """Number of one step or one output, on ranks and in a single process."""
 
     ranks: float
     single: float
@@ -92,7 +92,10 @@ class Comparison:
         ]
 
     def _have_same_samples(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> bool:
-        """Check if forward got the same rows; without wrappers, if all inputs were replayed."""
+        """Check if forward got the same samples in both runs.
+
+        If no samples are recorded, as without wrappers: check if all inputs of the script could be replayed.
+        """
         sums = [math.fsum(column) for column in zip(*(step.samples for step in rank_steps), strict=True)]
         rows = max(sums[-1], single.samples[-1])
         if not min(sums[-1], single.samples[-1]):
@@ -135,12 +138,12 @@ class Comparison:
 
     @property
     def has_same_samples(self) -> bool:
-        """Check if all steps that both runs made are compared."""
+        """Check if both runs got the same samples in all steps that both made."""
         return len(self.steps) >= min(len(entries_of(rank, ParityStep)) for rank in (self.ranks[0], self.single))
 
     @cached_property
     def parameters(self) -> list[Quantity]:
-        """Parameters before each of `steps` and `next_steps`; empty if sharded."""
+        """Comparisons of parameters before each of `steps` and `next_steps`; empty if sharded."""
         quantities, largest = [], 0.0
         # Without a noise run, less is noise; different samples may result from different parameters.
         threshold = 0.0 if self.noise is not None else EQUAL if self.has_same_samples else FLOOR
@@ -157,7 +160,7 @@ class Comparison:
 
     @cached_property
     def gradients(self) -> list[Quantity]:
-        """Gradients of each step that both runs made."""
+        """Comparisons of the gradients in each of `steps`."""
         quantities, largest = [], 0.0
         for rank_steps, single, noise in self.steps:
             actual, expected = self._gradients_of(self.ranks, rank_steps), self._gradients_of([self.single], [single])
@@ -177,7 +180,7 @@ class Comparison:
         return _Gradients(norms, steps[0].gradient if len(norms) == count else ())  # else ranks hold parts of the model
 
     def factor_of(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> str:
-        """Return the world size factor of all gradients in words, or ''."""
+        """Return "N" or "1/N" if all gradients differ by world size N, else ''."""
         actual, expected = self._gradients_of(self.ranks, rank_steps), self._gradients_of([self.single], [single])
 
         def fits(factor: float) -> bool:
@@ -192,7 +195,7 @@ class Comparison:
 
     @cached_property
     def _names(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
-        """Parameter names by (rank, world size, optimizer); rank 0's if sizes match."""
+        """Parameter names by (rank, world size, optimizer); rank 0's for optimizers of equal size."""
         runs = [*self.ranks, self.single, *filter(None, [self.noise])]
         steps = [(rank.started, step) for rank in runs for step in entries_of(rank, ParityStep) if step.names]
         names_by_optimizer = {(step.optimizer, step.elements): step.names for _, step in reversed(steps)}
@@ -230,7 +233,7 @@ def _distance(actual: _Gradients, expected: _Gradients) -> float:
 
 
 def saved_states(rank: RankTrace) -> dict[tuple[str, int], TensorsSaved]:
-    """Return a rank's saved tensors, by line and number of earlier saves there."""
+    """Return a rank's saved tensors, by (line, number of earlier saves at this line)."""
     states: dict[tuple[str, int], TensorsSaved] = {}
     for entry in entries_of(rank, TensorsSaved):
         count = sum(line == str(entry.location) for line, _ in states)

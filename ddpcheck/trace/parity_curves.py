@@ -27,7 +27,7 @@ def curves(parity: Parity) -> tuple[ParityCurve, ...]:
 
 
 def _step_curves(parity: Parity) -> Iterator[ParityCurve]:
-    """Yield curves of gradients and losses; a loss diverges only if gradients do."""
+    """Yield curves of gradients and losses; mark losses only if gradients diverge."""
     pairs = zip(parity.steps, parity.gradients, strict=True)
     by_optimizer = group_by(pairs, lambda pair: pair[0][1].optimizer)
     for number, group in by_optimizer.items():
@@ -86,7 +86,7 @@ def _is_counter(texts: Sequence[str]) -> bool:
 
 
 def _name(entry: NumbersShown, index: int) -> str:
-    """Return the text before a number in its line."""
+    """Name a number by the text before it in its line: "printed: val loss"."""
     prefix = entry.text.split("#")[index].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
     return f"{entry.how}: {prefix[-_LONGEST_NAME:].strip() or f'number {index + 1}'}"
 

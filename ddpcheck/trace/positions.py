@@ -90,8 +90,8 @@ def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position
 def local_branches(facts: EndingFacts, position: Position, peer: Position) -> list[Block]:
     """Return the branches that `position` is in and `peer` never entered, innermost first.
 
-    Code after an early exit counts as a branch and comes last, if `peer` is outside of the function or loop that the
-    exit leaves. Empty if `peer` is still in a loop that `position` has left, and may reach the branch later.
+    Statements after an early exit count as a branch, and come last, if `peer` is outside of the function or loop that
+    the exit leaves. Empty if `peer` is in a loop that `position` has left, since `peer` may enter the branch later.
     """
     if loops_left(facts, position, peer) and not set(facts.loops(position.lines)) & set(facts.loops(peer.lines)):
         return []
@@ -109,7 +109,7 @@ def local_branches(facts: EndingFacts, position: Position, peer: Position) -> li
 
 
 def described_call(call: Call) -> str:
-    """Describe a call with its line."""
+    """Describe a call with its line: "all_reduce at train.py:9"."""
     return f"{op_name(call)}{f' at {call.location}' if call.location else ''}"
 
 
@@ -159,7 +159,10 @@ def shard_in_words(loader_pass: LoaderPass) -> str:
 
 
 def count_visits(rank: RankAtEnd, call: Call) -> int:
-    """Count how often a rank reached a call (unlogged forward passes: by their backward)."""
+    """Count how often a rank made a call at the same lines as `call`.
+
+    If forward passes are not logged, count entries whose `place` has the line of the forward pass.
+    """
     forward = call.operation == DDP_FORWARD and all(logged.operation != DDP_FORWARD for logged in rank.calls)
     return sum(
         call.location in lines_in(logged.place)
@@ -170,7 +173,7 @@ def count_visits(rank: RankAtEnd, call: Call) -> int:
 
 
 def may_leave_out(block: Block) -> str:
-    """Describe a block that may skip an iteration."""
+    """Describe a block by which a rank may skip a pass or step."""
     return f"the `{block.word}` at {block.head} may leave it out"
 
 

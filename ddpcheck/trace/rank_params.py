@@ -34,7 +34,7 @@ class RankParams:
         self._has_compared = False
 
     def left_out_of(self, ranks: Sequence[RankTrace]) -> Sequence[RankTrace]:
-        """Return logs without values, gradients and optimizer state of these parameters."""
+        """Return logs without values, gradients and optimizer state of matching parameters."""
         if not self.patterns:
             return ranks
         return [replace(rank, entries=[*map(self._left_out_of_entry, rank.entries)]) for rank in ranks]
@@ -43,7 +43,7 @@ class RankParams:
         return self.without(entry) if isinstance(entry, _COMPARED) else entry
 
     def without(self, facts: _Facts) -> _Facts:
-        """Return facts without the values that belong to these parameters."""
+        """Return facts without the values of matching parameters and buffers."""
         fields = {name: value for name, value in structs.asdict(facts).items() if name not in _NOT_VALUES}
         has_class = isinstance(facts, OptimizerStep)
         untyped: Any = facts
@@ -60,7 +60,7 @@ class RankParams:
         return self.without(value) if isinstance(value, ReplicaState | DdpStepEvidence) else value
 
     def has(self, key: str, *, has_class: bool = False) -> bool:
-        """Return True if a key names one of these parameters.
+        """Return True if a key names a matching parameter or buffer.
 
         `has_class`: outside of wrappers, names begin with the class of the module ("Net.fc.weight").
         """

@@ -23,7 +23,7 @@ WriteFacts = tuple[Location | None, list[str], tuple[int, ...]]  # line of a wri
 
 
 def common_values(by_rank: Sequence[Mapping[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Return values by rank for keys that all ranks have, in rank 0's order."""
+    """Map keys that all ranks have to values by rank, in rank 0's order."""
     common = [key for key in by_rank[0] if all(key in values for values in by_rank)] if by_rank else []
     return {key: [values[key] for values in by_rank] for key in common}
 
@@ -34,12 +34,12 @@ def aligned(by_rank: Sequence[Mapping[Any, _Value]]) -> list[list[_Value]]:
 
 
 def differing_values(by_rank: Sequence[Mapping[_Key, Any]]) -> dict[_Key, list[Any]]:
-    """Return keys whose values differ between ranks, with the values by rank."""
+    """Map keys whose values differ between ranks to the values by rank."""
     return {name: values for name, values in common_values(by_rank).items() if len(set(values)) > 1}
 
 
 def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:
-    """Return names whose values differ between ranks, with the minority ranks."""
+    """Map names whose values differ between ranks to the ranks in the minority."""
     return {name: minority_ranks(per_rank) for name, per_rank in differing_values(values).items()}
 
 
@@ -65,7 +65,10 @@ def ranks_by_call(
 
 
 def written_at(changes: Changes, copy: str) -> WriteFacts:
-    """Return the only line that writes a copy; lines of all ranks come last."""
+    """Return line, evidence and ranks of the only line that writes a copy.
+
+    Lines at which only some ranks write are preferred. Without exactly one line: (None, [], ()).
+    """
     ranks = ranks_by_call(changes, lambda change: copy in change.names)
     some = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
     if len({line for _, line in some}) != 1:
@@ -158,6 +161,6 @@ def differing_program_data(data: Sequence[Mapping[str, str]]) -> dict[str, list[
 
 
 def _is_the_rank(values: Sequence[str]) -> bool:
-    """Return True if each value is its rank or contains it ("cuda:1")."""
+    """Return True if values differ only by the rank number that they contain ("cuda:1")."""
     spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
     return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)

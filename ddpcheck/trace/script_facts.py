@@ -72,7 +72,7 @@ class WrapperTrace:
 
     @property
     def loss_line(self) -> Location | None:
-        """Line that computes a loss whose gradients the wrapper averages, else calls backward."""
+        """Line that computes a loss of the wrapper, else line that calls backward."""
         losses = (loss for rank_losses in self.losses for loss in rank_losses if self.number in loss.wrappers)
         return next((line for loss in losses if (line := loss.made or loss.location)), None)
 
@@ -164,7 +164,7 @@ class ScriptFacts:
 
     @cached_property
     def model_groups(self) -> dict[tuple[int, ...], ModelSplit]:
-        """Split of a model (tensor parallelism), for each group of ranks that share it."""
+        """Groups of ranks that share a model by tensor parallelism, with the split."""
         return by_group({rank.started.rank: entries_of(rank, ModelSplit) for rank in self.ranks})
 
     @cached_property
@@ -325,7 +325,8 @@ class ScriptFacts:
     def averages_by_hand(self, wrapper: int) -> bool:
         """Check if the script averages gradients that the wrapper does not average.
 
-        All are then equal at optimizer steps. Steps after DDP averages count only if a hook leaves local gradients.
+        If so, gradients agree between ranks at each optimizer step. Steps on gradients that DDP has averaged count only
+        if a communication hook leaves different gradients on ranks.
         """
         steps = [
             rank_steps
@@ -386,7 +387,7 @@ def first_steps(rank: RankTrace) -> list[OptimizerStep]:
 
 
 def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: RankTrace) -> OptimizerEnd:
-    """Fill in the number of reductions of an optimizer that was freed early."""
+    """Return `end` with the number of reductions, if unknown since the optimizer was freed."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
     wrapper_ids = {int(name.partition("/")[0]) for name in last.held}
@@ -402,7 +403,7 @@ def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
-    """Return the model split of each group of ranks that all its members report."""
+    """Map groups of ranks to their model split, if all members report the group."""
     groups: dict[tuple[int, ...], ModelSplit] = {}
     for rank_splits in splits.values():
         for split in rank_splits[:1]:

@@ -94,7 +94,7 @@ def _last_digit(text: str) -> float:
 
 
 def _is_rate(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
-    """Check if numbers are learning rates, or their means, scaled between runs."""
+    """Check if numbers are within their runs' learning rates, which differ between runs."""
     pairs = [(float(text), _last_digit(text), lrs) for text, lrs in zip(texts, rates, strict=True) if lrs]
     ends = {max(lrs) for _, _, lrs in pairs}
     return len(ends) > 1 and all(min(lrs) - digit <= value <= max(lrs) + digit for value, digit, lrs in pairs)
@@ -112,9 +112,9 @@ def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
 
 
 def first_unequal(comparison: Comparison, steps: range, difference: float = NEAR) -> tuple[Location, str] | None:
-    """Return the first line and variable of an evaluation that differs.
+    """Return line and name of an evaluation's first variable that differs, or None.
 
-    A number is equal if it, or its sum, mean, maximum or minimum over ranks, is the single process's.
+    A variable is equal if its sum, mean, maximum or minimum over ranks is the value in the single process.
 
     Args:
         comparison: The runs.

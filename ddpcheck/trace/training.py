@@ -15,7 +15,7 @@ from ddpcheck.trace.view import View
 
 @dataclass(frozen=True, slots=True)
 class TrainedWrapper:
-    """A `DistributedDataParallel`."""
+    """A `DistributedDataParallel`, and attributes that the script sets on it."""
 
     module: str  # class of the wrapped module
     location: Location | None  # line that constructs the wrapper

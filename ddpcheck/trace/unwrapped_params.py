@@ -50,7 +50,7 @@ def gradients_agree(steps: Steps, name: str) -> bool:
 def is_averaged(steps: Sequence[Steps], name: str) -> bool:
     """Check if all ranks have the same gradient in each step, not always zero.
 
-    It may be zero in the first step if a later layer is zero-initialized.
+    The gradient may be zero in the first step if a later layer is zero-initialized.
     """
     sketches = [[entry.gradients.get(name, ()) for entry in step] for step in steps]
     return all(all(row) and are_near(row) for row in sketches) and any(any(row[0]) for row in sketches)
@@ -64,7 +64,7 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
 
 
 def are_scaled(names: Sequence[str], steps: Steps) -> list[str]:
-    """Return parameters whose gradients differ between ranks only by each rank's usual factor."""
+    """Return parameters whose gradients on ranks are equal up to each rank's median factor."""
     sketches = {name: [entry.gradients.get(name, ()) for entry in steps] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in by_rank] for name, by_rank in sketches.items()}
     factors = [[norm / by_rank[0] for norm in by_rank] for by_rank in norms.values() if min(by_rank) > LEAST]
@@ -88,7 +88,7 @@ def any_gradient_differs(steps: Steps) -> bool:
 
 
 def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
-    """Return the ranks that differ from most; empty for two ranks."""
+    """Return ranks whose values of `names` differ from most ranks'; () for two ranks."""
     known = [[(name, rank_values.get(name)) for name in names] for rank_values in values]
     rounded = [tuple((n, f"{value:.3g}") for n, value in rank_values if value is not None) for rank_values in known]
     return minority_ranks(rounded) if len(values) > 2 else ()

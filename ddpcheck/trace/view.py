@@ -14,8 +14,8 @@ from ddpcheck.trace.script_facts import ScriptFacts
 class NotRecorded(Exception):
     """Missing fact that a judge needs; the message is shown on a check line.
 
-    Queries of views raise it. The judge then has no result, and its check line is "not checked". If there are only too
-    few steps to judge, do not raise it: no fact is missing, and there is nothing to report.
+    Queries of views raise `NotRecorded`. The judge then has no result, and its check line is "not checked". If there
+    are only too few steps to judge, do not raise `NotRecorded`: no fact is missing, and there is nothing to report.
     """
 
 

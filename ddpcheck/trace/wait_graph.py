@@ -99,7 +99,10 @@ class WaitGraph:
         return max(group_by(passed, lambda call: call.group).values(), key=len)[0]
 
     def _waits(self, rank: int) -> list[_Wait]:
-        """Return the pending calls of a rank with absent peers, else with delayed peers."""
+        """Return the pending calls of a rank with absent peers, else with delayed peers.
+
+        Absent peers have not entered the call. Delayed peers have a different call as their first open call.
+        """
         calls = [
             call
             for call in self.open_calls[rank]
@@ -134,7 +137,7 @@ class WaitGraph:
         )
 
     def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
-        """Return the ranks of a group that completed most collectives, and the last number."""
+        """Return ranks that completed most collectives of the call's group, and the last number."""
         number = self._furthest[group := self.group(rank, call)]
         return [peer for peer, position in self._next[group].items() if position[0] == number], number - 1
 
@@ -157,7 +160,7 @@ class WaitGraph:
             reached |= {rank for rank, *_ in new}
 
     def circle(self) -> list[_Wait]:
-        """Return a circle of waits, each for one rank, or []."""
+        """Return a circular wait, in which each rank waits for one rank, or []."""
         waits = {rank: rank_waits[0] for rank, rank_waits in self.waits.items() if rank_waits}
         circle = find_circle({rank: (call.call, sorted(peers)) for rank, call, peers in waits.values()})
         return [(rank, waits[rank][1], frozenset({peer})) for rank, peer in circle]

@@ -70,7 +70,7 @@ class Wrappers(ScriptView):
         return all(wrapper.made.context.sharded for wrapper in self.facts.wrappers)
 
     def _compare_replicas(self, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield what matches between ranks."""
+        """Yield a text on modules and tensors that match between ranks."""
         facts = self.facts
         count = max(sum(map(len, w.events(ReplicaCaptured))) // len(w.ranks) for w in facts.wrappers)
         if count and all(RULES[finding.code].buffers_only for finding in findings):
@@ -85,7 +85,7 @@ class Wrappers(ScriptView):
         self._require_all_steps(count)
 
     def _compare_gradients(self, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield how gradients compare with the average."""
+        """Yield a text on gradients compared with the average of local gradients."""
         facts = self.facts
         captured = [replicas for wrapper in facts.wrappers for replicas in wrapper.events(ReplicaCaptured)]
         lossy = [[r.hook for r in replicas if max(r.eps.values(), default=0.0) >= LOSSY_HOOK] for replicas in captured]

@@ -236,7 +236,7 @@ def _with_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[Recor
 
 
 def _extend_by_gaps(ranks: Sequence[list[RecordedCall]]) -> None:
-    """Extend logs that end where all other ranks have placeholders of unrecorded calls."""
+    """Append placeholders to shorter logs, if all longer logs have placeholders at that index."""
     lengths = [*map(len, ranks)]
     for index in range(min(lengths, default=0), max(lengths, default=0)):
         present = [entries[index] for entries in ranks if len(entries) > index]
