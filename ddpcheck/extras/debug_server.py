@@ -108,7 +108,7 @@ class DebugServer:
             raise self._something_else(f"{path} {error} of rank {rank}") from None
 
     def _answers(self, path: str) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the answer of each rank, and why other ranks have none."""
+        """Return each rank's text on a page, and why other ranks have none."""
         page = self._page(path)
         if not page.rstrip().endswith("</section>"):  # the server sends no length
             raise self._something_else(f"its page {path} is not whole")
@@ -196,7 +196,7 @@ _AS_ANOTHER = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_red
 
 
 def fetch_rank_states(address: str) -> RanksSeen:
-    """Return the state of the ranks at http://HOST:PORT, from two looks seconds apart.
+    """Return the state of the ranks at http://HOST:PORT, from two queries seconds apart.
 
     Raises:
         TargetError: The server or all ranks do not answer.
@@ -236,7 +236,7 @@ def fetch_rank_states(address: str) -> RanksSeen:
 
 
 def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]]:
-    """Return the dump of each rank, and why other ranks have none."""
+    """Return each rank's Flight Recorder dump, and why other ranks have none."""
     answers, problems = server.flight_recorder()
     active_only = False
     if not any(answer["entries"] for answer in answers.values()):
@@ -254,7 +254,7 @@ def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]
 
 
 def _states(dump: RankDump) -> list[tuple[str, int, bool]]:
-    """Return the state that changes if a collective begins or ends."""
+    """Return (group, number, True if ended) of each collective in a dump."""
     return [(entry.group, entry.number, entry.ended) for entry in dump.entries]
 
 

@@ -261,7 +261,7 @@ class Watch:
     # Callbacks of the recorder
 
     def alarm(self, step: int) -> None:
-        """Request an exchange of reports by all ranks after this step."""
+        """Request an exchange of reports by all ranks after step `step`."""
         self._alarms.post(step)
 
     def report_now(self, report: RankReport) -> None:
@@ -274,7 +274,7 @@ class Watch:
             warnings.warn(FindingWarning(f"{text} cannot be followed"), stacklevel=2)
 
     def left_out(self, step: int) -> None:
-        """Request an exchange of reports by all ranks after the next step."""
+        """Request an exchange of reports by all ranks after step `step + 1`."""
         self._alarms.post(step + 1)
 
     def absent(self, report: RankReport) -> None:

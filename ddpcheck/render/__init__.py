@@ -81,7 +81,7 @@ class JsonRenderer(Renderer):
 
 
 def in_ascii(text: str, besides: str = "") -> str:
-    """Escape characters in JSON strings that are not ASCII, or in `besides`."""
+    """Escape the non-ASCII characters of JSON text, and the characters in `besides`."""
     escaped = {character: f"\\u{ord(character):04x}" for character in besides}
     return "".join(escaped.get(c) or (c if c < "\x7f" else json.dumps(c)[1:-1]) for c in text)
 

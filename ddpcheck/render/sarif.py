@@ -105,7 +105,7 @@ def _location(location: Location, text: str = "") -> dict[str, Any]:
 
 
 def _path(finding: Finding) -> list[dict[str, Any]]:
-    """Return a thread flow of known lines from a parameter to the path's end."""
+    """Return a thread flow from a parameter to its autograd path's end."""
     path = finding.path
     if path is None or not path.steps:
         return []

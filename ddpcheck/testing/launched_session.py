@@ -211,7 +211,7 @@ class InStep:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Put the failure of another rank into the report as that rank reports it."""
+        """Show another rank's failure in the report, as formatted on that rank."""
         report = yield
         when, longrepr = item.stash.get(_SHOWN, ("", None))
         if when == call.when and report.failed and call.excinfo is not None:
@@ -273,7 +273,7 @@ class _PhaseEnd:
 
     @property
     def same_as(self) -> tuple[str, str]:
-        """Key of the outcome; if equal on all ranks, each raises its own exception."""
+        """Outcome key; if equal on all ranks, each rank raises its own exception."""
         if self.reply is not None:
             return self.reply["type"], self.reply["text"]
         return ("", self.ended.how) if self.ended is not None else ("", "")

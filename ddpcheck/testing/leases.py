@@ -305,7 +305,7 @@ class WorldLease:
             sys.stdout.flush()
 
     def _new_output(self, world: TestWorld, up_to: str = "") -> Iterator[tuple[int, str]]:
-        """Yield each rank and its new output, up to the last occurrence of `up_to`."""
+        """Yield (rank, its new output up to the last `up_to`)."""
         for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]

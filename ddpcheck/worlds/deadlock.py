@@ -77,7 +77,7 @@ class DeadlockDetector:
         return bool(self._stacks) and before in ({}, self._stacks)
 
     def _processor_seconds(self) -> list[float] | None:
-        """Return the CPU seconds per rank; `None` if a rank computes or has exited."""
+        """Return the CPU seconds per rank; `None` if any rank computes or has exited."""
         cpu_seconds = []
         for rank in self._processes.ranks:
             if rank.pid is None or rank.ended is not None or (seconds := processor_seconds(rank.pid)) is None:

@@ -134,7 +134,7 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
 def died(rank: int, code: int | None, when: float, output: str = "", dump: str = "") -> RankFailure:
     """Return the failure of a rank whose process died.
 
-    `code`: exit code, negative for a signal, `None` if unknown. `dump`: `faulthandler` output, perhaps from before.
+    `code`: exit code, negative for a signal, `None` if unknown. `dump`: `faulthandler` output, possibly older.
     """
     frames = main_stack(dump[dump.rindex(_FATAL) :]) if _FATAL in dump else ()
     if code is None:

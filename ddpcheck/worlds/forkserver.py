@@ -55,7 +55,7 @@ class _World:
     outbox: wire.Outbox = field(default_factory=wire.Outbox)
 
     def tell(self, message: object) -> None:
-        """Send a report to the parent without blocking."""
+        """Send a message to the parent without blocking."""
         self.outbox.send(self.notify, wire.pack(message))
 
 
@@ -153,7 +153,7 @@ class Server:
         self._end()
 
     def _attend(self, has_request: bool) -> bool:
-        """Reap exited ranks and receive a request if `has_request`; return False to stop."""
+        """Reap exited ranks, and receive a request if `has_request`; return False to stop."""
         self._reap()
         if os.getppid() != self._parent or (has_request and not self._receive()):
             return False

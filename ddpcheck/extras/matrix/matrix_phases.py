@@ -265,7 +265,7 @@ def _graphs() -> int:
 
 
 def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients, bool]:
-    """Return gradients of batches through the wrapper, and whether random numbers were drawn."""
+    """Return accumulated DDP gradients, and True if torch's random numbers were drawn."""
     prep, state = this_rank.state["variants"], rank_state()
     model, wrapper, seed = state.training_model, state.training_model.wrapper, state.seed_of(_STEP)
     prep.before.restore(state.module)
@@ -284,7 +284,7 @@ def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients,
 
 
 def _split(prep: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
-    """Split the batch; return why not, or the gradient differences of its parts."""
+    """Split into micro-batches; return why not or "", and the gradient differences."""
     state = rank_state()
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in state.module.modules()):
         return "BatchNorm normalises by the statistics of a batch, and those of a micro-batch differ", ()

@@ -182,7 +182,7 @@ def combine(world: Simulated) -> str:
 
 
 def _aligned(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
-    """Return one call's tensors by rank if shapes match; bytes of objects are padded."""
+    """Return a call's tensors by rank, objects padded; `None` if shapes differ."""
     aligned: list[list[_Tensors]] = [[] for _ in parts_by_rank]
     if len({len(parts) for parts in parts_by_rank}) > 1:
         return None
@@ -216,7 +216,7 @@ _Group: Any = dist.ProcessGroup
 
 
 class SimulatedGroup(_Group):  # type: ignore[misc]
-    """Process group with this rank only; the other ranks do not exist."""
+    """Process group with only this rank as a process; other ranks are simulated."""
 
     def __init__(self, rank: int, size: int, folder: Path, answers: SimulatedAnswers) -> None:
         super().__init__(rank, size)
@@ -231,7 +231,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         collective_log.note_collective(f"{operation} of DDP", payload, self)
 
     def _from_root(self, operation: str, root: int, tensors: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
-        """Fill `tensors` with the root's data, if stored; the root stores `mine`."""
+        """Save `mine` on the root; elsewhere fill `tensors` with saved data, if any."""
         number = self._sent[operation]
         self._sent[operation] += 1
         file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")

@@ -105,7 +105,7 @@ class Leader:
         return leader
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
-        """Return `config` with the store, and context and local ranks from the rank's machine."""
+        """Return `config` with store address, context and local rank of the rank's machine."""
         hello = self._hellos[config.rank]
         store = None if self.one_machine else (hello.master or "localhost", self._store_port(config.directory))
         masters = tuple(dict.fromkeys(peer.master for peer in self._hellos))

@@ -36,7 +36,7 @@ _ORPHANED = 5.0  # seconds until a process without a launcher is forced to exit
 
 @dataclass(slots=True)
 class Epoch:
-    """Interval between calls of `begin` or `end`."""
+    """Interval between two calls of `RankGroup.begin` or `RankGroup.end`."""
 
     number: int
     label: str
@@ -157,7 +157,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Do not raise on SIGTERM inside the block, whose errors say what happened."""
+        """Suppress KeyboardInterrupt on SIGTERM in a block whose own errors say why."""
         before, self._busy = self._busy, True
         try:
             yield
@@ -223,13 +223,13 @@ class RankGroup:
             raise RankError(self.broken)
 
     def mark_broken(self, sentence: str) -> str:
-        """Set `broken` unless already set, and return it."""
+        """Set `broken` unless already set, and return `broken`."""
         if self.broken is None:
             self.broken = f"The ranks cannot work together any more, since {self.epoch.label}: {sentence}"
         return self.broken
 
     def why_not(self, ranks: Sequence[int], came: Callable[[int], bool] = lambda rank: False) -> str | None:
-        """Return why `ranks` will never arrive, and set `broken`; else return `None`."""
+        """Return why `ranks` will never arrive, and set `broken`; `None` if they may."""
         try:
             for rank in ranks:
                 if rank not in self.gone and self.store.has(f"gone/{rank}"):
