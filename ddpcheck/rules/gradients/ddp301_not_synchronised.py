@@ -296,8 +296,8 @@ def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[
         "DDP301",
         names,
         f"{join_names(names)} {plural_verb('begins', 'begin', names)} with the same values on "
-        f"{format_ranks(diverged_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} a "
-        "different gradient on each: that of a part of the model.",
+        f"{format_ranks(diverged_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} "
+        "a different gradient on each: that of a part of the model.",
         ranks=tuple(sorted(itertools.chain(*diverged_models))),
         location=line,
         evidence=["the ranks combine the outputs of their parts there, by a collective in a custom autograd Function"],
