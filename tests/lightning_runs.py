@@ -31,15 +31,11 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 
 
 class Net(pl.LightningModule):
-    """Two layers on two classes, which logs; with a layer of the name `extra`, if there is one."""
-
-    extra = ""
+    """Two layers on two classes, which logs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        if self.extra:
-            setattr(self, self.extra, nn.Linear(4, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -63,7 +59,9 @@ class Net(pl.LightningModule):
 
 
 class Unused(Net):
-    extra = "leftover"
+    def __init__(self) -> None:
+        super().__init__()
+        self.leftover = nn.Linear(4, 2)
 
 
 class Detached(Net):
@@ -73,21 +71,27 @@ class Detached(Net):
 
 
 class NotInLoss(Net):
-    extra = "auxiliary"
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = nn.Linear(4, 2)
 
     def training_step(self, batch: Any, index: int) -> Any:
         return {"loss": self.loss(batch), "auxiliary": self.auxiliary(batch[0])}
 
 
 class RankOneSkips(Net):
-    extra = "gate"
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x) if self.global_rank == 1 else self.body(x) + self.gate(x)
 
 
 class Sometimes(Net):
-    extra = "gate"
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
 
     def training_step(self, batch: Any, index: int) -> Any:
         return cross_entropy(self(batch[0]) + (self.gate(batch[0]) if index % 2 else 0), batch[1])
@@ -212,7 +216,9 @@ class ManualAccumulation(Manual):
 
 
 class ManualUnused(Manual):
-    extra = "leftover"
+    def __init__(self) -> None:
+        super().__init__()
+        self.leftover = nn.Linear(4, 2)
 
 
 class ManualPastTheStrategy(Manual):

@@ -76,10 +76,14 @@ class Faulty(Net):
 
     def __init__(self, depth: int = 0, rarely: bool = True) -> None:
         super().__init__()
-        self.depth, self.rarely = depth, rarely
+        self.depth = depth
+        self.rarely = rarely
         self.lost = nn.Parameter(torch.zeros(1))
-        for name in ("unused", "not_in_loss", "detached", "zero", "rare"):
-            setattr(self, name, nn.Linear(8, 1))
+        self.unused = nn.Linear(8, 1)
+        self.not_in_loss = nn.Linear(8, 1)
+        self.detached = nn.Linear(8, 1)
+        self.zero = nn.Linear(8, 1)
+        self.rare = nn.Linear(8, 1)
         self.unregistered = [torch.ones(8, requires_grad=True)]
         self.calls = 0
 

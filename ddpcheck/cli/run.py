@@ -86,7 +86,7 @@ def run_agent(
     quiet = limit is not None
     watch = HangWatch(folder, args.check_timeout, end_agent, None if quiet else say, nodes, limit or math.inf)
     try:
-        with _handlers_kept(), _without_broken_error_files(), _meeting(nodes), _killing(quiet):
+        with _handlers_kept(), _without_broken_error_files(), _linking_nodes(nodes), _killing(quiet):
             try:
                 run(args)
             finally:
@@ -140,7 +140,7 @@ def _is_refused_option(error: Exception) -> bool:
     return any(frame.f_code is config_from_args.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
+def _linking_nodes(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
     """Patch torchrun's agent to link the nodes after each rendezvous (start and restarts)."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 

@@ -125,7 +125,11 @@ def sort_out(
             kept.append(finding)
     hidden = [finding.code for finding in findings if finding not in chosen]
     unmatched = _gone(baseline, findings, target, hidden) if baseline is not None else ()
-    loose = (_loose(rule, findings, kept) for rule in rules if all(is_selected(c, select, ignore) for c in rule.codes))
+    loose = (
+        _note_on_suppression(rule, findings, kept)
+        for rule in rules
+        if all(is_selected(c, select, ignore) for c in rule.codes)
+    )
     sentences = dict.fromkeys(filter(None, (*useless, *loose)))
     return Selection(tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(sentences), tuple(unmatched))
 
@@ -149,7 +153,7 @@ def _reason_in_source(finding: Finding, target: str) -> tuple[str, str]:
     return comment["reason"].strip(), ""
 
 
-def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence[Finding]) -> str:
+def _note_on_suppression(suppression: Suppression, findings: Sequence[Finding], kept: Sequence[Finding]) -> str:
     """Return a sentence on a suppression without effect, or ""."""
     matched = [finding for finding in findings if suppression.matched(finding)]
     if not matched:

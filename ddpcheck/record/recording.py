@@ -233,7 +233,7 @@ def _leaves_forward(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any
 _KEY = "_ddpcheck_watches"
 
 
-class _Held:
+class _KeptWatches:
     """Wrapper recorders that a module keeps alive; copied and pickled as an empty tuple."""
 
     __slots__ = ("watches",)
@@ -249,8 +249,8 @@ def hold(module: nn.Module, watch: Any) -> None:
     """Keep `watch` alive as long as `module`, which may be trained without the wrapper."""
     for part in _wrapped_parts(module):
         holder = vars(part).get(_KEY)
-        if not isinstance(holder, _Held):
-            holder = vars(part)[_KEY] = _Held()
+        if not isinstance(holder, _KeptWatches):
+            holder = vars(part)[_KEY] = _KeptWatches()
         holder.watches = [watch, *(known_watch for known_watch in holder.watches if known_watch.has_live_wrapper)]
 
 
@@ -258,7 +258,7 @@ def release(module: nn.Module, watch: Any) -> None:
     """Undo `hold`."""
     for part in _wrapped_parts(module):
         holder = vars(part).get(_KEY)
-        if isinstance(holder, _Held):
+        if isinstance(holder, _KeptWatches):
             holder.watches = [known_watch for known_watch in holder.watches if known_watch is not watch]
             if not holder.watches:
                 del vars(part)[_KEY]

@@ -58,13 +58,13 @@ def _causes(findings: Sequence[Finding]) -> dict[int, int]:
     """Return indices of causes by index of explained finding; unexplained causes take precedence."""
     possible: dict[int, list[int]] = {}
     for number, effect in enumerate(findings):
-        explaining = [n for n, cause in enumerate(findings) if n != number and _goes_before(cause, effect)]
+        explaining = [n for n, cause in enumerate(findings) if n != number and _is_cause_of(cause, effect)]
         if explaining:
             possible[number] = sorted(explaining, key=lambda n: findings[n].code)
     return {number: min(causes, key=lambda n: n in possible) for number, causes in possible.items()}
 
 
-def _goes_before(cause: Finding, effect: Finding) -> bool:
+def _is_cause_of(cause: Finding, effect: Finding) -> bool:
     """Return True if `cause` explains `effect`; if each explains the other, only conditionally."""
     relation, inverse = _explains(cause, effect), _explains(effect, cause)
     return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
@@ -135,7 +135,7 @@ def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
 def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
     """Check if `finding` is a consequence of an error in `findings`."""
     return any(
-        cause != finding and cause.severity is Severity.ERROR and _goes_before(cause, finding) for cause in findings
+        cause != finding and cause.severity is Severity.ERROR and _is_cause_of(cause, finding) for cause in findings
     )
 
 

@@ -80,7 +80,7 @@ def _ranks(numbers: Sequence[float]) -> list[float]:
     return ranks
 
 
-def _area(scores: Sequence[float], labels: Sequence[float]) -> float:
+def _roc_area(scores: Sequence[float], labels: Sequence[float]) -> float:
     """Return the area under the ROC curve."""
     positive = [rank for rank, label in zip(_ranks(scores), labels, strict=True) if label == 1]
     n_pos, n_neg = len(positive), len(labels) - len(positive)
@@ -111,7 +111,7 @@ OF_NUMBERS: Mapping[str, Metric] = {
 }
 
 OF_SCORES: Mapping[str, Metric] = {
-    "area under the curve": _of(_area),
+    "area under the curve": _of(_roc_area),
     "cross entropy": _of(_mean_of(lambda x, y: -(y * math.log(x) + (1 - y) * math.log(1 - x)))),
     "mean squared error": _of(_squared),
     "mean absolute error": _of(_absolute),

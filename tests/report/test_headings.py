@@ -163,8 +163,8 @@ def bare(module: Any, device: Any) -> Any:
     return module
 
 
-def drawn_in_module(generator: Any, draw: Callable[[Any, int], Any]) -> dict[str, Any]:
-    return {"model": lambda: Held(generator, draw)}
+def drawn_in_module(make_generator: Callable[[], Any], draw: Callable[[Any, int], Any]) -> dict[str, Any]:
+    return {"model": lambda: Held(make_generator(), draw)}
 
 
 NORM = {"model": lambda: linear_and(nn.BatchNorm1d(8))}
@@ -231,17 +231,17 @@ CASES = {
     "one number of random": case("clean", PARITY, loss=times(lambda _: random.random())),
     "numbers of an own generator": case(NO_PARITY, NUMPY, loss=times(numpy.random.default_rng(0).random)),
     "a generator of torch in the module": case(
-        "clean", PARITY, **drawn_in_module(torch.Generator(), lambda own, n: torch.rand(n, generator=own))
+        "clean", PARITY, **drawn_in_module(torch.Generator, lambda own, n: torch.rand(n, generator=own))
     ),
     "a generator of numpy in the module": case(
-        NO_PARITY, NUMPY, REDUCER, **drawn_in_module(numpy.random.default_rng(0), lambda own, n: own.random(n))
+        NO_PARITY, NUMPY, REDUCER, **drawn_in_module(lambda: numpy.random.default_rng(0), lambda own, n: own.random(n))
     ),
     "an old generator of numpy in the module": case(
-        NO_PARITY, NUMPY, REDUCER, **drawn_in_module(numpy.random.RandomState(0), lambda own, n: own.rand(n))
+        NO_PARITY, NUMPY, REDUCER, **drawn_in_module(lambda: numpy.random.RandomState(0), lambda own, n: own.rand(n))
     ),
     "a generator of random in the module": case(
         *(NO_PARITY, PYTHON, REDUCER),
-        **drawn_in_module(random.Random(0), lambda own, n: [own.random() for _ in range(n)]),
+        **drawn_in_module(lambda: random.Random(0), lambda own, n: [own.random() for _ in range(n)]),
     ),
     "a codebook that begins with samples chosen at random": case(
         NO_PARITY,

@@ -189,7 +189,7 @@ def begin_history(generator: str) -> None:
 def end_history(generator: str) -> None:
     """Add a generator's draws to `draw_history`; called before the generator is seeded again."""
     if _seeds <= _MOST_SEEDS:
-        _drawn[generator] = _given_by(generator)
+        _drawn[generator] = _output_digest(generator)
 
 
 def numpy_digest(generator: Any) -> bytes:
@@ -203,7 +203,7 @@ def generator_attributes(obj: Any) -> list[tuple[str, Any]]:
     pending: list[tuple[str, Any, int]] = [("", obj, 0)]
     seen = {id(obj)}
     for name, obj, depth in pending:  # appended to in the loop
-        if _held_state(obj):
+        if _state_bytes(obj):
             generators.append((name, obj))
         elif depth < _DEEPEST:
             for key, value in _parts(obj, name):
@@ -215,11 +215,11 @@ def generator_attributes(obj: Any) -> list[tuple[str, Any]]:
 
 def digest_of_generators(generators: Iterable[Any]) -> int:
     """Return a digest of the generators' states; 0 if there are none."""
-    states = [_held_state(generator) for generator in generators]
+    states = [_state_bytes(generator) for generator in generators]
     return _number(b"".join(states)) if states else 0
 
 
-def _held_state(obj: Any) -> bytes:
+def _state_bytes(obj: Any) -> bytes:
     numpy, torch = sys.modules.get("numpy.random"), sys.modules["torch"]
     if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
         return repr(obj.getstate()).encode()
@@ -244,7 +244,7 @@ def draw_history() -> int:
     """Return a digest of all random numbers drawn so far; 0 if unknown."""
     if _seeds > _MOST_SEEDS:
         return 0
-    digests = {name: _given_by(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
+    digests = {name: _output_digest(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
     digests = {name: digests[name] for name in sorted(digests) if digests[name]}  # numpy is imported lazily
     return _number(repr(digests).encode()) + 1
 
@@ -265,7 +265,7 @@ def available_generators() -> list[str]:
     return ["torch", "python", *(["numpy"] if "numpy.random" in sys.modules else [])]
 
 
-def _given_by(generator: str) -> bytes:
+def _output_digest(generator: str) -> bytes:
     if generator not in _began:  # torch's, not available during its import
         torch = sys.modules["torch"]
         _began[generator] = _torch_state(torch.Generator().manual_seed(torch.default_generator.initial_seed()))

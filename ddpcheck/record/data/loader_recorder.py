@@ -90,7 +90,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._opening: _Pass | None = None
         patched(data.DataLoader, "__iter__", self._opens)
         patched(_BaseDataLoaderIter, "_next_index", self._counts)  # private to torch; if missing, no indices
-        Patch(_BaseDataLoaderIter, "__next__", self._taken_by)
+        Patch(_BaseDataLoaderIter, "__next__", self._following_next)
 
     def close(self) -> None:
         """End the open passes; called when the script ends."""
@@ -119,7 +119,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         if pass_ is not None and pass_.map_style:
             _note_index(pass_, index)
 
-    def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _following_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         took, end = guarded(self._took), guarded(self._end)
 
         @functools.wraps(original)

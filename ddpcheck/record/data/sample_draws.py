@@ -54,7 +54,7 @@ class SampleDraws:
     @contextlib.contextmanager
     def followed(self, loader: Any) -> Iterator[None]:
         """Replace `collate_fn` and `worker_init_fn` while the `with` block creates an iterator."""
-        loader.collate_fn, loader.worker_init_fn = self._put_together, self._begin_worker
+        loader.collate_fn, loader.worker_init_fn = self._recording_collate, self._begin_worker
         try:
             yield
         finally:
@@ -90,7 +90,7 @@ class SampleDraws:
             self._begin(list(range(worker * self._most, (worker + 1) * self._most)))
 
     @passes_on
-    def _put_together(self, samples: Any) -> Any:
+    def _recording_collate(self, samples: Any) -> Any:
         with contextlib.suppress(Exception):
             self._note()
         batch = self._collate(samples)

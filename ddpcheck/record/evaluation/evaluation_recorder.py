@@ -56,7 +56,7 @@ _Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenPass:
     """Open loader pass; an evaluation if no backward pass runs before its end."""
 
     backwards: int
@@ -75,9 +75,11 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._evaluated = False  # True if an evaluation ended in this round
         self._backwards = 0
         self._remaining = [0, 0]  # remaining exchanges and shown numbers to write in this round
-        self._open: dict[tuple[int, int], _Open] = {}
+        self._open: dict[tuple[int, int], _OpenPass] = {}
         self._ended: tuple[int, int] | None = None  # last evaluation
-        self._late: tuple[_Open, EvaluationPass] | None = None  # last evaluation, if its last batch may be in progress
+        self._late: tuple[_OpenPass, EvaluationPass] | None = (
+            None  # last evaluation, if its last batch may be in progress
+        )
         self._references: set[int] = set()  # loaders whose datasets were recorded
         self._record: Any = None  # last record of `logging`
         self._size = self._samples = 0  # dataset size and samples on this rank, of the last evaluation
@@ -109,7 +111,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         if pass_ is None:
             self._comparisons.close()
             counters = {name: bool(numbers.any()) for name, numbers in program_numbers.counters_of_program().items()}
-            self._open[key] = _Open(self._backwards, program_numbers.numbers_of_program(), counters)
+            self._open[key] = _OpenPass(self._backwards, program_numbers.numbers_of_program(), counters)
             return
         if not entry.exhausted or entry.trains or not entry.batches or self._backwards > pass_.backwards:
             return
@@ -225,7 +227,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._sink(MetricShown(self._round, how, program_numbers.line_of_output(), tuple(numbers[:_FEW])))
 
 
-def _counted_since(opened: _Open, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _counted_since(opened: _OpenPass, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the program's numbers, tables and rows that changed during a pass."""
     current = program_numbers.numbers_of_program()
     numbers = {name: value for name, value in current.items() if opened.numbers.get(name) != value}
@@ -389,14 +391,14 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
         if self._patches or self._rounds > _MOST_COMPARED_ROUNDS:
             return
         for owner, names in ((torch.Tensor, _METHODS), (torch, _FUNCTIONS), (functional, _LOSSES)):
-            self._patches += [patched(owner, name, self._meet) for name in names]
+            self._patches += [patched(owner, name, self._note_comparison) for name in names]
 
     def close(self) -> None:
         """Stop recording: the script trains again, or iterates over other data."""
         while self._patches:
             self._patches.pop().undo()
 
-    def _meet(self, a: Any = None, b: Any = None, *_arguments: Any, **named: Any) -> None:
+    def _note_comparison(self, a: Any = None, b: Any = None, *_arguments: Any, **named: Any) -> None:
         a, b = named.get("input", a), named.get("other", named.get("target", b))
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or is_shard(a) or is_shard(b):
             return

@@ -78,7 +78,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         """Record an optimizer step, once its forward and backward passes have ended."""
         last, self._last = self._last, self._tracker.number
         if last == self._last and self._loop.ledger.prepared is not None:
-            self._note_unanswered()
+            self._count_missing_reduction()
         else:
             self._unanswered = 0
         entry = self._known.get(optimizer)
@@ -101,7 +101,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         else:
             self._step_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
 
-    def _note_unanswered(self) -> None:
+    def _count_missing_reduction(self) -> None:
         """Report replaced parameters, which DDP may wait for, after 3, 6, 12, ... steps."""
         self._unanswered += 1
         times, rest = divmod(self._unanswered, _FEWEST)

@@ -305,8 +305,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 callback()
         if is_complete:
             return
-        self._note_arrivals(reached)
-        self._step.still_expected = NONE if self._backward is BackwardKind.GRAD else self._may_still_come(reached)
+        self._hook_unreached(reached)
+        self._step.still_expected = NONE if self._backward is BackwardKind.GRAD else self._expected_later(reached)
         absent = self.parameters.all - reached - self._step.still_expected - self.unreduced
         if sharded and absent and self._backward is BackwardKind.SYNCED:
             for listener in self._listeners:
@@ -326,7 +326,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             listener.backward_hidden()
         return True
 
-    def _note_arrivals(self, reached: Set[int]) -> None:
+    def _hook_unreached(self, reached: Set[int]) -> None:
         """Hook parameters not in `reached`, which a re-entrant checkpoint may still reach."""
         self._took_part = arrived = set(reached)
         for index in self.parameters.all - reached:
@@ -335,7 +335,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 handle = parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.add(index))
                 self._pass_handles.append(handle)
 
-    def _may_still_come(self, reached: Set[int]) -> set[int]:
+    def _expected_later(self, reached: Set[int]) -> set[int]:
         """Return indices that a later backward pass may reach, through an output unused now.
 
         If such an output also depends on a parameter that is reduced now, the later pass comes too late: its parameters

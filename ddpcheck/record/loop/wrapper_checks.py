@@ -212,10 +212,10 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         """Record the buffer broadcast of a DDP forward pass, if DDP does one."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
             if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
-                labels = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges(wrapper)
+                labels = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges_bucket_order(wrapper)
                 note_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
 
-    def _exchanges(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
+    def _exchanges_bucket_order(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
         """Return True if DDP broadcasts the rebuilt bucket order: first forward after a backward."""
         searches = wrapper.find_unused_parameters and not wrapper.static_graph
         rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)

@@ -272,15 +272,15 @@ def _count(node: Any) -> tuple[int, bool]:
     total, target = kept_tensor(node, "total_weight"), kept_tensor(node, "target")
     if total is not None and target is not None and kept_tensor(node, "weight") is None:
         counted = round(float(local_part(total)))
-        return counted, counted < target.numel() or _is_chosen(next_node, shape)
+        return counted, counted < target.numel() or _is_selected(next_node, shape)
     if next_node is not None and next_node.name().startswith("Mul") and node.name().startswith(_SUMS):
         mask = kept_tensor(next_node, "self" if next_node.next_functions[0][0] is None else "other")
         if mask is not None and not mask.requires_grad and mask.numel() and bool(((mask == 0) | (mask == 1)).all()):
             return round(float(local_part(mask).sum()) * count / mask.numel()), True
-    return count, _is_chosen(next_node, shape)
+    return count, _is_selected(next_node, shape)
 
 
-def _is_chosen(node: Any, shape: tuple[int, ...]) -> bool:
+def _is_selected(node: Any, shape: tuple[int, ...]) -> bool:
     """Return True if an index or mask selected the rows from another tensor."""
     for _ in range(_MOST_FOLLOWED):
         if node is None or ((shapes := output_shapes(node)) and shapes[0][:1] != shape[:1]):
@@ -293,19 +293,21 @@ def _is_chosen(node: Any, shape: tuple[int, ...]) -> bool:
 
 _MOST_TARGETS = 4
 _MOST_COUNTED = 1 << 12  # max elements for the entropy estimate
-_GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone")
+_ARITHMETIC = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone")
 
 
 def loss_targets(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     """Return the targets saved by torch's losses, of which `loss` is an arithmetic combination."""
     targets = []
     graph = LossGraph(
-        [loss], limit=_MOST_NODES, is_end=lambda node: _has_target(node) or not node.name().startswith(_GOES_ON)
+        [loss], limit=_MOST_NODES, is_end=lambda node: _has_target(node) or not node.name().startswith(_ARITHMETIC)
     )
     for target in (kept_tensor(node, "target") for node in filter(_has_target, graph.nodes)):
         if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
             if not target.requires_grad and target.numel() > 1:
-                targets.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))
+                targets.append(
+                    LossTarget(fingerprint(target), len(target), target.numel(), _entropy_bits(target.detach()))
+                )
     return tuple(targets[:_MOST_TARGETS])
 
 
@@ -313,7 +315,7 @@ def _has_target(node: Any) -> bool:
     return hasattr(node, "_raw_saved_target")
 
 
-def _bits(target: torch.Tensor) -> float:
+def _entropy_bits(target: torch.Tensor) -> float:
     """Return the entropy of target values in bits; 0 if sorted or grouped."""
     values = target.flatten()
     values = values[:: max(1, len(values) // _MOST_COUNTED)]

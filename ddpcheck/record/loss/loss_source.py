@@ -180,17 +180,17 @@ def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Plac
         if isinstance(node.op, ast.Div) or scales_left:
             trace.factors.append((scope, node.right, node.lineno))
             if isinstance(node.op, ast.Div) and not _is_number(scope, node.right):
-                return _made_here(trace, scope, node)  # division by a count, for example: the mean of a sum
-            return _follow(trace, scope, node.left, before, None) or _made_here(trace, scope, node.left)
+                return _note_origin(trace, scope, node)  # division by a count, for example: the mean of a sum
+            return _follow(trace, scope, node.left, before, None) or _note_origin(trace, scope, node.left)
         if scales_right:
             trace.factors.append((scope, node.left, node.lineno))
-            return _follow(trace, scope, node.right, before, None) or _made_here(trace, scope, node.right)
+            return _follow(trace, scope, node.right, before, None) or _note_origin(trace, scope, node.right)
     if isinstance(node.op, ast.Mult | ast.Div | ast.Add | ast.Sub):
         return _follow(trace, scope, node.left, before, None) or _follow(trace, scope, node.right, before, None)
-    return _made_here(trace, scope, node)
+    return _note_origin(trace, scope, node)
 
 
-def _made_here(trace: _Trace, scope: Scope, node: ast.expr) -> bool:
+def _note_origin(trace: _Trace, scope: Scope, node: ast.expr) -> bool:
     if isinstance(node, ast.Name):
         return False
     trace.made = trace.made or location_in(scope, node.lineno)
@@ -231,10 +231,10 @@ def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, p
         arguments = {keyword.arg: keyword.value for keyword in call.keywords}
         if isinstance(part, str) and part in arguments:  # a container constructed here
             return _follow(trace, scope, arguments[part], before, None)
-        return _made_here(trace, scope, call)
+        return _note_origin(trace, scope, call)
     results = reversed(list(returns(inner.body)))
     followed = any(_follow(trace, inner, result, (result.lineno + 1, 0), part) for result in results)
-    return followed or _made_here(trace, scope, call)
+    return followed or _note_origin(trace, scope, call)
 
 
 # The world size
@@ -242,7 +242,7 @@ def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, p
 
 def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
     """Return True if an expression is computed from the world size; `seen`: checked names."""
-    return any(_says_world_size(scope, child, seen) for child in ast.walk(node))
+    return any(_is_world_size_node(scope, child, seen) for child in ast.walk(node))
 
 
 @functools.cache
@@ -318,7 +318,7 @@ def _factors(node: ast.AST) -> list[ast.expr]:
     return []
 
 
-def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
+def _is_world_size_node(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
     if isinstance(node, ast.Constant):
         return bool(node.value == _WORLD_SIZE.upper())  # environment variable
     if isinstance(node, ast.Call):

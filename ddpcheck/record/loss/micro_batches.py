@@ -48,7 +48,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
         self._has_moved = False
         self._across_reductions = False
         self._seen = 0
-        self._unread: set[int] = set()  # forward passes without a backward pass yet
+        self._without_backward: set[int] = set()  # forward passes without a backward pass yet
         self._measured: list[_Measured] = []
         self._handles: list[Any] = []
 
@@ -60,7 +60,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
             if not self._across_reductions:  # first forward of an optimizer step
                 self._index += 1
                 self._seen = 0
-                self._unread.clear()
+                self._without_backward.clear()
                 if self._handles:
                     remove_hooks(self._handles)
         if is_probed(self._index) and self._seen < _MOST_A_STEP:
@@ -68,7 +68,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
             with contextlib.suppress(Exception):  # unknown output type
                 self._hook(step, self._seen, output)
             if len(self._handles) > hooks:
-                self._unread.add(self._seen)
+                self._without_backward.add(self._seen)
             self._seen += 1
 
     def step_ended(self) -> None:
@@ -116,7 +116,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
         for index in _with_unshared_head([node_of(tensor) for tensor in scores]):
             which = step, f"output {index}", position, sequences
-            self._measure(*_where_used(scores[index]), which, _Logits(scores[index]))
+            self._measure(*_original_output(scores[index]), which, _Logits(scores[index]))
 
     def _measure(self, node: Any, output_nr: int, which: tuple[int, str, int, int], measure: _Measure) -> None:
         """Measure the gradient at a node's output; `which`: step, head, position, sequence count."""
@@ -127,8 +127,8 @@ class MicroBatches(Recorder, subjects=("loss",)):
             if gradient is None or gradient.ndim < 2 or index != self._index:
                 return
             values = torch.tensor([1.0, 0.0, 1.0])  # unknown weight
-            self._unread.discard(which[2])
-            is_mixed = self._unread or (self._across_reductions and not self._has_gradients())
+            self._without_backward.discard(which[2])
+            is_mixed = self._without_backward or (self._across_reductions and not self._has_gradients())
             if not is_mixed:  # several forwards in one loss are not micro-batches; ignore gradients of a skipped step
                 with torch.no_grad(), contextlib.suppress(Exception):
                     values = measure(gradient)
@@ -154,7 +154,7 @@ def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
     return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 
 
-def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
+def _original_output(logits: torch.Tensor) -> tuple[Any, int]:
     """Return the node and output index that receive the whole gradient of `logits`.
 
     DDP returns copies of the forward outputs, and autocast copies in another dtype; a loss computed in forward uses the
@@ -211,15 +211,15 @@ class _Logits:
         smooth = probabilities - 1 / probabilities.shape[-1]  # direction of label smoothing
         if probabilities.shape[-1] < 3:
             smooth = torch.zeros_like(smooth)  # the same direction as `wrong`
-        direction = wrong - _along(wrong, smooth) * smooth
-        weights = _along(grad, direction)
+        direction = wrong - _coefficients(wrong, smooth) * smooth
+        weights = _coefficients(grad, direction)
         residual = grad - weights * wrong
-        off = (residual - _along(residual, smooth) * smooth).norm(dim=-1) > _TOLERANCE * grad.norm(dim=-1)
+        off = (residual - _coefficients(residual, smooth) * smooth).norm(dim=-1) > _TOLERANCE * grad.norm(dim=-1)
         weights = torch.where(off, torch.full_like(weights[:, 0], torch.nan), weights[:, 0])
         return _summary(weights, counted, counted[self._chosen])
 
 
-def _along(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+def _coefficients(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     """Return, per row, the coefficient of the projection on its direction."""
     squares = directions.square().sum(-1, keepdim=True).clamp_min(torch.finfo(directions.dtype).tiny)
     return (rows * directions).sum(-1, keepdim=True) / squares

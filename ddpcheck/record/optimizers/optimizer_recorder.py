@@ -154,7 +154,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         if known is None:
             known = self._known[optimizer] = _Optimizer(len(self._all))
             self._all.append(known)
-            self._look_at(optimizer, known)
+            self._inspect_parameters(optimizer, known)
         known.inside = True
         known.schedule = self._schedules.state_of(optimizer) if self._schedules.followed else None
         watches = self._watches_of(optimizer, known)
@@ -306,7 +306,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             known.watches = key, list(map(ref, watches))
         return [*filter(None, map(call, known.watches[1]))]
 
-    def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
+    def _inspect_parameters(self, optimizer: Any, known: _Optimizer) -> None:
         """Record parameters in no wrapper, and schedules, at an optimizer's first step."""
         known.sample = tensor_ref(optimizer_params(optimizer)[0])
         self._stepped += self._lines.constructed.get(optimizer) is not None

@@ -97,7 +97,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         self._steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # (number, steps) by optimizer
         self._names: dict[int, str] = {}  # parameter names at the first step of their optimizer
         self._norm_at: Location | None = None
-        self._parts_given = False
+        self._script_splits_input = False
         self._handles: list[Any] = []
 
     def follow_script(self) -> None:
@@ -143,7 +143,9 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         """Record that the script itself splits data over ranks: an input requires no grad."""
         inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():
-            self._parts_given |= any(isinstance(tensor, torch.Tensor) and not tensor.requires_grad for tensor in inputs)
+            self._script_splits_input |= any(
+                isinstance(tensor, torch.Tensor) and not tensor.requires_grad for tensor in inputs
+            )
 
     def _distributes(self, module: nn.Module, mesh: Any = None, *_arguments: Any, **named: Any) -> Iterator[None]:
         yield
@@ -167,11 +169,11 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         if not count:
             self._norm_at = self._norm_at or shard_norm_at(user_frame(sys._getframe(1)), plain=True)
             watched = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
-            loose = ({id(p) for p in params} | self._split_now().keys()) - watched.keys()
+            loose = ({id(p) for p in params} | self._split_names().keys()) - watched.keys()
             names = names_of_parameters(loose) if loose and self._lines is not None else {}  # unused without `lines`
             self._names |= {key: name.partition(".")[2] for key, name in names.items()} | watched
         named = {self._names[id(p)]: p for p in params if id(p) in self._names}
-        split = self._split_now()
+        split = self._split_names()
         sharded = {id(p) for watch in list(self._watches) if watch.is_sharded for p in watch.parameters.values()}
         parts = tuple(name for name, p in named.items() if id(p) in split)
         whole = {name: p for name, p in named.items() if id(p) not in split}
@@ -193,11 +195,11 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 fingerprint(torch.get_rng_state()),
                 seed_line("torch"),
                 self._norm_at,
-                self._parts_given,
+                self._script_splits_input,
             )
         )
 
-    def _split_now(self) -> dict[int, str]:
+    def _split_names(self) -> dict[int, str]:
         """Return names of split parameters by `id()`; DDP may replace the parameters in forward."""
         split_names = {}
         for module, names in list(self._split.items()):

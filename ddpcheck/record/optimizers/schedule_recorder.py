@@ -258,13 +258,13 @@ class MonitorRecorder(Recorder, subjects=("optimizers",)):
 
     def _follow_callbacks(self, module: ModuleType) -> None:
         for name, end in itertools.product(_CALLBACKS, _ENDS):
-            patched(getattr(module, name), end, self._decides)
+            patched(getattr(module, name), end, self._note_use)
 
     def _logs(self, module: Any, name: str, *_arguments: Any, **_named: Any) -> None:
         if name not in self._lines:
             self._lines[name], self._trainer = user_location(), ref(module.trainer)
 
-    def _decides(self, callback: Any, trainer: Any, *_arguments: Any, **_named: Any) -> None:
+    def _note_use(self, callback: Any, trainer: Any, *_arguments: Any, **_named: Any) -> None:
         metric, metrics = callback.monitor, trainer.callback_metrics
         if metric not in metrics or trainer.sanity_checking or getattr(callback, "save_top_k", None) == 0:
             return
@@ -316,14 +316,14 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         self._note(state, self._before.get(optimizer, 0) + self._steps_of(optimizer), 0)
 
     def _note_save(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> None:
-        steps = [self._known(state)[0] for state, _ in _optimizers_in(obj, {}, 0)]
+        steps = [self._known(state)[0] for state, _ in _optimizer_states_in(obj, {}, 0)]
         if steps and isinstance(f, str | os.PathLike) and len(self._files) < _MOST_FILES:
             self._files[os.path.realpath(f)] = max(steps)
 
     def _note_load(self, f: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         loaded = yield
         written = self._files.get(os.path.realpath(f), 0) if isinstance(f, str | os.PathLike) else 0
-        for state, numbers in _optimizers_in(loaded, {}, 0):
+        for state, numbers in _optimizer_states_in(loaded, {}, 0):
             epochs = [number for key, number in numbers.items() if "epoch" in key.lower()]
             steps = [number for key, number in numbers.items() if key.lower().rpartition("_")[2] == "step"]
             self._note(state, max([written, *steps]), max(epochs, default=0))
@@ -352,7 +352,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
                 del self._states[next(iter(self._states))]
 
 
-def _optimizers_in(obj: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
+def _optimizer_states_in(obj: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
     """Yield optimizer states in an object, each with the integers in its parent dictionaries."""
     if not isinstance(obj, dict) or depth > _DEEPEST:
         return
@@ -361,7 +361,7 @@ def _optimizers_in(obj: Any, numbers: Mapping[str, int], depth: int) -> Iterator
         return
     numbers = {**numbers, **{key: value for key, value in obj.items() if type(key) is str and type(value) is int}}
     for value in obj.values():
-        yield from _optimizers_in(value, numbers, depth + 1)
+        yield from _optimizer_states_in(value, numbers, depth + 1)
 
 
 def _whole(step: Any) -> int:

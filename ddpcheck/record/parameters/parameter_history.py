@@ -155,13 +155,13 @@ class ParameterHistory:
             self._rank,
             step,
             states,
-            path_ends=self._lost(probe, snapshot),
+            path_ends=self._lost_gradients(probe, snapshot),
             unregistered=(*probe.unregistered, *probe.created_in_forward.values()),
             arrivals={name: count for name, count in probe.arrivals.items() if count > 1 and probe.reentrant},
             reentrant=probe.reentrant,
         )
 
-    def _lost(self, probe: StepProbe, snapshot: Snapshot | None) -> dict[str, PathEnd]:
+    def _lost_gradients(self, probe: StepProbe, snapshot: Snapshot | None) -> dict[str, PathEnd]:
         """Return where gradients were lost; for compiled code, found by an eager rerun."""
         compiled = {name for name, end in probe.lost.items() if end.reason == COMPILED_CODE}
         self._ends |= self._explained(compiled - self._ends.keys(), snapshot)

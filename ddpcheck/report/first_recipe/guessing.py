@@ -105,7 +105,7 @@ def guess_inputs(model: nn.Module) -> Guess:
         inputs = tuple(Input(name, *sample) for name, sample in zip(names, samples, strict=True))
         tried += 1
         try:
-            output = _try(model, inputs)
+            output = _run_batches(model, inputs)
         except Exception as error:  # the next guess may work
             output, message = None, f"{type(error).__name__}: {error}".splitlines()[0]
             first_error = message if tried == 1 else first_error
@@ -169,7 +169,7 @@ def _by_name(model: nn.Module, name: str, whole: list[Sample]) -> Iterator[Sampl
         yield from whole
 
 
-def _try(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
+def _run_batches(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
     """Run batches of 4 and 6 samples; return the output's kind if equal."""
     kinds = []
     for samples in (4, 6):

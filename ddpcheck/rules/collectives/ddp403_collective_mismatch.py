@@ -407,7 +407,7 @@ def judge_wrapper_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
     permuted = len({tuple(sorted(rank_lines)) for rank_lines in lines}) == 1
     for number, wrappers in enumerate(zip(*ranks, strict=False)):
         first = wrappers[0]
-        parted = [rank for rank, wrapper in enumerate(wrappers) if _is_another(wrapper, first)]
+        parted = [rank for rank, wrapper in enumerate(wrappers) if _wraps_unrelated(wrapper, first)]
         if not parted and permuted:
             parted = [rank for rank, wrapper in enumerate(wrappers) if wrapper.location != first.location]
         if parted:
@@ -429,7 +429,7 @@ def judge_wrapper_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
     return []
 
 
-def _is_another(wrapper: WrapperBegun, first: WrapperBegun) -> bool:
+def _wraps_unrelated(wrapper: WrapperBegun, first: WrapperBegun) -> bool:
     """Return True if `wrapper` wraps an unrelated module, not a variant of `first`."""
     if wrapper.module == first.module or wrapper.description == first.description:
         return False

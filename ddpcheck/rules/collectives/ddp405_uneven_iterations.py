@@ -47,7 +47,7 @@ from ddpcheck.trace.positions import (
 )
 
 
-def _and_doing(facts: EndingFacts, ranks: Sequence[int]) -> str:
+def _activities_clause(facts: EndingFacts, ranks: Sequence[int]) -> str:
     """Return the end of a sentence that says what `ranks` are doing."""
     activities = {rank.doing for rank in facts.ranks if rank.rank in ranks}
     return f" and {agreeing(activities.pop(), ranks)}" if len(activities) == 1 else f" ({doing(facts, ranks)})"
@@ -152,8 +152,9 @@ def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, staye
     return new_finding(
         "DDP405",
         (op_name(stayer.call),),
-        f"{format_ranks(leavers).capitalize()} left the loop at {loop.head}{cause}{after}{_and_doing(facts, leavers)}; "
-        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it{_and_doing(facts, others)}.",
+        f"{format_ranks(leavers).capitalize()} left the loop at {loop.head}{cause}{after}"
+        f"{_activities_clause(facts, leavers)}; "
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it{_activities_clause(facts, others)}.",
         ranks=leavers if len(leavers) <= len(others) else others,
         location=where or Location(loop.path, loop.line),
         evidence=[

@@ -48,13 +48,13 @@ def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Positio
     """
     before = lines_of(stayer.before[-1]) if stayer.before else ()
     if loop in facts.loops(leaver.lines):
-        return _comes_first(stayer.lines, leaver.lines, before) and _is_restarted(facts, stayer, leaver)
+        return _is_reached_first(stayer.lines, leaver.lines, before) and _is_restarted(facts, stayer, leaver)
     was_in_loop = loop in facts.loops(before)
     exits = exits_of(facts, loop, leaver, stayer)
     start = next((split_line(line)[1] for line in before if loop in facts.blocks.get(line, ())), 0)
     if was_in_loop and any((line, word) not in loop.exits or start < line < block.line for line, word in exits):
         return False
-    if was_in_loop and _comes_first(before, stayer.lines, ()):  # so this iteration has begun
+    if was_in_loop and _is_reached_first(before, stayer.lines, ()):  # so this iteration has begun
         return True
     assert stayer.call is not None
     ends_by_itself = loop.word == "for" and not exits
@@ -62,7 +62,7 @@ def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Positio
     return ends_by_itself and not is_loader_loop and stayer.call.operation not in (DDP_FORWARD, *PASSES)
 
 
-def _comes_first(stack: Sequence[str], other_stack: Sequence[str], before: Sequence[str]) -> bool:
+def _is_reached_first(stack: Sequence[str], other_stack: Sequence[str], before: Sequence[str]) -> bool:
     """Return True if a program at `before` reaches `stack` before `other_stack`; innermost lines first.
 
     Stacks begin with the innermost line. In a loop, lines above `before` belong to the next iteration.

@@ -190,9 +190,9 @@ def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Positi
     `leaver` may have left the loop before.
     """
     loops = loops_left(facts, leaver, stayer)
-    if not loops or _has_as_many(leaver.state, stayer) or not (leaver.lines or leaver.state.ended):
+    if not loops or _has_as_many_backwards(leaver.state, stayer) or not (leaver.lines or leaver.state.ended):
         return ""
-    last, peer_last = next(_last_common(leaver, stayer, pending), (None, None))
+    last, peer_last = next(_common_backwards(leaver, stayer, pending), (None, None))
     lead = 0 if last is None or peer_last is None else last.forward - peer_last.forward
     forwards = leaver.state.forwards.get(split_line(pending.line)[1]) if pending.forward >= 0 else -1
     has_forward = forwards is not None and 0 <= pending.forward <= forwards - lead
@@ -211,7 +211,7 @@ def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Positi
     return ("unknown" if forwards is None else "batch") if has_batch else ""
 
 
-def _has_as_many(leaver: RankAtEnd, stayer: Position) -> bool:
+def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
     """Return True if `leaver` made as many backward passes as `stayer`."""
     if stayer.call is None or (backward := backward_of(stayer.call)) is None:
         return False
@@ -219,7 +219,7 @@ def _has_as_many(leaver: RankAtEnd, stayer: Position) -> bool:
     return count >= stayer_count
 
 
-def _last_common(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
+def _common_backwards(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
     """Yield pairs of common backward passes of the pending one's forward line, latest first."""
     for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
         backward, other_backward = backward_of(call), backward_of(other_call)

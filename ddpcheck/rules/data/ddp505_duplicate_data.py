@@ -147,7 +147,7 @@ def _repeats_evenly(lists: Sequence[Sequence[int]]) -> bool:
 def judge_later_overlap(loader: Loader) -> list[Finding]:
     """DDP505: samples disjoint between ranks in the first epoch and shared in later epochs."""
     epochs, first = list(zip(*loader.passes, strict=False)), loader.first[0]
-    if len(loader.passes) < 2 or len(epochs) < 2 or not loader.has_same_data or not all(map(_has_parts, epochs)):
+    if len(loader.passes) < 2 or len(epochs) < 2 or not loader.has_same_data or not all(map(_exhausts_shares, epochs)):
         return []
     if any(p.size != first.size or p.epoch != epoch[0].epoch for epoch in epochs for p in epoch):
         return []
@@ -175,7 +175,7 @@ def judge_later_overlap(loader: Loader) -> list[Finding]:
     )
 
 
-def _has_parts(epoch: Sequence[LoaderPass]) -> bool:
+def _exhausts_shares(epoch: Sequence[LoaderPass]) -> bool:
     """Return True if each rank exhausted its share of the dataset without duplicates."""
     whole = all(loader.indices and is_complete_pass(loader) and not loader.replaces for loader in epoch)
     once = all(len(set(loader.indices)) == len(loader.indices) == len(epoch[0].indices) for loader in epoch)

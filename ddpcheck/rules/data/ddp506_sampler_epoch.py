@@ -147,8 +147,8 @@ def _begin_equally(first: LoaderPass, second: LoaderPass) -> bool:
 def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP506: training continued after some epochs with the sampler at epoch 0."""
     first = [next((loader for loader in loaders if loader.trains and loader.restored), None) for loaders in passes]
-    restarted = [p for p in first if p is not None and _gives_order(p) and p.has_epoch and p.epoch == 0]
-    done = [loader for loader in restarted if _goes_on_after_epochs(loader)]
+    restarted = [p for p in first if p is not None and _is_shuffled(p) and p.has_epoch and p.epoch == 0]
+    done = [loader for loader in restarted if _resumes_after_epoch(loader)]
     if len(restarted) < len(passes) or not done or (restored := done[0].restored) is None:
         return []
     loader = done[0]
@@ -164,12 +164,12 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     )
 
 
-def _gives_order(loader: LoaderPass) -> bool:
+def _is_shuffled(loader: LoaderPass) -> bool:
     """Return True if the sampler shuffles, by flag or by indices."""
     return loader.shuffles or (not loader.replaces and list(loader.indices) != sorted(loader.indices))
 
 
-def _goes_on_after_epochs(loader: LoaderPass) -> bool:
+def _resumes_after_epoch(loader: LoaderPass) -> bool:
     """Return True if training before the checkpoint had covered the data at least once."""
     if loader.restored is None or not loader.restored.steps:
         return loader.restored is not None and loader.restored.epochs > 0 and not loader.skipped

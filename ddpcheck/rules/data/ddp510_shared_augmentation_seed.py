@@ -116,7 +116,7 @@ def judge_step_draws(
     for_samples = [
         draw
         for draw in shared
-        if (draw.kind == "noise" and not draw.in_forward and _is_for(draw.count, rows | sizes))
+        if (draw.kind == "noise" and not draw.in_forward and _may_fill_tensor(draw.count, rows | sizes))
         or (draw.kind == "choice" and draw.in_forward and draw.count in rows)
     ]
     passed = any(all_inputs_differ(steps) and share_some_inputs(steps, len(steps)) for steps in compared)
@@ -181,7 +181,7 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / max(math.hypot(*a) * math.hypot(*b), 1e-300)
 
 
-def _is_for(count: int, sizes: set[int]) -> bool:
+def _may_fill_tensor(count: int, sizes: set[int]) -> bool:
     """Return True if `count` random numbers match the elements of a tensor."""
     with_block = {size + RANDN_BLOCK for size in sizes if size > RANDN_BLOCK and size % RANDN_BLOCK}
     return count > 1 and count % MT_STATE_SIZE in {size % MT_STATE_SIZE for size in sizes | with_block}

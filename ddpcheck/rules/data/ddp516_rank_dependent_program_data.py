@@ -221,7 +221,7 @@ def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     counts = [Counter(table.values()) for table in values]
     if len(keys) < 2 or any(count != counts[0] for count in counts):
         return False
-    return _is_numbering(values[0]) and not _are_of_ranks(name, values)
+    return _is_numbering(values[0]) and not _describes_ranks(name, values)
 
 
 def _is_numbering(table: Mapping[str, str]) -> bool:
@@ -240,7 +240,7 @@ def _is_numbering(table: Mapping[str, str]) -> bool:
     return follow and first < least and values != set(table)
 
 
-def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
+def _describes_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     """Return True if a table describes ranks: ring neighbours, devices, rotations by rank."""
     texts = (name.rpartition(".")[2], *values[0])
     words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}

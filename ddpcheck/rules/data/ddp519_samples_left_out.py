@@ -48,7 +48,7 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
     """DDP519: samples that no rank takes in any epoch."""
     epochs = [epoch for epoch in zip(*loader.passes, strict=False) if all(p.indices for p in epoch)]
     first, size = loader.first, loader.first[0].size
-    twice = all(_takes_a_part(p) for epoch in epochs for p in epoch)
+    twice = all(_takes_at_most_half(p) for epoch in epochs for p in epoch)
     if len(epochs) < 2 or size < 1 or not (twice or loader.has_same_data):
         return []
     if any(p.subset or p.chooses or p.size != size for p in first):  # the other samples are a held-out set
@@ -76,7 +76,7 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
     )
 
 
-def _takes_a_part(p: LoaderPass) -> bool:
+def _takes_at_most_half(p: LoaderPass) -> bool:
     """Check if a pass has at most half of its distributed sampler's samples."""
     return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.part + p.batch_size
 

@@ -80,7 +80,7 @@ def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
             values |= {
                 (ev.results.round, rank, metric.key, metric.name): metric.values[rank] for metric in group.metrics
             }
-            for key, shown, number in _placed(rank, evals):
+            for key, shown, number in _numbers_not_on_all_ranks(rank, evals):
                 numbers.setdefault(key, {})[ev.results.round] = number
                 if any(shows(number, metric.pooled) for metric in group.metrics):
                     continue
@@ -114,7 +114,9 @@ def _are_shares(evals: Sequence[RankEvaluation]) -> bool:
     return differ and not any(gathered_labels([ev]) for ev in evals)
 
 
-def _placed(rank: int, evals: Sequence[RankEvaluation]) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
+def _numbers_not_on_all_ranks(
+    rank: int, evals: Sequence[RankEvaluation]
+) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
     """Yield the numbers that a rank shows at lines where not all ranks do."""
     counters: dict[Location | None, Iterator[int]] = {}
     for shown in evals[rank].shown:
@@ -144,14 +146,14 @@ def _is_known(evals: Sequence[RankEvaluation], rank: int, shown: MetricShown, me
     ev = evals[rank]
     before = next(index for index, output in enumerate(ev.shown) if output is shown)
     kept = [call for call in ev.exchanged if not (call.sums and call.shown <= before)]
-    if any(_gives(call, ev, rank, metric) for call in kept):
+    if any(_exchanges_metric(call, ev, rank, metric) for call in kept):
         return True
     numbers = [number for _, number in numbers_shown(ev)]
     all_shown = all(any(shows(number, value) for number in numbers) for value in metric.values)  # e.g. by broadcasts
     return all_shown or any(shows(number, metric.pooled) for number in numbers)
 
 
-def _gives(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:
+def _exchanges_metric(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:
     """Return True if a rank passes the metric, or its inputs, to a collective."""
     count = ev.results.numbers.get(metric.key, metric.values[rank])
     table = ev.results.tables.get(metric.key)
@@ -169,7 +171,7 @@ def _rank_shard(rank: int, shown: MetricShown, evals: Sequence[RankEvaluation], 
     value = f"{values[rank]:.6g}"
     decides = shown.how == "decides"
     message = f"saves a file depending on {value}" if decides else f"{shown.how} {value}"
-    sums = next((call for call in ev.exchanged if call.sums and _gives(call, ev, rank, metric)), None)
+    sums = next((call for call in ev.exchanged if call.sums and _exchanges_metric(call, ev, rank, metric)), None)
     if sums:
         reduced = f"{sums.operation} is given it at {sums.location}, and the metric is not computed from the result"
     return make_finding(

@@ -286,7 +286,9 @@ def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[
     """
     number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     groups = hand_split(wrappers, world_size)
-    names_by_group = {members: _diverged_on([_captured(ranks[n], number) for n in members]) for members in groups}
+    names_by_group = {
+        members: _unaveraged_replicated([_captured(ranks[n], number) for n in members]) for members in groups
+    }
     names = next(filter(None, names_by_group.values()), [])
     if not names:
         return []
@@ -296,8 +298,8 @@ def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[
         "DDP301",
         names,
         f"{join_names(names)} {plural_verb('begins', 'begin', names)} with the same values on "
-        f"{format_ranks(diverged_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} "
-        "a different gradient on each: that of a part of the model.",
+        f"{format_ranks(diverged_models[0])}, which compute one model together, and "
+        f"{plural_verb('gets', 'get', names)} a different gradient on each: that of a part of the model.",
         ranks=tuple(sorted(itertools.chain(*diverged_models))),
         location=line,
         evidence=["the ranks combine the outputs of their parts there, by a collective in a custom autograd Function"],
@@ -311,7 +313,7 @@ def _captured(rank: RankTrace, wrapper: int) -> dict[int, ReplicaCaptured]:
     return {item.step: item for item in entries_of(rank, ReplicaCaptured) if item.wrapper == wrapper and item.averaged}
 
 
-def _diverged_on(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
+def _unaveraged_replicated(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
     """Return parameters equal at first on ranks of one model, then always different."""
     steps = aligned(captured)
     if len(steps) < MIN_SPLIT_STEPS:

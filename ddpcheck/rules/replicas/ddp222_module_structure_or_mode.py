@@ -77,13 +77,15 @@ def judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool)
                 [name or "(the model)" for name in names],
                 f"{join_names([name or 'the model' for name in names])} {plural_verb('does', 'do', names)} not have "
                 f"the same {noun} on every rank.",
-                ranks=minority_of_any(mismatches.values()) if noun != MODE else _odd_modes(list(mismatches.values())),
+                ranks=minority_of_any(mismatches.values())
+                if noun != MODE
+                else _ranks_in_rarer_mode(list(mismatches.values())),
                 evidence=format_by_rank({name or "(the model)": values for name, values in mismatches.items()}),
             )
     return findings
 
 
-def _odd_modes(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
+def _ranks_in_rarer_mode(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
     """Return the ranks in the rarer mode; on a tie, in eval mode."""
     odd = set(minority_of_any(modes_by_name))
     for modes in modes_by_name:

@@ -137,7 +137,7 @@ def _explained(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     """Add the cause, if known, and the source line to a finding."""
     explain = next((_EXPLANATIONS[tag] for tag in finding.tags if tag in _EXPLANATIONS), None)
     reason = explain(finding, wrappers) if explain else None
-    path = _top_that_differs(finding, wrappers) if explain else ""
+    path = _outermost_difference(finding, wrappers) if explain else ""
     construction_line = next((line for wrapper in wrappers if (line := _line_of(wrapper, path))), None)
     variable = reason.variable if reason else None
     location = (variable and variable.location) or construction_line or wrappers[(finding.ranks or (0,))[0]].location
@@ -169,7 +169,7 @@ def _line_of(wrapper: WrapperBegun, name: str) -> Location | None:
     return next((wrapper.lines[path] for path in reversed(_paths_to(name)) if path and path in wrapper.lines), None)
 
 
-def _top_that_differs(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
+def _outermost_difference(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
     """Return the outermost differing module around the first subject, else the subject."""
     kinds = [{path: kind for path, kind, *_ in wrapper.description.modules} for wrapper in wrappers]
     *parents, name = _paths_to(finding.subjects[0])
@@ -190,7 +190,7 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
 
 def explain_set(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
     """Explain missing modules by a variable that counts them, or by differing classes."""
-    path = _top_that_differs(finding, wrappers)
+    path = _outermost_difference(finding, wrappers)
     above = path.rpartition(".")[0]
     counts = [sum(m[0].rpartition(".")[0] == above and m[0] != "" for m in w.description.modules) for w in wrappers]
     if len(set(counts)) > 1 and (reason := _counted(counts, wrappers, f"the number of modules in {above or 'it'}")):
