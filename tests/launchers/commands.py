@@ -23,7 +23,7 @@ FOREIGN += ("_DDPCHECK", "PYTEST_", "COV")
 
 
 def command_of(launcher: str) -> list[str]:
-    """What starts a Python program on two ranks; the test is skipped if there is no such launcher."""
+    """Return the command that starts Python on two ranks; skip the test without the launcher."""
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
     return LAUNCHERS[launcher]

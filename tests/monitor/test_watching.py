@@ -114,7 +114,7 @@ def test_the_text_of_a_finding_has_all_its_names(rank):
 
 @pytest.mark.slow
 def test_ranks_that_close_one_after_the_other_judge_together(rank):
-    """What a rank writes when it leaves must not replace what it reports when it closes."""
+    """Check that the last write of a leaving rank does not replace its report on close."""
     for _ in range(12):
         model = DDP(Net(), find_unused_parameters=True)
         with ddpcheck.watch(model, on_finding="warn") as watch:

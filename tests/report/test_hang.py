@@ -191,7 +191,7 @@ def of_comms(*calls: str, first: int = 0, **more: Any) -> Entries:
 
 
 def barriers(*numbers: int) -> Entries:
-    """Of gloo, which also numbers what it does not record."""
+    """Number the calls of a gloo dump, which also counts calls that it does not record."""
     return [entry(number, where=number, record_id=at) for at, number in enumerate(numbers)]
 
 
@@ -451,7 +451,7 @@ def dump_to(folder: str) -> None:
 
 
 def ring_of(folder: Path, *logs: Sequence[Call]) -> tuple[Any, Path]:
-    """What is read of these logs, and an empty folder for dumps."""
+    """Return the parsed logs, and an empty folder for dumps."""
     for name in ("logs", "dumps"):
         (folder / name).mkdir()
     for rank, calls in enumerate(logs):

@@ -135,7 +135,7 @@ def unsynchronised(module: Any, device: Any) -> Any:
 
 @dataclass
 class Case:
-    """What the recipe has, what is asked, the summary, and lines as "check status: words"."""
+    """Recipe, options of the check, expected summary, and check lines as "check status: words"."""
 
     summary: str
     lines: tuple[str, ...]

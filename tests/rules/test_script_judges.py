@@ -156,7 +156,7 @@ def redrawn(rank: int) -> list[LoaderPass]:
 
 
 def own_rows(*orders: Sequence[int], drawn: bool = True, **more: Any) -> list[list[LoaderPass]]:
-    """Of ranks whose augmentation makes other rows of the same samples."""
+    """Build passes of ranks whose augmentation changes the rows of the same samples."""
     more = {"samples": {"x.0": (1, 2)}, "holds_samples": True, **more}
     contents = [OTHER_DATA | {"draws": {1: 2} if drawn else {}}, SAME_ROWS | {"draws": {5: 6} if drawn else {}}]
     return [[epoch(order, **more, **of_rank)] for order, of_rank in zip(orders, contents, strict=True)]
@@ -444,7 +444,7 @@ def test_gradients_that_a_rank_changes_before_the_step() -> None:
 
 
 def clips(*norms: float, steps: int = 1, limits: tuple[float, ...] = (0.5, 0.5), **more: Any) -> Any:
-    """Of each rank, clips of a gradient with its norm to its limit."""
+    """Build, for each rank, clips of a gradient of a norm to a limit."""
     return [
         [GradientsClipped(count, norm, LINE, count, limit=limit, **more) for count in range(steps)]
         for norm, limit in zip(norms, limits, strict=True)

@@ -74,7 +74,7 @@ def test_what_is_brought_together_or_not_known_to_be_one(
 
 
 def followed(module: nn.Module) -> tuple[list[RunningStatistic], StatisticsRecorder]:
-    """What is written down of a module, and the recorder, without which it is not followed."""
+    """Return the entries of a module, and the recorder, which must stay alive."""
     torch.manual_seed(1)
     found: list[RunningStatistic] = []
     recorder = StatisticsRecorder(Recording(found.append))

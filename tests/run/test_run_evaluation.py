@@ -60,6 +60,8 @@ def test_one_rank_alone_evaluates_the_share_that_a_sampler_gives_it(tmp_path: Pa
     assert "20 of them" in findings[0]["message"]
 
 
-def test_evaluations_of_all_samples(tmp_path: Path) -> None:
-    hows = ("printed, all samples", "broadcast, one part", "printed, broadcast, all ranks", "pictures")
-    assert run_script(tmp_path, SCRIPT, *hows).findings == []
+@pytest.mark.parametrize(
+    "how", ["printed, all samples", "broadcast, one part", "printed, broadcast, all ranks", "pictures"]
+)
+def test_evaluations_of_all_samples(tmp_path: Path, how: str) -> None:
+    assert run_script(tmp_path, SCRIPT, how).findings == []

@@ -61,5 +61,6 @@ def test_ranks_that_augment_the_same_samples(tmp_path: Path, how: str) -> None:
     assert [(f["code"], f["severity"], f["subjects"]) for f in findings] == [("DDP505", "warning", ["targets"])]
 
 
-def test_ranks_that_augment_samples_of_their_own(tmp_path: Path) -> None:
-    assert run_script(tmp_path, SCRIPT, "own order", "part", "stream", "classes", "broadcast").findings == []
+@pytest.mark.parametrize("how", ["own order", "part", "stream", "classes", "broadcast"])
+def test_ranks_that_augment_samples_of_their_own(tmp_path: Path, how: str) -> None:
+    assert run_script(tmp_path, SCRIPT, how).findings == []
