@@ -136,7 +136,10 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
 
     `code`: exit code, negative for a signal, `None` if unknown. `dump`: `faulthandler` output, possibly older.
     """
-    frames = main_stack(dump[dump.rindex(_FATAL) :]) if _FATAL in dump else ()
+    _, *errors = dump.split(_FATAL)
+    frames = main_stack(errors[0]) if len(errors) == 1 else ()
+    if code == -signal.SIGSEGV and len(errors) > 1 and errors[0].startswith("Aborted"):
+        code = -signal.SIGABRT  # `faulthandler` reads stacks of threads that continue to run, and crashed
     if code is None:
         message = f"rank {rank} was lost: the process that the launcher had started for it has ended"
     elif code < 0:

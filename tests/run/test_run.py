@@ -464,6 +464,7 @@ FAULT = """Fatal Python error: Aborted
 Current thread 0x1 (most recent call first):
   File "{}", line 41 in {}
 """
+SEGFAULT = FAULT.format("/x/train.py", "main").replace("Aborted", "Segmentation fault")
 ENGINE = f"{os.path.dirname(torch.__file__)}/autograd/graph.py"
 
 
@@ -473,6 +474,8 @@ ENGINE = f"{os.path.dirname(torch.__file__)}/autograd/graph.py"
         (-6, FAULT.format("/x/train.py", "main"), "DDP404"),
         (-6, FAULT.format(ENGINE, "_engine_run_backward"), "DDP403"),  # gloo, on what does not match
         (-6, FAULT.format("/x/train.py", "main").replace("Current thread", "Thread"), "DDP403"),  # or a thread of it
+        (-11, f"Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File {SEGFAULT}", "DDP403"),
+        (-11, SEGFAULT, "DDP404"),
         (-15, AT_WORK, "DDP404"),  # nothing else can have closed the connection
     ],
 )
@@ -482,7 +485,7 @@ def test_a_rank_that_a_signal_ends_at_its_work_is_the_cause(tmp_path: Path, code
     rank_log(tmp_path, 1, "barrier").path.with_suffix(".stack").write_text(stack)
     (finding,) = judge_ending(read_logs(tmp_path), Ending(1, {0: 1, 1: code}), [])
     assert finding.code == found and (found == "DDP403" or finding.ranks == (1,))
-    assert (finding.location is not None and finding.location.line == 41) == (code == -6 and found == "DDP404")
+    assert (finding.location is not None and finding.location.line == 41) == (code != -15 and found == "DDP404")
 
 
 def test_a_rank_that_torchrun_ends_is_no_cause(tmp_path: Path) -> None:
