@@ -357,14 +357,14 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
 def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
     """DDP403: collectives of several threads in one process group, ordered differently on each rank.
 
-    Each thread makes the same calls on all ranks. Logs have calls in the order in which they began. If this order is
-    equal, two threads of a rank must be waiting: the backend splits object collectives, and pieces may interleave.
+    Each thread makes the same calls on all ranks. Logs have calls in the order in which they began. If all ranks have
+    the same order, two threads of a rank must be waiting: pieces of object collectives may interleave in the backend.
     """
     for group in sorted({call.group for rank in ranks for call in rank.calls if call.thread}):
         by_rank = {rank.rank: [call for call in rank.calls if call.group == group] for rank in ranks}
         logs = list(filter(None, by_rank.values()))
         for kind in {thread_kind(call) for log in logs for call in log}:
-            sequences = [[_key(call) for call in log if thread_kind(call) == kind] for log in logs]
+            sequences = [[_call_key(call) for call in log if thread_kind(call) == kind] for log in logs]
             if any(sequence != max(sequences, key=len)[: len(sequence)] for sequence in sequences):
                 break  # calls of this thread differ between ranks
         else:
@@ -375,12 +375,12 @@ def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
             pair = [
                 call for after, call in enumerate(calls, 1) if thread_kind(call) not in map(thread_kind, calls[after:])
             ][-2:]
-            if len(pair) == 2 and all({_key(call) for call in log[index:]} >= set(map(_key, pair)) for log in logs):
+            if len(pair) == 2 and all(set(map(_call_key, log[index:])) >= set(map(_call_key, pair)) for log in logs):
                 return interleaving_finding(ranks, *sorted(pair, key=lambda call: call.thread))
     return []
 
 
-def _key(call: Call) -> tuple[str, str, str]:
+def _call_key(call: Call) -> tuple[str, str, str]:
     return thread_kind(call), call.operation, call.payload
 
 
@@ -407,22 +407,22 @@ def judge_wrapper_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
     permuted = len({tuple(sorted(rank_lines)) for rank_lines in lines}) == 1
     for number, wrappers in enumerate(zip(*ranks, strict=False)):
         first = wrappers[0]
-        parted = [rank for rank, wrapper in enumerate(wrappers) if _wraps_unrelated(wrapper, first)]
-        if not parted and permuted:
-            parted = [rank for rank, wrapper in enumerate(wrappers) if wrapper.location != first.location]
-        if parted:
+        differing_ranks = [rank for rank, wrapper in enumerate(wrappers) if _wraps_unrelated(wrapper, first)]
+        if not differing_ranks and permuted:
+            differing_ranks = [rank for rank, wrapper in enumerate(wrappers) if wrapper.location != first.location]
+        if differing_ranks:
             if len({wrapper.location.path if wrapper.location else "" for wrapper in wrappers}) == 1:
                 # Ranks at a later line have skipped the line at which the other ranks wait.
                 line = min(wrapper.location.line for wrapper in wrappers if wrapper.location is not None)
-                parted = [rank for rank, w in enumerate(wrappers) if w.location and w.location.line == line]
+                differing_ranks = [rank for rank, w in enumerate(wrappers) if w.location and w.location.line == line]
             descriptions = [f"{wrapper.module} at {wrapper.location}" for wrapper in wrappers]
             return new_finding(
                 "DDP403",
                 ("DistributedDataParallel",),
                 f"Wrapper number {number + 1} differs between ranks: {'; '.join(group_by_value(descriptions))}. The "
                 "constructors of DDP wait for each other, and pair up in the order in which each rank calls them.",
-                ranks=ranks_or_all(parted, len(wrappers)),
-                location=wrappers[parted[0]].location,
+                ranks=ranks_or_all(differing_ranks, len(wrappers)),
+                location=wrappers[differing_ranks[0]].location,
                 evidence=group_by_value([" and ".join(f"{w.module} at {w.location}" for w in r) for r in ranks]),
                 fix="Construct the same wrappers, in the same order, on every rank.",
             )

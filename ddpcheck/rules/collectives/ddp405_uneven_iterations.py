@@ -54,13 +54,13 @@ def _activities_clause(facts: EndingFacts, ranks: Sequence[int]) -> str:
 
 
 def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP405: loader with fewer batches on a rank. Runs early: it causes other mismatches."""
+    """DDP405: loader with fewer batches on a rank. Runs early, because other mismatches follow."""
     if any(map(has_joined, facts.ranks)):
         return []
     by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
     for key in sorted(set.intersection(*(set(passes) for passes in by_rank.values())), key=lambda key: key[::-1]):
         passes = {rank: rank_passes[key] for rank, rank_passes in by_rank.items()}
-        if len({p.location for p in passes.values()}) > 1 or not _is_ahead(facts, key, passes):
+        if len({p.location for p in passes.values()}) > 1 or not _has_rank_ahead(facts, key, passes):
             continue
         fewest = min(p.batches for p in passes.values() if p.exhausted)
         short = [rank for rank, p in passes.items() if p.exhausted and p.batches == fewest]
@@ -84,7 +84,7 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
 
 
 def _fix_of_loader(facts: EndingFacts) -> str:
-    """Return the fix for uneven batches; `Join` is for DDP only."""
+    """Return the fix for uneven batches; it mentions `Join` only without `fully_shard`."""
     sharded = any(call.operation == SHARD_FORWARD for rank in facts.ranks for call in rank.calls)
     join = (
         " Or enter `with Join([model]):` around the loop, so that a rank that has left the loop still answers the "
@@ -96,8 +96,8 @@ def _fix_of_loader(facts: EndingFacts) -> str:
     )
 
 
-def _is_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
-    """Return True if a rank took a batch beyond another rank's last batch."""
+def _has_rank_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
+    """Return True if a rank trains beyond another's last batch (`key`: loader, pass number)."""
     ended = [p.batches for p in passes.values() if p.exhausted]
     if not ended or max(p.batches for p in passes.values()) <= min(ended):
         return False
@@ -115,7 +115,7 @@ def _is_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, Loa
     return False
 
 
-def _visits_in_words(rank: RankAtEnd, call: Call) -> str:
+def _describe_visits(rank: RankAtEnd, call: Call) -> str:
     """Describe how often a rank made a call: "3 backward passes"."""
     times = count_visits(rank, call)
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
@@ -147,7 +147,7 @@ def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, staye
         return fewer_backwards_finding(facts, loop, leavers, times, stayer)
     where = Location(loop.path, exits[0][0]) if len(exits) == 1 else None
     cause = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
-    after = f" after {_visits_in_words(leaver.state, stayer.call)}" if not leaver.state.earlier else ""
+    after = f" after {_describe_visits(leaver.state, stayer.call)}" if not leaver.state.earlier else ""
     exit_lines = [f"the `{word}` at {loop.path}:{line} may end it" for line, word in exits] if not cause else []
     return new_finding(
         "DDP405",

@@ -62,7 +62,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
 
 
 def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
-    """Return True if ranks reorder equal values, instead of filling slots of their own."""
+    """Return True if ranks have equal values in different order, not in per-rank slots."""
     if len(set(values)) == 1 or len({tuple(sorted(rank_values)) for rank_values in values}) > 1:
         return False
     moved = [value for column in zip(*values, strict=True) if len(set(column)) > 1 for value in column]

@@ -94,7 +94,7 @@ def judge_stale_workers(loader: Loader) -> list[Finding]:
 
 def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP506: an epoch that is resumed in a different order, after skipped batches."""
-    resumed = [_resumed(loaders) for loaders in passes]
+    resumed = [_find_resumed_pass(loaders) for loaders in passes]
     pairs = [pair for pair in resumed if pair is not None]
     if len(pairs) < len(passes) or len({loader.skipped for loader, _ in pairs}) != 1:
         return []
@@ -111,8 +111,8 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     )
 
 
-def _resumed(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
-    """Return the pass that resumes an epoch, and its number of untrained skipped samples."""
+def _find_resumed_pass(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
+    """Return the pass that resumes an epoch, and its number of skipped, untrained samples."""
     trained = [loader for loader in loaders if loader.trains and not loader.replaces]
     for kind in dict.fromkeys((loader.dataset, loader.size) for loader in trained):
         epochs = [loader for loader in trained if (loader.dataset, loader.size) == kind]
@@ -133,8 +133,8 @@ def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, after: S
         return 0
     begun = [index for index, p in enumerate(earlier) if set(p.indices[:count]) <= passed]
     if begun:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
-        next_of_it = earlier[begun[-1] + 1 : begun[-1] + 2]
-        if not next_of_it or not after or _begin_equally(next_of_it[0], after[0]):
+        next_pass = earlier[begun[-1] + 1 : begun[-1] + 2]
+        if not next_pass or not after or _begin_equally(next_pass[0], after[0]):
             return 0
     return len(passed - set(earlier[-1].indices[:count]))
 
@@ -145,7 +145,7 @@ def _begin_equally(first: LoaderPass, second: LoaderPass) -> bool:
 
 
 def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: training continued after some epochs with the sampler at epoch 0."""
+    """DDP506: training that continues from a later epoch with the sampler at epoch 0."""
     first = [next((loader for loader in loaders if loader.trains and loader.restored), None) for loaders in passes]
     restarted = [p for p in first if p is not None and _is_shuffled(p) and p.has_epoch and p.epoch == 0]
     done = [loader for loader in restarted if _resumes_after_epoch(loader)]

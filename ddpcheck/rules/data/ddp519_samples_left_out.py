@@ -77,7 +77,7 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
 
 
 def _takes_at_most_half(p: LoaderPass) -> bool:
-    """Check if a pass has at most half of its distributed sampler's samples."""
+    """Return True if a pass takes at most (share + batch) / 2 samples."""
     return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.part + p.batch_size
 
 
@@ -86,7 +86,7 @@ def judge_sharded_twice(loader: Loader) -> list[Finding]:
     first = loader.first
     if len(first) < 2 or any(p.replaces or p.chooses or not p.indices for p in first):
         return []
-    if not _share_indices(first) or not _are_own_parts(loader.passes):
+    if not _share_indices(first) or not _are_disjoint_parts(loader.passes):
         return []
     size = len(first[0].subset) or first[0].size
     return finding_on_loader(
@@ -99,8 +99,8 @@ def judge_sharded_twice(loader: Loader) -> list[Finding]:
     )
 
 
-def _positions(loader: LoaderPass) -> set[int]:
-    """Return the dataset positions that the sampler took."""
+def _taken_positions(loader: LoaderPass) -> set[int]:
+    """Return the positions that the sampler took, in its subset or dataset."""
     if not loader.subset:
         return set(loader.indices)
     positions = {index: number for number, index in enumerate(loader.subset)}
@@ -111,7 +111,7 @@ def _share_indices(first: Sequence[LoaderPass]) -> bool:
     """Return True if the samplers split the same positions between ranks."""
     if all(loader.replicas == len(first) for loader in first):
         return True
-    taken = [_positions(loader) for loader in first]
+    taken = [_taken_positions(loader) for loader in first]
     sizes = {len(loader.subset) or loader.size for loader in first}
     if len(sizes) > 1 or not all(taken) or any(not loader.exhausted for loader in first):
         return False
@@ -120,7 +120,7 @@ def _share_indices(first: Sequence[LoaderPass]) -> bool:
     return is_split and len(union) >= size - first[0].batch_size * 2
 
 
-def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+def _are_disjoint_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     """Return True if the ranks' datasets are disjoint parts of one dataset."""
     first = [loaders[0] for loaders in passes]
     if all(loader.subset for loader in first):

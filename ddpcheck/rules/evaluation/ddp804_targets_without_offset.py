@@ -72,5 +72,5 @@ def judge_targets(evaluations: Evaluations) -> list[Finding]:
 
 
 def _are_consecutive(use: GatheredTargets) -> bool:
-    """Return True if targets may be row numbers plus an offset, right or wrong."""
+    """Return True if targets are consecutive, like row numbers plus a (maybe wrong) offset."""
     return max(use.targets) - min(use.targets) + 1 == len(use.targets) == use.rows

@@ -35,7 +35,7 @@ from ddpcheck.trace.check_context import SingleProcessFacts, values_are_close
 from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, ReducerFacts
 from ddpcheck.trace.loop import GradientChanges
 
-_Hooked = Mapping[int, Mapping[str, HookedGradient]]
+_HookedGradients = Mapping[int, Mapping[str, HookedGradient]]
 """Changes that hooks made to gradients on one rank, by step and parameter name."""
 
 FACTOR_TOLERANCE = 0.01
@@ -222,8 +222,8 @@ def _hook_difference(changes: Sequence[HookedGradient]) -> str:
     return "scaled" if _factors_differ(factors) and abs(average - 1.0) > FACTOR_TOLERANCE else ""
 
 
-def _are_weights(hooks: Sequence[_Hooked], names: Sequence[str], steps: Sequence[int]) -> bool:
-    """Check for batch weights: one factor for all gradients, which changes between steps.
+def _are_weights(hooks: Sequence[_HookedGradients], names: Sequence[str], steps: Sequence[int]) -> bool:
+    """Return True if hooks weight batches: one factor for all gradients, changing between steps.
 
     The script may divide by the sum of weights after the average. A factor on one gradient may have another purpose.
     """

@@ -171,12 +171,12 @@ def shift_finding(
 
 @rule
 def judge_wrapper_paces(loop: Loop) -> list[Finding]:
-    """DDP508: the first wrapper with backward passes that ranks skip in different steps."""
+    """DDP508: first wrapper with backward passes or batches that ranks skip in different steps."""
     return next(filter(None, map(judge_shifts, loop.paces)), [])
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
-    """DDP508: passes that ranks skip in different steps, so that reductions mix steps."""
+    """DDP508: backward passes or batches skipped in different steps, so that reductions mix steps."""
     totals = {pace.reductions for pace in paces}
     if len(paces) < 2 or len(totals) > 1:
         return []  # reported as a hang or a failure

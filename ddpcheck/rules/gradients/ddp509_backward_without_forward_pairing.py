@@ -33,7 +33,7 @@ _GRADIENT_TOO_LATE = (
 
 
 def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
-    """DDP509: gradient that arrives after the reduction, which DDP counts for the next one."""
+    """DDP509: gradient after the reduction, which DDP takes for part of the next reduction."""
     return facts.new_finding("DDP509", ("backward",), f"{_GRADIENT_TOO_LATE}.")
 
 

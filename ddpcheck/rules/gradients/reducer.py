@@ -163,7 +163,7 @@ SHARDED_EXPLANATIONS = (
 def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Finding]:
     """Judge backward passes, reductions and steps of each rank (DDP501, 502, 509, 517).
 
-    If not `unequal`, gradients are the ranks' average, and only lost ones and a useless `no_sync` are reported.
+    If not `unequal`, gradients are the ranks' average, and only lost gradients and a useless `no_sync` are reported.
     """
     ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
     findings = judge_discarded_gradients(ledgers)
@@ -173,7 +173,7 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
 
 
 def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
-    """Return the events, with the passes that older logs lack under `no_sync`."""
+    """Return events with forward and backward passes, which older logs lack under `no_sync`."""
     if [event.kind for event in events] == ["enter no_sync", "step"]:
         return events[0], LoopEvent("forward"), LoopEvent("backward"), events[1]
     return events

@@ -242,10 +242,10 @@ def judge_rescaled(
 
 
 def explain_by_common_factor(facts: SingleProcessFacts) -> list[Finding]:
-    """Report one factor between all gradients and those of shards or global batch (DDP303).
+    """Report gradients that are all one factor times the shards' or global batch's (DDP303).
 
-    If gradients of shards without a process group have no such factor, loss values show its origin. Runs
-    before explanations by differences between ranks, because the factor is equal on all ranks.
+    If the gradients of shards without a process group lack the factor, it comes from the world size, else loss values
+    decide. Runs before explanations by differences between ranks, because the factor is equal on all ranks.
     """
     analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
@@ -338,7 +338,7 @@ def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Findin
 
 
 def explain_by_scale(passes: Passes, losses: Losses) -> list[Finding]:
-    """Report a loss whose scale does not suit averaged gradients (DDP303)."""
+    """Report a loss whose scale is wrong for averaged gradients (DDP303)."""
     whole = not losses.is_for_sums and not losses.is_partial(passes)
     scaled = (_judge_scaled_mean(passes, losses.ranks_per_model) or _judge_global_sum(passes)) if whole else []
     return scaled or _judge_counted_twice(passes, losses)
@@ -379,7 +379,7 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
 
 
 def _judge_global_sum(passes: Passes) -> list[Finding]:
-    """Report sums divided by a number summed over all ranks, though DDP averages, too."""
+    """Report sums divided by a number summed over all ranks, though DDP divides again."""
     divisors = [divided_by(by_rank) for by_rank in passes]
     if not all(divisors):
         return []
@@ -400,7 +400,7 @@ def _judge_global_sum(passes: Passes) -> list[Finding]:
 
 
 def _judge_counted_twice(passes: Passes, losses: Losses) -> list[Finding]:
-    """Report sums divided by a count that has each replica's elements several times.
+    """Report sums whose divisor counts each replica's elements several times.
 
     If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of replicas again.
     """

@@ -140,12 +140,12 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         f"by {facts.known.count_of_replicas}."
         if is_summed[0]
         else "",
-        severity=None if any(is_summed) else _severity(facts),
+        severity=None if any(is_summed) else _severity_by_error(facts),
         tags=(BY_SAMPLE,) if by_sample else (),
     )
 
 
-def _severity(facts: SingleProcessFacts) -> Severity | None:
+def _severity_by_error(facts: SingleProcessFacts) -> Severity | None:
     return None if facts.largest_error_of_steps >= LEAST_ERROR else Severity.WARNING
 
 
@@ -169,7 +169,7 @@ def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm
         "a shard gives these gradients in a single process too, and no count of its samples explains them",
         "the gradients of samples do not change with the outputs of the model for others",
         location=next((term.location for term in terms if term.location), None) or facts.known.loss_location,
-        severity=_severity(facts),
+        severity=_severity_by_error(facts),
         fix="all_reduce the values that the weights are computed from (such as the number of samples of each class), "
         "or compute the weights once for the dataset.",
     )
@@ -183,7 +183,7 @@ def normalising_line(facts: SingleProcessFacts) -> list[Finding]:
         "gradients is not the gradient of the global batch.",
         f"the result of {facts.analysis.coupling.line} for a sample has a different scale in the global batch",
         location=facts.analysis.coupling.line,
-        severity=_severity(facts),
+        severity=_severity_by_error(facts),
     )
 
 
@@ -231,9 +231,9 @@ def judge_rank_weights(passes: Passes) -> list[Finding]:
     shapes = {tuple(term.kind for term in loss.terms) for by_rank in passes for loss in by_rank}
     for index in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
         terms = [[loss.terms[index] for loss in by_rank] for by_rank in passes]
-        weights = [[_weight(term) for term in by_rank] for by_rank in terms]
+        weights = [[_known_weight(term) for term in by_rank] for by_rank in terms]
         elements = [[abs(t.factor) / ((t.kind == "mean" and t.count) or 1) for t in by_rank] for by_rank in terms]
-        if not all(map(all, weights)) or not all(_persists(numbers) for numbers in (weights, elements)):
+        if not all(map(all, weights)) or not all(_keeps_ratio(numbers) for numbers in (weights, elements)):
             continue
         first, first_loss = terms[0][0], passes[0][0]
         text = ", ".join(f"by {weight:.4g} on rank {rank}" for rank, weight in enumerate(weights[-1]))
@@ -250,14 +250,14 @@ def judge_rank_weights(passes: Passes) -> list[Finding]:
     return []
 
 
-def _weight(term: ScaledTerm) -> float:
+def _known_weight(term: ScaledTerm) -> float:
     """Return a term's factor if it is a product of known numbers, else 0."""
     known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
     return known if abs(known - abs(term.factor)) < CONSTANT * known else 0.0
 
 
-def _persists(numbers: Sequence[Sequence[float]]) -> bool:
-    """Check if a rank's numbers stay above or below rank 0's by similar ratios."""
+def _keeps_ratio(numbers: Sequence[Sequence[float]]) -> bool:
+    """Return True if some rank's numbers keep a similar ratio to rank 0's."""
     for rank in range(1, len(numbers[0])):
         ratios = [math.log(by_rank[rank] / by_rank[0]) for by_rank in numbers]
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
@@ -301,7 +301,7 @@ def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
 
 
 def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
-    """Return the severity of unequal weights by step and rank; each step's scale cancels."""
+    """Return the severity of unequal weights (by step and rank), whatever each step's scale."""
     steps = [step for step in steps if step and min(step) > 0]
     if not steps:
         return Severity.WARNING
@@ -349,7 +349,7 @@ def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
-    """Return the divisor of a sum, or of a mean relative to `factor`."""
+    """Return a sum's divisor, or a mean's relative to `factor`; 0 if unknown."""
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0

@@ -44,7 +44,7 @@ from ddpcheck.trace.unwrapped_params import param_name
 def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Requires `MIN_GATHERS` steps in which all ranks do so; one, if parameters get no gradient (DDP raises in the next).
+    Requires `MIN_GATHERS` steps in which all ranks do so, or one if parameters get no gradient (then DDP raises next).
     """
     uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]
@@ -94,7 +94,7 @@ def judge_local_parts(losses: Losses) -> list[Finding]:
             f"The loss of each rank depends on the features of all ranks, gathered by {first.operation}, and its "
             "gradient reaches the rank's own features only: the gradient from the losses of other ranks is lost.",
             location=first.location,
-            evidence=[f"the gradient of the gathered rows differs between ranks, {_steps_of(losses)}"],
+            evidence=[f"the gradient of the gathered rows differs between ranks, {_step_text(losses)}"],
             severity=Severity.WARNING,
             fix=_fix_of_gather(first),
         )
@@ -113,13 +113,13 @@ def describe_lost_factor(losses: Losses) -> dict[str, Any]:
         "gradient of this loss reaches the rank's own features only. DDP averages over the ranks: "
         f"{phrase} 1/{size} of what the loss asks for.",
         "location": first.location,
-        "evidence": [f"the gradient of the gathered rows is the same on every rank, {_steps_of(losses)}", besides],
+        "evidence": [f"the gradient of the gathered rows is the same on every rank, {_step_text(losses)}", besides],
         "severity": Severity.WARNING,
         "fix": f"Multiply {'these terms' if is_mixed else 'the loss'} by the world size. Or: {_fix_of_gather(first)}",
     }
 
 
-def _steps_of(losses: Losses) -> str:
+def _step_text(losses: Losses) -> str:
     return f"in {counted(len(losses.local_parts), 'compared step')}"
 
 
@@ -219,7 +219,7 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
         if use.elements == 1 and (not scaled or loop.accumulates):
             continue
         gradients = {uses[index].gradient if len(uses) > index else 0 for uses in loop.reduced_in_place}
-        alike = bool(use.gradient) and gradients == {use.gradient}
+        are_equal = bool(use.gradient) and gradients == {use.gradient}
         severity, evidence, fix = None, [f"{use.elements} elements"], ""
         message = f"Backward passes through a tensor that {use.operation} has overwritten"
         if scaled:
@@ -229,9 +229,9 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
             )
             evidence = [f"the gradient of the reduced loss is {use.factor:.6g}"]
             fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)."
-        elif alike and use.is_average:
+        elif are_equal and use.is_average:
             continue
-        elif alike:
+        elif are_equal:
             severity = Severity.WARNING
             message += (
                 ", and all ranks compute the same from it: DDP averages gradients that should be summed, so they are "

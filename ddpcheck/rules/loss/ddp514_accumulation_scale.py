@@ -112,7 +112,7 @@ def judge_accumulated(losses: LossesByRank) -> list[Finding]:
 
 
 def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
-    """Check if backward passes are micro-batches whose losses are undivided means.
+    """Return True if backward passes are micro-batches whose losses are undivided means.
 
     `before`: batches taken when the step began; larger than later counts if a new epoch has begun.
     """
@@ -137,7 +137,7 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
 
 
 def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
-    """Return the factors of a mean or a sum divided by rows, if known."""
+    """Return a mean's (or a sum's by rows) known factors, else ()."""
     rows = next((div for div in term.divisors if div > 1 and not term.count % div), 1.0) if term.kind == "sum" else 1.0
     divisors = [div for div in term.divisors if div not in (rows, 0.0)]
     known = is_near(math.prod(term.multipliers) / math.prod(divisors) / rows, abs(term.factor))
@@ -147,7 +147,7 @@ def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
 
 
 def _divides(scales: Sequence[float], count: int) -> bool:
-    """Check if a product of some scales is 1 / `count`."""
+    """Return True if a product of some scales is 1 / `count`."""
     subsets = itertools.chain.from_iterable(itertools.combinations(scales[:8], n) for n in range(1, 9))
     return any(is_near(1 / count, math.prod(subset)) for subset in subsets)
 

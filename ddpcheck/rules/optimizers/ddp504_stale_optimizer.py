@@ -156,7 +156,7 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
 def with_model(
     findings: Sequence[Finding], wrappers: Sequence[WrapperTrace], moved: Mapping[str, bool]
 ) -> list[Finding]:
-    """Name the wrapped module in findings on parameters that never change."""
+    """Name the wrapped module in findings on unchanged parameters, if there are several wrappers."""
     named = []
     for finding in findings:
         origins = [

@@ -114,13 +114,13 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
         mismatches,
         f"{what} is not the same on every rank: {', '.join(mismatches)}.",
         ranks=minority_of_any(values[name] for name in mismatches),
-        evidence=format_by_rank({name: _differences(name, values[name]) for name in mismatches}),
+        evidence=format_by_rank({name: _shorten_lists(name, values[name]) for name in mismatches}),
         severity=Severity.WARNING if are_harmless(mismatches, options) else None,
     )
 
 
-def _differences(name: str, values: Sequence[str]) -> list[str]:
-    """Shorten parameter lists to the differing names or the first differing position."""
+def _shorten_lists(name: str, values: Sequence[str]) -> list[str]:
+    """Shorten lists of parameters to differing names, or to the first differing position."""
     if not name.endswith((" parameters", " order")):
         return list(values)
     lists = [value.split(", ") for value in values]

@@ -36,7 +36,7 @@ def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes 
     A copy is not reported if a rank neither changes nor calls it (e.g. an EMA that only rank 0 updates). The finding
     is at the line that made the copy or, if once equal on all ranks, at the line that writes the copy.
     """
-    by_name = [_by_name(rank_states) for rank_states in states]
+    by_name = [_states_by_name(rank_states) for rank_states in states]
     findings: list[Finding] = []
     for name, histories in common_values(by_name).items():
         steps = aligned(histories)
@@ -45,7 +45,7 @@ def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes 
             continue
         last = steps[-1]
         in_use = all(
-            state.used or len({str(look.values) for look in history.values()}) > 1
+            state.used or len({str(state_then.values) for state_then in history.values()}) > 1
             for state, history in zip(last, histories, strict=True)
         )
         kept = all(not state.other or state.values == end.values for state, end in zip(steps[-2], last, strict=True))
@@ -89,7 +89,7 @@ def _distance_of_means(uses: Sequence[StateUsed]) -> float:
     return max((max(means) - min(means)) / math.sqrt(max(*variances, 1e-12)) for means, variances in pairs)
 
 
-def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
+def _states_by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
     by_name = group_by(states, lambda state: (state.optimizer, state.name))
     return {name: {state.count: state for state in group} for name, group in by_name.items()}
 

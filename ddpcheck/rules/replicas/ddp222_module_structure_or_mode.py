@@ -86,7 +86,7 @@ def judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool)
 
 
 def _ranks_in_rarer_mode(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
-    """Return the ranks in the rarer mode; on a tie, in eval mode."""
+    """Return the ranks in the rarer mode or, on a tie, in eval mode."""
     odd = set(minority_of_any(modes_by_name))
     for modes in modes_by_name:
         if 2 * modes.count("evaluating") == len(modes):

@@ -165,7 +165,7 @@ def _is_uniform(scales: Sequence[float]) -> bool:
 
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306: optimizer state (e.g. momentum) that differs although gradients are equal."""
-    alike: int | None = None  # last step in which all ranks had equal state
+    equal_step: int | None = None  # last step in which all ranks had equal state
     for rank_steps in steps:
         if any_gradient_differs(rank_steps):
             return []  # ranks train separately, and may average parameters
@@ -174,14 +174,14 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             continue  # sharded
         names = differing(states)
         if not names:
-            alike = rank_steps[0].count if all(states) else alike
+            equal_step = rank_steps[0].count if all(states) else equal_step
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
         ranks = minority_of(states, names)
         orders = [step.held for step in rank_steps]
         reordered = len(set(orders)) > 1 and len({frozenset(order) for order in orders}) == 1
         restored = {} if reordered else restored_on_some(rank_steps)
-        between = alike is not None and not reordered and not any(step.restored_at for step in rank_steps)
+        between = equal_step is not None and not reordered and not any(step.restored_at for step in rank_steps)
         return new_finding(
             "DDP306",
             keys,
@@ -192,7 +192,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             location=next(iter(restored.values()), (reordered and rank_steps[0].made) or rank_steps[0].location),
             evidence=[
                 describe_loads(restored) if restored else "",
-                f"it did not differ in step {alike}: in a later step, the ranks used different gradients"
+                f"it did not differ in step {equal_step}: in a later step, the ranks used different gradients"
                 if between
                 else "",
                 *(
@@ -265,7 +265,7 @@ def reword_as_never_averaged(finding: Finding) -> Finding:
 
 
 def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
-    """Reword a DDP306 whose first step and cause are unknown (`step`: of this comparison)."""
+    """Reword a DDP306 whose first step and cause are unknown, found after `step` steps."""
     if finding.code != "DDP306":
         return finding
     diverged = differing_names([item.parameters for item in values])
@@ -277,7 +277,7 @@ def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], 
 
 
 def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
-    """DDP306: gradients that each rank scales by a norm of only its own parts."""
+    """DDP306: gradients that each rank of a split model scales by its parts' norm."""
     scaled = [(rank_steps, factors) for rank_steps in steps if (factors := gradient_factors(rank_steps)) is not None]
     if not scaled or 2 * len(scaled) <= len(steps):
         return []
@@ -304,7 +304,7 @@ def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> l
 def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[Sequence[int]]) -> list[Finding]:
     """DDP306: gradients clipped by a norm that counts replicated parameters once per rank.
 
-    The wrong norm is then the same in all clipped steps, and the norm of the whole model is not.
+    This wrong norm then equals the clipping limit in all clipped steps, and the norm of the whole model varies.
     """
     wrong, right = [], []
     size = len(ranks[0])
@@ -431,7 +431,7 @@ def unequal_module_finding(state: StateHeld, ranks: Sequence[int], evidence: str
 def diverged_copy_finding(
     state: StateHeld, ranks: Sequence[int], evidence: Sequence[str], written: WriteFacts
 ) -> list[Finding]:
-    """Report a copy of the wrapped module, such as an EMA."""
+    """Report an unequal copy of the wrapped module, such as an EMA."""
     location, how_written, writers = written
     return new_finding(
         "DDP306",

@@ -35,7 +35,7 @@ from ddpcheck.trace.replicas import Changes, changes_of_kind
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps, gradients_agree, gradients_differ
 
-_FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
+_MIN_EQUAL_STEPS = 2  # optimizer steps with the same nonzero gradient on all ranks
 
 _CHANGES = {
     "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
@@ -152,10 +152,10 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
         if matches or change.how in subjects or (change.what == "requires_grad" and not change.names):
             finding = replace(finding, location=change.location)
             break
-    return replace(finding, fix=_LOAD) if finding.location in {load.location for load in loads} else finding
+    return replace(finding, fix=_FIX_OF_LOAD) if finding.location in {load.location for load in loads} else finding
 
 
-_LOAD = "Load before wrapping, or without assign=True, which replaces the parameters by other tensors."
+_FIX_OF_LOAD = "Load before wrapping, or without assign=True, which replaces the parameters by other tensors."
 
 
 def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Finding]:
@@ -172,12 +172,12 @@ def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Fi
 
 
 def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Return True if parameters changed after wrapping get equal gradients on all ranks."""
+    """Return True for a DDP503 on parameters with equal gradients on all ranks."""
     if finding.code != "DDP503":
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
         steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].alone]
         agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
-        if agree < _FEWEST_AGREE or any(gradients_differ(rank_steps, name) for rank_steps in steps):
+        if agree < _MIN_EQUAL_STEPS or any(gradients_differ(rank_steps, name) for rank_steps in steps):
             return False
     return True

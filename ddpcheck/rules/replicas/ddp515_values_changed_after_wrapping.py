@@ -86,9 +86,9 @@ def judge_local_writes(changes: Changes, kept: Sequence[Mapping[str, int]]) -> l
             ranks.setdefault(name, set()).add(rank)
     names = [*ranks]
     writers = sorted(ranks[names[0]]) if names else []
-    rest = [values for rank, values in enumerate(kept) if rank not in writers]
-    are_written_alike = writers and all(sorted(ranks[name]) == writers for name in names)
-    if not are_written_alike or not rest or any(name not in values for values in rest for name in names):
+    others_kept = [values for rank, values in enumerate(kept) if rank not in writers]
+    have_same_writers = writers and all(sorted(ranks[name]) == writers for name in names)
+    if not have_same_writers or not others_kept or any(name not in values for values in others_kept for name in names):
         return []
     first = early[0][1]
     return new_finding(

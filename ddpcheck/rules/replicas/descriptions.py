@@ -130,15 +130,15 @@ def judge_construction(wrappers: Sequence[WrapperBegun]) -> list[Finding]:
     findings = compare_parameters(descriptions)
     if any(wrapper.options.get("broadcast_buffers") != "False" for wrapper in wrappers):
         findings += compare_buffers(descriptions)
-    return options + [_explained(finding, wrappers) for finding in findings]
+    return options + [_with_cause(finding, wrappers) for finding in findings]
 
 
-def _explained(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
+def _with_cause(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     """Add the cause, if known, and the source line to a finding."""
     explain = next((_EXPLANATIONS[tag] for tag in finding.tags if tag in _EXPLANATIONS), None)
     reason = explain(finding, wrappers) if explain else None
     path = _outermost_difference(finding, wrappers) if explain else ""
-    construction_line = next((line for wrapper in wrappers if (line := _line_of(wrapper, path))), None)
+    construction_line = next((line for wrapper in wrappers if (line := _registration_line(wrapper, path))), None)
     variable = reason.variable if reason else None
     location = (variable and variable.location) or construction_line or wrappers[(finding.ranks or (0,))[0]].location
     if reason is None:
@@ -156,12 +156,12 @@ COUNTED = "counted by a variable"
 
 
 def _paths_to(name: str) -> list[str]:
-    """Return the names of the modules around a name, outermost first, and the name."""
+    """Split "a.b.c" into ["a", "a.b", "a.b.c"]."""
     return [*accumulate(name.split("."), "{}.{}".format)]
 
 
-def _line_of(wrapper: WrapperBegun, name: str) -> Location | None:
-    """Return the line that registers a module or tensor, else its nearest parent."""
+def _registration_line(wrapper: WrapperBegun, name: str) -> Location | None:
+    """Return the line that registers a module or tensor, else its nearest parent's line."""
     description = wrapper.description
     names = {tensor.name for tensor in (*description.parameters, *description.buffers)}
     if name not in names.union(module[0] for module in description.modules):
@@ -170,7 +170,7 @@ def _line_of(wrapper: WrapperBegun, name: str) -> Location | None:
 
 
 def _outermost_difference(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
-    """Return the outermost differing module around the first subject, else the subject."""
+    """Return the outermost module around the first subject whose class differs, else the subject."""
     kinds = [{path: kind for path, kind, *_ in wrapper.description.modules} for wrapper in wrappers]
     *parents, name = _paths_to(finding.subjects[0])
     return next((path for path in parents if len({by_path.get(path) for by_path in kinds}) > 1), name)
@@ -183,7 +183,7 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
         shapes = [next(t.shape for t in records if t.name == name) for records in tensors]
         if len({len(shape) for shape in shapes}) == 1:
             for dimension, sizes in enumerate(zip(*shapes, strict=True)):
-                if len(set(sizes)) > 1 and (reason := _counted(sizes, wrappers, f"dimension {dimension} of {name}")):
+                if len(set(sizes)) > 1 and (reason := _reason_for(sizes, wrappers, f"dimension {dimension} of {name}")):
                     return reason
     return None
 
@@ -193,7 +193,7 @@ def explain_set(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | 
     path = _outermost_difference(finding, wrappers)
     above = path.rpartition(".")[0]
     counts = [sum(m[0].rpartition(".")[0] == above and m[0] != "" for m in w.description.modules) for w in wrappers]
-    if len(set(counts)) > 1 and (reason := _counted(counts, wrappers, f"the number of modules in {above or 'it'}")):
+    if len(set(counts)) > 1 and (reason := _reason_for(counts, wrappers, f"the number of modules in {above or 'it'}")):
         return reason
     kinds = [next((m[1] for m in wrapper.description.modules if m[0] == path), "not there") for wrapper in wrappers]
     if len(set(kinds)) == 1:
@@ -221,8 +221,8 @@ def explain_order(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason 
 _EXPLANATIONS = {SET: explain_set, ORDER: explain_order, SHAPE: explain_size}
 
 
-def _counted(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
-    """Explain `sizes`, by rank, by a variable with equal sizes up to a constant."""
+def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
+    """Explain `sizes`, by rank, by a variable of these sizes minus a constant."""
     by_name = [group_by(wrapper.sizes, lambda variable: variable.name) for wrapper in wrappers]
     candidates: list[tuple[int, bool, int, SizedVariable, str]] = []
     for index, (name, variables) in enumerate(by_name[0].items()):

@@ -101,7 +101,7 @@ def _merge_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Findin
     """Return one group's findings, adding the ranks of other groups with equal codes."""
     first = next(filter(None, findings_by_group), ())
     codes = {finding.code for finding in first}
-    alike = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
-    ranks = tuple(sorted({rank for findings in alike for finding in findings for rank in finding.ranks}))
-    more = [f"so it is in {counted(len(alike), 'group')} of ranks"] if len(alike) > 1 else []
+    equal_groups = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
+    ranks = tuple(sorted({rank for findings in equal_groups for finding in findings for rank in finding.ranks}))
+    more = [f"so it is in {counted(len(equal_groups), 'group')} of ranks"] if len(equal_groups) > 1 else []
     return [replace(finding, ranks=ranks, evidence=(*finding.evidence, *more)) for finding in first]

@@ -83,7 +83,7 @@ def _judge_divergence(facts: ReplicaFacts) -> list[Finding]:
 def judge_replica_states(
     states: Sequence[ReplicaState], context: WatchContext, step: int, *, after_backward: bool, first: bool
 ) -> list[Finding]:
-    """Compare the replicas of a module in a step (`first`: the first comparison)."""
+    """Compare a module's replicas in a step (`first`: it is the first comparison)."""
     values = [item.values for item in states]
     facts = JudgeContext(
         context.names,
@@ -134,7 +134,7 @@ def _without_subjects(values: Sequence[Mapping[str, int]], findings: Sequence[Fi
 
 
 def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
-    """Judge a step captured on all ranks (`first`: the first captured step)."""
+    """Judge a step captured on all ranks (`first`: it is the first captured step)."""
     if replicas[0].shard >= 0:
         return _judge_shards(entry, step, replicas, first=first)
     if len({frozenset(replica.eps) for replica in replicas}) > 1:  # only some ranks have compiled the module
@@ -188,11 +188,11 @@ def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptu
 
 def locate_change(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
     """Relocate a finding to the change of the wrapped module, by its rule's `relocate`."""
-    relocate: Callable[..., Finding] | None = getattr(_file_of(finding.code), "relocate", None)
+    relocate: Callable[..., Finding] | None = getattr(_rule_module(finding.code), "relocate", None)
     return relocate(finding, changes, wrapped_at) if relocate else finding
 
 
 @functools.cache
-def _file_of(code: str) -> ModuleType:
+def _rule_module(code: str) -> ModuleType:
     (file,) = Path(__file__).parents[1].glob(f"*/{code.lower()}_*.py")
     return importlib.import_module(f"ddpcheck.rules.{file.parent.name}.{file.stem}")
