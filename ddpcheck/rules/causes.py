@@ -72,12 +72,12 @@ def _is_cause_of(cause: Finding, effect: Finding) -> bool:
 
 def _find_relation(cause: Finding, effect: Finding) -> Explains | None:
     return next(
-        (rel for rel in RULES[cause.code].explains if effect.code in rel.codes and _applies(rel.when, cause, effect)),
+        (rel for rel in RULES[cause.code].explains if effect.code in rel.codes and _is_met(rel.when, cause, effect)),
         None,
     )
 
 
-def _applies(when: str, cause: Finding, effect: Finding) -> bool:
+def _is_met(when: str, cause: Finding, effect: Finding) -> bool:
     """Return True if `when`, a condition in `_WHEN` or a finding's tag, holds."""
     return _WHEN[when](cause, effect) if when in _WHEN else when in cause.tags or when in effect.tags
 

@@ -85,7 +85,7 @@ def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Findin
             return "warned", listed
         return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{verdict.differing}, cause unknown")
     if verdict.lacking:
-        passed = _without_buffers(verdict.matching) if explained else verdict.matching
+        passed = _drop_buffers(verdict.matching) if explained else verdict.matching
         return "skipped", f"{passed}; {verdict.lacking}" if passed else verdict.lacking
     if worst is Severity.WARNING:
         return "warned", listed
@@ -102,9 +102,9 @@ def _describe_findings(explained: Sequence[Told], verdict: Verdict) -> str:
     if not codes or verdict.differing:
         return f"{codes}: {verdict.differing}" if codes else ""
     stands = bool(verdict.matching) and all(RULES[finding.code].buffers_only for finding, _ in explained)
-    return f"{codes}; {_without_buffers(verdict.matching)}" if stands else codes
+    return f"{codes}; {_drop_buffers(verdict.matching)}" if stands else codes
 
 
-def _without_buffers(sentence: str) -> str:
+def _drop_buffers(sentence: str) -> str:
     """Remove the word "buffers" from a sentence on what matches."""
     return sentence.replace(", buffers and", " and").replace(" and buffers", "")

@@ -124,7 +124,7 @@ def _explain_meeting(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, .
 
 
 def explain_by_hang(facts: FailureFacts) -> list[Finding]:
-    """DDP402: hang in which no rank failed, at the ranks that are not waiting."""
+    """DDP402: hang without a failure, on the ranks that do not wait, else all."""
     stuck = facts.stuck
     if facts.ended or facts.interrupted:
         return []

@@ -182,7 +182,7 @@ def mismatch_finding(
 def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
     """DDP403: collective inside of `Join` that ranks without further batches do not call."""
     joined = [rank for rank in facts.ranks if has_joined(rank)]
-    calls_by_rank = {rank.rank: call for rank in facts.ranks if rank not in joined for call in _extra_calls(rank)[:1]}
+    calls_by_rank = {rank.rank: call for rank in facts.ranks if rank not in joined for call in _join_calls(rank)[:1]}
     if not joined or not calls_by_rank:
         return []
     calling, missing = list(calls_by_rank), [rank.rank for rank in joined]
@@ -201,7 +201,7 @@ def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> l
     )
 
 
-def _extra_calls(rank: RankAtEnd) -> list[Call]:
+def _join_calls(rank: RankAtEnd) -> list[Call]:
     """Return non-DDP calls since the first forward pass under the current `Join`."""
     calls = list(rank.calls)
     joined_at = max((index for index, call in enumerate(calls) if call.place == JOINED), default=-1)

@@ -176,10 +176,10 @@ TORCH_ERRORS = {
 
 
 def judge_positions(facts: EndingFacts) -> list[Finding]:
-    """Return at most one finding: the divergence after which ranks wait for each other."""
+    """Return at most one finding: the find_divergence after which ranks wait for each other."""
     if findings := ddp402.judge_circle(facts.ranks) or ddp403.judge_interleaving(facts.ranks):
         return findings
-    positions = divergence(facts)
+    positions = find_divergence(facts)
     if positions is None:
         return (
             ddp404.explain_by_unlogged_exit(facts)
@@ -193,17 +193,17 @@ def judge_positions(facts: EndingFacts) -> list[Finding]:
 _MOST_CLASSES = 8  # sets of ranks with equal logs, each compared with all other sets
 
 
-def divergence(facts: EndingFacts) -> tuple[Position, Position] | None:
-    """Return two ranks' positions at their first divergence, or None if logs are equal."""
+def find_divergence(facts: EndingFacts) -> tuple[Position, Position] | None:
+    """Return two ranks' positions at their first find_divergence, or None if logs are equal."""
     classes = sorted(group_by(facts.ranks, call_sequence).values(), key=len, reverse=True)
     for number, group in enumerate(classes[:_MOST_CLASSES]):  # starting with the most common log
-        pairs = [pair for peers in classes[number + 1 :] if (pair := _divergence_of(group[0], peers[0])) is not None]
+        pairs = [pair for peers in classes[number + 1 :] if (pair := _compare_logs(group[0], peers[0])) is not None]
         if pairs:
             return min(pairs, key=lambda pair: pair[0])[1:]
     return None
 
 
-def _divergence_of(side: RankAtEnd, peer: RankAtEnd) -> tuple[int, Position, Position] | None:
+def _compare_logs(side: RankAtEnd, peer: RankAtEnd) -> tuple[int, Position, Position] | None:
     shared = [[call for call in rank.calls if {side.rank, peer.rank} <= set(call.members)] for rank in (side, peer)]
     with_groups = [[replace(call, payload=f"{call.payload} {call.group}") for call in log] for log in shared]
     if (mismatch := first_unequal_call(with_groups)) is None:
@@ -239,10 +239,10 @@ def explain_by_unmatched_call(facts: EndingFacts, position: Position, peer: Posi
     return ddp403.unmatched_call_finding(facts, caller, peer if caller is position else position, where, branch)
 
 
-_Side = tuple[Position, str, Block | None]
+_ExtraCall = tuple[Position, str, Block | None]
 
 
-def _extra_call(facts: EndingFacts, position: Position, peer: Position) -> _Side | None:
+def _extra_call(facts: EndingFacts, position: Position, peer: Position) -> _ExtraCall | None:
     """Return `position`, its innermost line that `peer` never reached, and that line's branch."""
     if position.call is not None and position.call.operation == DDP_FORWARD:
         backwards = filter(None, map(backward_of, peer.state.calls))

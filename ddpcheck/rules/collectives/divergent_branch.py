@@ -21,7 +21,7 @@ def split_line(line: str) -> tuple[str, int]:
 def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Finding]:
     """DDP403: branch that one rank takes and another skips in the same iteration.
 
-    Both ranks took the branch before. Runs before `explain_by_loop`: the next iteration is outside inner loops, too.
+    Both ranks took the branch before. Runs before `explain_by_loop`, which takes the next iteration for an early exit.
     """
     if stayer.call is None or leaver.is_at_work:
         return []  # a running rank may still reach it

@@ -212,7 +212,7 @@ def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Positi
 
 
 def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
-    """Return True if `leaver` reached `stayer`'s number of backward passes of the pending line."""
+    """Return True if `leaver` reached `stayer`'s number of backwards of the same forward line."""
     if stayer.call is None or (backward := backward_of(stayer.call)) is None:
         return False
     count, stayer_count = (sum(b.line == backward.line for b in backwards_of(rank)) for rank in (leaver, stayer.state))

@@ -123,12 +123,12 @@ class _Comparison:
     (sender and receivers use different lines, and ranks may take turns).
     """
 
-    def __init__(self, sites: Sequence[_CallSite], extra: Sequence[int], without: Sequence[int]) -> None:
+    def __init__(self, sites: Sequence[_CallSite], log: Sequence[int], peer_log: Sequence[int]) -> None:
         self._sites = sites
-        self._log = extra
-        self._peer_log = without
-        self._locations = {sites[code].location for code in set(extra)}
-        self._peer_locations = {sites[code].location for code in set(without)}
+        self._log = log
+        self._peer_log = peer_log
+        self._locations = {sites[code].location for code in set(log)}
+        self._peer_locations = {sites[code].location for code in set(peer_log)}
         self._pairs: set[tuple[int, int]] = set()  # accepted pairs of different lines so far
         self._matched: set[int] = set()  # calls that paired up with an equal call so far
 

@@ -148,6 +148,6 @@ def graph_finding(entry: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) 
 
 
 def _func_name(entry: FunctionCompiled) -> str:
-    """Return a function's source name, e.g. "forward after line 12" behind a graph break."""
+    """Return a function's name in the source: "forward", or "forward after line 12"."""
     match = RESUME_FUNCTION.match(entry.function)
     return f"{match['name']} after line {match['line']}" if match else entry.function

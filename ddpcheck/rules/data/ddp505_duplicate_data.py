@@ -290,7 +290,7 @@ def judge_streams(
     inputs: Mapping[int, Sequence[Inputs]],
     evaluated: Mapping[int, Sequence[Evaluated]],
 ) -> list[Finding]:
-    """DDP505: a rank that trains on samples on which another rank has evaluated before.
+    """DDP505: a rank that trains on samples that another rank has used for evaluation.
 
     Arguments are by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one rank has drawn
     more of them.

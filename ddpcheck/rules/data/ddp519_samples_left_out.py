@@ -77,7 +77,7 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
 
 
 def _takes_at_most_half(p: LoaderPass) -> bool:
-    """Return True if a pass takes at most (share + batch) / 2 samples."""
+    """Return True if a pass takes at most (sampler's samples + batch) / 2."""
     return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.part + p.batch_size
 
 
@@ -86,7 +86,7 @@ def judge_sharded_twice(loader: Loader) -> list[Finding]:
     first = loader.first
     if len(first) < 2 or any(p.replaces or p.chooses or not p.indices for p in first):
         return []
-    if not _share_indices(first) or not _are_disjoint_parts(loader.passes):
+    if not _split_same_positions(first) or not _are_disjoint_parts(loader.passes):
         return []
     size = len(first[0].subset) or first[0].size
     return finding_on_loader(
@@ -107,7 +107,7 @@ def _taken_positions(loader: LoaderPass) -> set[int]:
     return {positions.get(index, -1) for index in loader.indices}
 
 
-def _share_indices(first: Sequence[LoaderPass]) -> bool:
+def _split_same_positions(first: Sequence[LoaderPass]) -> bool:
     """Return True if the samplers split the same positions between ranks."""
     if all(loader.replicas == len(first) for loader in first):
         return True

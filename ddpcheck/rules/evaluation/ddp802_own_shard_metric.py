@@ -76,7 +76,7 @@ def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
     values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric
     for group in evaluations:
         evals = group.evals
-        for rank, ev in enumerate(evals if _are_shares(evals) else ()):
+        for rank, ev in enumerate(evals if _are_ungathered_shards(evals) else ()):
             values |= {
                 (ev.results.round, rank, metric.key, metric.name): metric.values[rank] for metric in group.metrics
             }
@@ -108,7 +108,7 @@ def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
     ]
 
 
-def _are_shares(evals: Sequence[RankEvaluation]) -> bool:
+def _are_ungathered_shards(evals: Sequence[RankEvaluation]) -> bool:
     """Return True if ranks evaluated different samples and no rank gathered all results."""
     differ = len({frozenset(ev.loader.indices) for ev in evals}) > 1
     return differ and not any(gathered_labels([ev]) for ev in evals)

@@ -175,7 +175,7 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
     """Report hooks that change local gradients differently on each rank (DDP310).
 
     Hooks that clamp elements are always reported, because clamping does not commute with the average. Factors with a
-    mean of 1 (a weighted average) and weights of batches are intended.
+    mean of 1 (a weighted average) and weights of batches count as intended.
     """
     changes = [{hook.step: hook.changed for hook in rank_hooks} for rank_hooks in hooks]
     steps_by_kind: dict[str, dict[str, list[int]]] = {}  # by kind of change and parameter: steps
@@ -187,7 +187,7 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
     for kind in _HOOK_KINDS:
         names = [name for name, seen in steps_by_kind.get(kind, {}).items() if len(seen) >= MIN_HOOKED_STEPS]
         when = steps_by_kind[kind][names[0]] if names else []
-        if names and not (kind == "scaled" and _are_weights(changes, names, when)):
+        if names and not (kind == "scaled" and _are_batch_weights(changes, names, when)):
             return _hook_finding(hooks, [by_step.get(when[0], {}) for by_step in changes], names, kind, when)
     return _judge_module_hooks(hooks, steps)
 
@@ -222,7 +222,7 @@ def _hook_difference(changes: Sequence[HookedGradient]) -> str:
     return "scaled" if _factors_differ(factors) and abs(average - 1.0) > FACTOR_TOLERANCE else ""
 
 
-def _are_weights(hooks: Sequence[_HookedGradients], names: Sequence[str], steps: Sequence[int]) -> bool:
+def _are_batch_weights(hooks: Sequence[_HookedGradients], names: Sequence[str], steps: Sequence[int]) -> bool:
     """Return True if hooks weight batches: one factor for all gradients, changing between steps.
 
     The script may divide by the sum of weights after the average. A factor on one gradient may have another purpose.

@@ -98,8 +98,8 @@ BYPASSED = "The loss calls the wrapped module and not the wrapper, so DDP does n
 def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     """Report a loss that does not call the wrapper (DDP501).
 
-    Runs before DDP301, which is a consequence. If the wrapped module is not called either, it is reported only if
-    gradients differ: a loss may need none of its parameters.
+    Runs before DDP301, which is a consequence. If the wrapped module is not called either, a finding requires that
+    gradients differ: a loss may need no parameter of the module.
     """
     unequal_steps = {step for steps in facts.unequal.values() for step in steps}
     is_ddp = facts.known.wrapper.is_ddp

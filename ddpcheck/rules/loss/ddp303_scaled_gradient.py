@@ -144,7 +144,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: LossesByRank) -
 def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
     """Report mismatched gradients that are all one factor times the average (DDP303).
 
-    Runs before hooks and buffers, which do not leave the same factor on every parameter.
+    Runs before explanations by hooks and buffers, which do not leave the same factor on every parameter.
     """
     ratio = constant_ratio(facts.mismatches)
     if ratio is None:
@@ -244,17 +244,17 @@ def judge_rescaled(
 def explain_by_common_factor(facts: SingleProcessFacts) -> list[Finding]:
     """Report gradients that are all one factor times the shards' or global batch's (DDP303).
 
-    If the gradients of shards without a process group lack the factor, it comes from the world size, else loss values
-    decide. Runs before explanations by differences between ranks, because the factor is equal on all ranks.
+    A factor that shards without a process group lack comes from the world size; else loss values show its origin. Runs
+    before explanations by differences between ranks, because the factor is equal on all ranks.
     """
     analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
     if facts.world_changed and facts.is_factor(analysis.against_shards):
-        return _factor_of_the_world(facts, analysis.against_shards.ratio)
+        return _world_size_factor_finding(facts, analysis.against_shards.ratio)
     if not facts.has_common_factor:
         return []
     if facts.losses_are_scaled:
-        return _factor_of_the_world(facts, ratio)
+        return _world_size_factor_finding(facts, ratio)
     if known.local.losses and values_are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
         return facts.new_finding(
             "DDP303",
@@ -323,7 +323,7 @@ def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     )
 
 
-def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
+def _world_size_factor_finding(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
     factor, wrapper = facts.known.factor(ratio), facts.known.wrapper.named
     locations = [term.location for term in facts.analysis.terms]
     return facts.new_finding(

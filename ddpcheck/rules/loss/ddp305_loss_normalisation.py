@@ -187,7 +187,7 @@ def normalising_line(facts: SingleProcessFacts) -> list[Finding]:
     )
 
 
-def _unequal_counts(passes: Passes, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
+def _counts_finding(passes: Passes, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
     line = _line_of_sums(*next(pair for pair in zip(passes, all_counts, strict=True) if pair[1]))
     number = "a number that is summed over some of the ranks only" if line else "its own number of elements"
     return new_finding(
@@ -325,7 +325,7 @@ def judge_counts(passes: Passes) -> list[Finding]:
             and 2 * len(unequal) > len(passes)
             and (weight == 1.0 or distinct >= FEWEST_PASSES)
         ):
-            return _unequal_counts(passes, all_counts, unequal)
+            return _counts_finding(passes, all_counts, unequal)
     return []
 
 

@@ -44,7 +44,7 @@ from ddpcheck.trace.unwrapped_params import param_name
 def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Requires `MIN_GATHERS` steps in which all ranks do so, or one if parameters get no gradient (then DDP raises next).
+    Requires `MIN_GATHERS` steps with that on all ranks, or one if parameters get no gradient (DDP then raises).
     """
     uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]
@@ -104,7 +104,7 @@ def judge_local_parts(losses: Losses) -> list[Finding]:
 
 
 def describe_lost_factor(losses: Losses) -> dict[str, Any]:
-    """Return arguments of `new_finding`: the loss covers all ranks, and DDP averages its gradient."""
+    """Return arguments of `new_finding` for a loss over all ranks whose gradient DDP averages."""
     first, size, is_mixed = losses.local_parts[0][0], len(losses.parts), losses.uses_features_directly
     phrase = "its part of the gradients is" if is_mixed else "gradients are"
     besides = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""

@@ -117,11 +117,11 @@ def judge_optimizer(
     Skips parameters that change: an optimizer may keep its own copies and write the values back.
     """
 
-    def stays(name: str, item: DdpStepEvidence) -> bool:
+    def is_unchanged(name: str, item: DdpStepEvidence) -> bool:
         before, after = item.parameters_after_backward.get(name), item.parameters.get(name)
         return before is not None and before == after and bool(item.gradients.get(name, 0))
 
-    unheld = [n for n in wrapped[0].not_in_optimizer if evidence and all(stays(n, item) for item in evidence)]
+    unheld = [n for n in wrapped[0].not_in_optimizer if evidence and all(is_unchanged(n, item) for item in evidence)]
     if not unheld:
         return []
     foreign = wrapped[0].foreign_tensors

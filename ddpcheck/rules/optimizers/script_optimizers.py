@@ -56,7 +56,7 @@ def judge_states(states: OptimizerStates) -> list[Finding]:
 
 @rule
 def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
-    """Judge options, pace, gradients and schedule of each optimizer."""
+    """Judge options, numbers of steps, gradients and schedule of each optimizer."""
     facts = optimizers.facts
     findings: list[Finding] = []
     clips = facts.events(GradientsClipped)

@@ -27,8 +27,8 @@ from ddpcheck.trace.parameters import ConditionalUse, MissingGroup, MissingOn, P
 def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
     """Report parameters missing on some ranks or in some steps, one finding per module.
 
-    `find_unused_parameters` tolerates missing gradients except sparse gradients; `fully_shard` tolerates parameters
-    missing on all ranks, or reduces zeros instead if configured.
+    `find_unused_parameters` tolerates missing gradients, except sparse gradients. `fully_shard` tolerates parameters
+    missing on all ranks and, if configured to reduce missing gradients as zeros, on some ranks.
     """
     names = facts.sometimes_missing
     if facts.wrapper.tolerates_absence:

@@ -78,7 +78,7 @@ def judge_files(program: Program) -> list[Finding]:
 
 
 def _concurrent_uses(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
-    """Yield each write with each other rank's use of the file at that time."""
+    """Yield each write with each concurrent use by another rank (between equal collectives)."""
     by_path: dict[str, dict[int, list[FileUsed]]] = {}
     for rank, rank_uses in enumerate(uses):
         for use in sorted(rank_uses, key=lambda use: use.began):

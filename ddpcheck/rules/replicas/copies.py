@@ -95,7 +95,7 @@ def _states_by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[i
 
 
 def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: WriteFacts) -> list[Finding]:
-    """Report a module that differs between ranks from index `first` of `steps` on."""
+    """Report a module that differs between ranks from `steps[first]` on."""
     states, state = steps[first], steps[first][0]
     names = [name for name in state.values if len({peer.values.get(name) for peer in states}) > 1]
     ranks = minority_ranks([tuple(peer.values.items()) for peer in states]) if len(states) > 2 else ()

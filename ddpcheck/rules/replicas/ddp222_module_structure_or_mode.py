@@ -105,7 +105,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
             (rank, change)
             for rank, rank_changes in enumerate(changes)
             for change in rank_changes
-            if change.what == "mode" and change.step <= until and _covers(change.names[0], finding.subjects)
+            if change.what == "mode" and change.step <= until and _contains_all(change.names[0], finding.subjects)
         ),
         lambda call: call[1].location,
     )
@@ -119,7 +119,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
     return replace(finding, location=line, evidence=(*finding.evidence, message))
 
 
-def _covers(path: str, subjects: Iterable[str]) -> bool:
+def _contains_all(path: str, subjects: Iterable[str]) -> bool:
     """Return True if all `subjects` are inside the module `path`."""
     return not path or all(subject == path or subject.startswith(f"{path}.") for subject in subjects)
 

@@ -247,7 +247,7 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[LocalSgdEnd]]) -> list[Fi
     if not names or set.intersection(*(set(entry.marks[1:]) for entry in last)):
         return []
     count = min(len(entry.marks) for entry in last) - 1
-    return new_finding("DDP306", names, never_averaged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
+    return new_finding("DDP306", names, describe_unaveraged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
@@ -354,7 +354,7 @@ def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
     return facts.known.names.new_finding(
         "DDP306",
         names,
-        never_averaged(names, len(local_steps), min(local_steps), facts.known.wrapper.comm_hook),
+        describe_unaveraged(names, len(local_steps), min(local_steps), facts.known.wrapper.comm_hook),
         steps=ranks_or_all(sorted(local_steps), len(facts.by_step)),
         fix=AVERAGE_THEM,
     )
@@ -366,7 +366,7 @@ AVERAGE_THEM = (
 )
 
 
-def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
+def describe_unaveraged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
     """Describe parameters that differ after each of `steps` steps starting at `first`."""
     reason = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
     return (

@@ -103,8 +103,8 @@ def judge_replica_states(
             replace(finding, evidence=("before the first forward: a checkpoint that was loaded there, say",))
             for finding in judge_values_changed([s.constructed for s in states], [s.at_first_forward for s in states])
         ]
-        start += judge_initial_parameters(_without_subjects([state.at_first_forward for state in states], start))
-        changed_later = _without_subjects([item.parameters for item in values], start)  # in forward or backward
+        start += judge_initial_parameters(_drop_subjects([state.at_first_forward for state in states], start))
+        changed_later = _drop_subjects([item.parameters for item in values], start)  # in forward or backward
         changed = [
             replace(item, parameters_before_optimizer=parameters, parameters={})
             for item, parameters in zip(values, changed_later, strict=True)
@@ -128,7 +128,7 @@ def judge_replica_states(
     return findings
 
 
-def _without_subjects(values: Sequence[Mapping[str, int]], findings: Sequence[Finding]) -> list[dict[str, int]]:
+def _drop_subjects(values: Sequence[Mapping[str, int]], findings: Sequence[Finding]) -> list[dict[str, int]]:
     subjects = {name for finding in findings for name in finding.subjects}
     return [{name: value for name, value in by_name.items() if name not in subjects} for by_name in values]
 
