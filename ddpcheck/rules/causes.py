@@ -78,11 +78,11 @@ def _find_relation(cause: Finding, effect: Finding) -> Explains | None:
 
 
 def _is_met(when: str, cause: Finding, effect: Finding) -> bool:
-    """Return True if `when`, a condition in `_WHEN` or a finding's tag, holds."""
-    return _WHEN[when](cause, effect) if when in _WHEN else when in cause.tags or when in effect.tags
+    """Return True if `when`, a condition in `_CONDITIONS` or a finding's tag, holds."""
+    return _CONDITIONS[when](cause, effect) if when in _CONDITIONS else when in cause.tags or when in effect.tags
 
 
-_WHEN: Mapping[str, Callable[[Finding, Finding], bool]] = {
+_CONDITIONS: Mapping[str, Callable[[Finding, Finding], bool]] = {
     "always": lambda _cause, _effect: True,
     "an error": lambda cause, _effect: cause.severity is Severity.ERROR,
     "same subjects": lambda cause, effect: set(effect.subjects) <= set(cause.subjects),

@@ -101,15 +101,15 @@ def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
 
 def tags_of_exception(failure: RankFailure) -> tuple[str, ...]:
     """Return the tag `OF_A_CUT_FILE` if an exception is typical of a truncated file."""
-    is_typical = failure.type.rpartition(".")[2] in _ERRORS_OF_CUT_FILES or _ERROR_OF_CUT_ARCHIVE in failure.message
+    is_typical = failure.type.rpartition(".")[2] in _TRUNCATION_ERRORS or _TRUNCATION_TEXT in failure.message
     return (OF_A_CUT_FILE,) if is_typical else ()
 
 
 OF_A_CUT_FILE = "of a cut file"
 """Tag of a finding whose exception is typical of a truncated file."""
 
-_ERRORS_OF_CUT_FILES = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
-_ERROR_OF_CUT_ARCHIVE = "PytorchStreamReader"  # RuntimeError on a truncated torch.save file
+_TRUNCATION_ERRORS = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
+_TRUNCATION_TEXT = "PytorchStreamReader"  # RuntimeError on a truncated torch.save file
 
 
 def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:

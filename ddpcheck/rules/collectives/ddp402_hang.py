@@ -146,7 +146,7 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
     )
 
 
-_BEFORE_THE_FIRST_STEP = ("starting up", "loading the target", "building the model")
+_PHASES_BEFORE_STEPS = ("starting up", "loading the target", "building the model")
 
 
 def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
@@ -155,7 +155,7 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
     if not busy:
         return ""
     longer = "give it more time with --timeout"
-    if lead.place in _BEFORE_THE_FIRST_STEP:
+    if lead.place in _PHASES_BEFORE_STEPS:
         return (
             f"If it is slow there, {longer}, and import modules that take long once with --preload; if it waits there "
             "for input, a lock or a download, take that out."

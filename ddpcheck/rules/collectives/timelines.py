@@ -11,7 +11,7 @@ from ddpcheck.trace.collectives import call_signature
 from ddpcheck.trace.failures import FailureFacts, describe_failure
 
 _CALLS_BEFORE = 20  # calls before the mismatch, or before the end of the shortest log
-_CALLS = 60  # calls per rank
+_LIMIT = 60  # calls per rank
 _MOST_GROUPS = 8
 
 
@@ -63,13 +63,13 @@ def _timeline(
     table: dict[CalledCollective, int] = {}
     ranks = []
     for rank, log in logs.items():
-        calls = [CalledCollective(call.operation, call.payload, call.location) for call in log[start : start + _CALLS]]
+        calls = [CalledCollective(call.operation, call.payload, call.location) for call in log[start : start + _LIMIT]]
         ranks.append(
             RankCollectives(
                 rank,
                 first + start,
                 tuple(table.setdefault(call, len(table)) for call in calls),
-                later=max(len(log) - start - _CALLS, 0),
+                later=max(len(log) - start - _LIMIT, 0),
                 waiting=rank in waiting,
                 waits_for=_ranks_waited_for(rank, logs) if rank in waiting else (),
                 at_end=at_end.get(rank, ""),

@@ -61,9 +61,9 @@ from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, Steps
 SHARED_PER_REPEAT = 4  # independent draws share about twice as many samples as they repeat
 FEWEST_TARGETS = 3  # steps with equal targets on every rank
 FEWEST_TARGET_BITS = 24.0  # total information in these targets, to rule out chance
-MOST_STEPS_BEHIND = 8
+MOST_STEPS_BEHIND = 8  # longest delay of a rank that is tried
 FEWEST_STEPS_BEHIND = 2  # steps in which a rank gets the samples of another rank's later step
-FEWEST_STEPS_AGAIN = 3  # steps on samples that another rank used before
+FEWEST_REUSED_STEPS = 3  # steps on samples that another rank used before
 SPLIT_STREAM = (
     "Split the stream in the dataset's __iter__ by rank and world size, and by get_worker_info() if the loader has "
     "workers; if it shuffles before the split, use the same seed on every rank."
@@ -305,7 +305,7 @@ def judge_streams(
         ahead = next((ahead for ahead, _ in seen.values()), rank)
         order = {step: i for step, (r, i) in seen.items() if r == ahead and batches[step] != samples[ahead].get(step)}
         in_order = all(a < b for a, b in itertools.pairwise(order.values()))
-        if ahead == rank or len(order) < FEWEST_STEPS_AGAIN or not in_order:
+        if ahead == rank or len(order) < FEWEST_REUSED_STEPS or not in_order:
             continue
         if (line := _shared_seed_line(draws.get(rank, ()), draws.get(ahead, ()))) is None:
             continue

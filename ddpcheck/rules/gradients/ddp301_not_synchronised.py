@@ -76,7 +76,7 @@ from ddpcheck.trace.unwrapped_params import (
 MIN_SPLIT_STEPS = 3
 """Fewest recorded steps from which `judge_hand_split` concludes: in fewer, ranks may differ by chance."""
 
-CHANGE_ALIKE = (
+CHANGE_FIX = (
     "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
     "data."
 )
@@ -196,7 +196,7 @@ def _changed_finding(
     """Create a finding at the line that loads a GradScaler, clips or changes gradients."""
     first, scales = steps[0], [step.scale for step in steps]
     at_step: dict[str, Any] = {"ranks": ranks, "steps": (first.count,), "location": first.location}
-    finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_ALIKE)
+    finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_FIX)
     if len(set(scales)) > 1:
         text = f"the scale of the GradScaler: {_format_by_rank(scales)}"
         fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."

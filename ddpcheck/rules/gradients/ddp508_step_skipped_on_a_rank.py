@@ -39,7 +39,7 @@ from ddpcheck.trace.positions import EndingFacts, Position, doing, may_leave_out
 from ddpcheck.trace.replicas import Divergence, ReplicaFacts
 from ddpcheck.trace.unwrapped_params import Steps
 
-USUAL_SHARE = 0.8
+MIN_USUAL_SHARE = 0.8
 """Least share of reductions with the usual number of passes before them: without it, no skip is recognised."""
 
 MAX_SKIPPED_IN_A_ROW = 3
@@ -139,7 +139,7 @@ def shift_finding(
             counts[count(run)] += length
             batch_counts[run.batches] += length
         ((turn, often),), ((batches, _),) = counts.most_common(1), batch_counts.most_common(1)
-        if not turn or often < USUAL_SHARE * pace.reductions:
+        if not turn or often < MIN_USUAL_SHARE * pace.reductions:
             return []
         # a skipped backward pass takes one more batch, if there is a loader
         odd = [item for item in pace.lengths() if count(item[0]) > turn and (item[0].batches > batches or not batches)]

@@ -50,21 +50,21 @@ from ddpcheck.trace.losses import FEWEST_PASSES, Passes, UnequalTargets, format_
 LEAST_ERROR = 0.05
 """Relative error of gradients against the global batch from which a mean of means is an error."""
 
-TWICE = 2.0
+MIN_MEDIAN_RATIO = 2.0
 """Ratio of the weights of elements on two ranks, in half of the steps, from which a mean of means is an error."""
 
-ALWAYS_HEAVIER = 1.1
+MIN_AVERAGE_RATIO = 1.1
 """Ratio of average weights, if one rank's are larger in each step, from which a mean of means is an error."""
 
 FEWEST_ORDERED_STEPS = 5
 """Steps in each of which one rank's weights are larger; by chance, one of two ranks leads in all (probability 1/16)."""
 
-UNEQUAL_COUNTS = 0.02  # difference of counts, relative to the smallest
+MIN_COUNT_DIFFERENCE = 0.02  # difference of counts, relative to the smallest
 INTEGER_TOLERANCE = 0.02  # distance from the nearest integer
 LARGEST_COUNT = 1e5  # largest count recognizable as an integer from a float32 inverse
 TERM_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # weights of one term in a loss of several terms
-FEWEST_CONSTANT, FEWEST_DRIFTING = 3, 8  # backward passes with a constant ratio, or a drifting ratio
-CONSTANT = 1e-4  # relative difference below which numbers are equal
+FEWEST_CONSTANT_PASSES, FEWEST_DRIFTING_PASSES = 3, 8  # backward passes with a constant ratio, or a drifting ratio
+CONSTANT_TOLERANCE = 1e-4  # relative difference below which numbers are equal
 SMALLEST_LOG_RATIO = 0.01
 LARGEST_DRIFT = 0.25  # relative change of the log ratio between passes
 
@@ -253,7 +253,7 @@ def judge_rank_weights(passes: Passes) -> list[Finding]:
 def _known_weight(term: ScaledTerm) -> float:
     """Return a term's factor if it is a product of known numbers, else 0."""
     known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
-    return known if abs(known - abs(term.factor)) < CONSTANT * known else 0.0
+    return known if abs(known - abs(term.factor)) < CONSTANT_TOLERANCE * known else 0.0
 
 
 def _keeps_ratio(numbers: Sequence[Sequence[float]]) -> bool:
@@ -263,7 +263,7 @@ def _keeps_ratio(numbers: Sequence[Sequence[float]]) -> bool:
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
         typical, fewest = (
             median(map(abs, ratios)),
-            FEWEST_CONSTANT if max(changes, default=0.0) < CONSTANT else FEWEST_DRIFTING,
+            FEWEST_CONSTANT_PASSES if max(changes, default=0.0) < CONSTANT_TOLERANCE else FEWEST_DRIFTING_PASSES,
         )
         if len(ratios) >= fewest and typical > SMALLEST_LOG_RATIO and len({ratio > 0 for ratio in ratios}) == 1:
             if median(changes) < LARGEST_DRIFT * typical:
@@ -305,13 +305,13 @@ def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
     steps = [step for step in steps if step and min(step) > 0]
     if not steps:
         return Severity.WARNING
-    if median(max(step) / min(step) for step in steps) >= TWICE:
+    if median(max(step) / min(step) for step in steps) >= MIN_MEDIAN_RATIO:
         return Severity.ERROR
     shares = [[weight / sum(step) for weight in step] for step in steps]
     average = [sum(rank_weights) / len(shares) for rank_weights in zip(*shares, strict=True)]
     heaviest, lightest = average.index(max(average)), average.index(min(average))
     always = len(shares) >= FEWEST_ORDERED_STEPS and all(share[heaviest] > share[lightest] for share in shares)
-    return Severity.ERROR if always and average[heaviest] >= ALWAYS_HEAVIER * average[lightest] else Severity.WARNING
+    return Severity.ERROR if always and average[heaviest] >= MIN_AVERAGE_RATIO * average[lightest] else Severity.WARNING
 
 
 def judge_counts(passes: Passes) -> list[Finding]:
@@ -336,7 +336,7 @@ def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[fl
         if any(term.head in sample_heads for term in terms):
             continue
         counts = [_divisor(term, weight, terms[0].factor) for term in terms]
-        if min(counts) >= 1 and max(counts) > min(counts) * (1 + UNEQUAL_COUNTS):
+        if min(counts) >= 1 and max(counts) > min(counts) * (1 + MIN_COUNT_DIFFERENCE):
             if max(counts) < LARGEST_COUNT and all(abs(count - round(count)) < INTEGER_TOLERANCE for count in counts):
                 return counts
     return []

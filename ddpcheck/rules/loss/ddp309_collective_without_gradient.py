@@ -149,7 +149,7 @@ def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Fi
             usage = "and each rank computes the loss over the parts of all ranks, of which only its own has a gradient"
             fix = (
                 "Use torch.distributed.nn.functional.all_gather, whose backward sums, and put no part back; or "
-                f"multiply the loss by the world size; or {_IGNORE}"
+                f"multiply the loss by the world size; or {_IGNORE_ADVICE}"
             )
         return facts.new_finding(
             "DDP309",
@@ -171,15 +171,15 @@ def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Fi
     )
 
 
-_IGNORE = (
+_IGNORE_ADVICE = (
     "ignore DDP309 if the learning rate is set with this factor in mind, or the optimizer does not depend on it (LARS, "
     "Adam)."
 )
 
-FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE}"
+FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE_ADVICE}"
 """Fix for a non-differentiable sum that all ranks use in the same way."""
 
-_WITH_GRADIENT = (
+_DIFFERENTIABLE_CALLS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -194,7 +194,7 @@ _WITH_GRADIENT = (
 def fix_without_gradient(calls: Sequence[Call]) -> str:
     """Return advice on non-differentiable collectives, or '' if torch has no replacement."""
     names = dict.fromkeys(call.operation for call in calls)
-    replacements = [next((op for op in _WITH_GRADIENT if name.startswith(op)), "") for name in names]
+    replacements = [next((op for op in _DIFFERENTIABLE_CALLS if name.startswith(op)), "") for name in names]
     if not all(replacements):
         return ""
     functions = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(replacements)])

@@ -36,7 +36,7 @@ from ddpcheck.trace.optimizers import OptimizedParameters
 from ddpcheck.trace.script_facts import PartSteps, WrapperTrace
 from ddpcheck.trace.unwrapped_params import Steps, param_name
 
-FEWEST_UNMOVED = 3  # steps in which a parameter has a gradient and does not change
+FEWEST_UNMOVED_STEPS = 3  # steps in which a parameter has a gradient and does not change
 _ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 
@@ -86,12 +86,12 @@ def judge_params_without_optimizer(optimized: OptimizedParameters) -> list[Findi
 
 def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
     """DDP504: parameters that a custom optimizer holds and never updates."""
-    if len(steps) < FEWEST_UNMOVED or steps[0][0].options.get("module", "").startswith("torch."):
+    if len(steps) < FEWEST_UNMOVED_STEPS or steps[0][0].options.get("module", "").startswith("torch."):
         return []
     first, options = steps[0][0], [rank_steps[0].options for rank_steps in steps]
     rates = {name for step_options in options for name in step_options if name.endswith(" lr")}
     counts = Counter(name for by_rank in steps for name in first.held if all(step.norms.get(name) for step in by_rank))
-    names = [name for name, times in counts.items() if name in moved and times >= FEWEST_UNMOVED]
+    names = [name for name, times in counts.items() if name in moved and times >= FEWEST_UNMOVED_STEPS]
     stuck = [param_name(name) for name in names if not moved[name]]
     if not stuck or len(stuck) == len(names) or any({opts.get(name) for opts in options} <= _ZERO for name in rates):
         return []

@@ -247,7 +247,7 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[LocalSgdEnd]]) -> list[Fi
     if not names or set.intersection(*(set(entry.marks[1:]) for entry in last)):
         return []
     count = min(len(entry.marks) for entry in last) - 1
-    return new_finding("DDP306", names, describe_unaveraged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
+    return new_finding("DDP306", names, describe_unaveraged(names, count, last[0].step, last[0].hook), fix=AVERAGE_FIX)
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
@@ -356,11 +356,11 @@ def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
         names,
         describe_unaveraged(names, len(local_steps), min(local_steps), facts.known.wrapper.comm_hook),
         steps=ranks_or_all(sorted(local_steps), len(facts.by_step)),
-        fix=AVERAGE_THEM,
+        fix=AVERAGE_FIX,
     )
 
 
-AVERAGE_THEM = (
+AVERAGE_FIX = (
     "Call average_parameters of a PeriodicModelAverager after each step of the optimizer, or wrap the optimizer in "
     "PostLocalSGDOptimizer."
 )

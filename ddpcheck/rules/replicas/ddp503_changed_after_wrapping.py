@@ -37,7 +37,7 @@ from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps, gradients_ag
 
 _MIN_EQUAL_STEPS = 2  # optimizer steps with the same nonzero gradient on all ranks
 
-_CHANGES = {
+_EFFECTS = {
     "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
     "removed": "DDP still waits for {its} gradient",
     "frozen": "DDP still waits for {its} gradient",
@@ -71,7 +71,7 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
             "DDP503",
             subjects,
             f"{join_names(subjects)} {action} in the forward pass of step {step}, after DDP had been constructed: "
-            f"{_CHANGES[change.kind].format(**words)}.",
+            f"{_EFFECTS[change.kind].format(**words)}.",
             ranks=ranks_or_all(sorted(set().union(*group.values())), world_size),
             location=change.location or names.location(list(group)),
             fix="Make the change in __init__; keep values that each forward pass computes in a variable, as a plain "
