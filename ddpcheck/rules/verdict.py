@@ -57,7 +57,7 @@ def by_causes(
     errors: Mapping[str, Exception],
     reported: Sequence[tuple[str, Finding]],
 ) -> Judged:
-    """Return `Judged` with root causes; a `reported` finding gets the cause of its code."""
+    """Return `Judged` with root causes; a `reported` finding shares an equal code's cause."""
     causes = find_causes([finding for _, finding in findings])
     explained: dict[str, list[Told]] = {}
     for (heading, finding), cause in zip(findings, causes.told_by, strict=True):

@@ -217,8 +217,8 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], index: int) -> Position:
     call = calls[index] if index < len(calls) else None
     if call is not None:
         return Position(rank, call, lines_of(call), calls[:index])
-    unshared = [call for call in rank.calls if call not in calls]  # in groups without the other rank
-    lines = rank.lines or (lines_of(rank.calls[-1]) if unshared and rank.calls[-1] is unshared[-1] else ())
+    other_calls = [call for call in rank.calls if call not in calls]  # in groups without the other rank
+    lines = rank.lines or (lines_of(rank.calls[-1]) if other_calls and rank.calls[-1] is other_calls[-1] else ())
     return Position(rank, None, () if rank.ended else lines, calls)
 
 
@@ -292,8 +292,8 @@ def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen:
         for rank, call, peers in graph.waits_on(stopped):  # earliest first
             awaited.setdefault(graph.group(rank, call), set()).update(peers)
         best = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
-        may_arrive = graph.dumps.keys() - stopped
-        if best is None or not (group_findings := _judge_group(by_key[best], may_arrive, at_end, seen, graph)):
+        pending_ranks = graph.dumps.keys() - stopped
+        if best is None or not (group_findings := _judge_group(by_key[best], pending_ranks, at_end, seen, graph)):
             break  # sends and receives only, or no explanation by lines
         findings += group_findings
         explained |= awaited[best]
@@ -301,10 +301,10 @@ def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen:
 
 
 def _judge_group(
-    group: GroupLogs, may_arrive: Collection[int], at_end: Mapping[int, str], seen: RanksSeen, graph: WaitGraph
+    group: GroupLogs, pending_ranks: Collection[int], at_end: Mapping[int, str], seen: RanksSeen, graph: WaitGraph
 ) -> list[Finding]:
     """Report mismatched calls of a process group, explained by program lines if possible."""
-    if not (mismatch := judge_divergences(group.logs, may_arrive, {group.name: group.first})):
+    if not (mismatch := judge_divergences(group.logs, pending_ranks, {group.name: group.first})):
         return []
     members = tuple(sorted({*group.members} & at_end.keys()))
     ranks = [
@@ -322,7 +322,7 @@ def _judge_group(
     lines = {line for rank in ranks for call in rank.calls for line in lines_of(call)}
     positions = EndingFacts(ranks, blocks_of_lines(lines))
     findings = explain_by_positions(FailureFacts(find_positions=lambda: positions), mismatch)
-    if not findings and all(graph.open_calls.get(rank) for rank in set(group.members).difference(may_arrive)):
+    if not findings and all(graph.open_calls.get(rank) for rank in set(group.members).difference(pending_ranks)):
         findings = mismatch
     which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
     waits, _ = graph.who_waits(group.members)

@@ -221,10 +221,10 @@ def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     counts = [Counter(table.values()) for table in values]
     if len(keys) < 2 or any(count != counts[0] for count in counts):
         return False
-    return _is_numbering(values[0]) and not _describes_ranks(name, values)
+    return _identifies_keys(values[0]) and not _describes_ranks(name, values)
 
 
-def _is_numbering(table: Mapping[str, str]) -> bool:
+def _identifies_keys(table: Mapping[str, str]) -> bool:
     """Return True if the values identify keys: consecutive integers, or texts.
 
     Other values are measured (class counts on two ranks), describe a rank (`True` on one rank), or are the keys in the

@@ -104,9 +104,9 @@ def locate_condition(finding: Finding, facts: ScriptFacts) -> Finding:
         return finding
     line = str(finding.location)
     kinds = ("branch", "loop", "function")
-    enclosing = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in kinds]
-    decides = bool(enclosing) and enclosing[-1].kind == "branch"
-    return replace(finding, location=Location(enclosing[-1].path, enclosing[-1].line)) if decides else finding
+    blocks = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in kinds]
+    decides = bool(blocks) and blocks[-1].kind == "branch"
+    return replace(finding, location=Location(blocks[-1].path, blocks[-1].line)) if decides else finding
 
 
 def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:

@@ -78,7 +78,7 @@ def judge_files(program: Program) -> list[Finding]:
 
 
 def _concurrent_uses(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
-    """Yield each write with each concurrent use by another rank (between equal collectives)."""
+    """Yield pairs of a write and another rank's use with no collective between them."""
     by_path: dict[str, dict[int, list[FileUsed]]] = {}
     for rank, rank_uses in enumerate(uses):
         for use in sorted(rank_uses, key=lambda use: use.began):
@@ -94,7 +94,7 @@ def _concurrent_uses(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, 
 
 
 def _has_marker_file(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
-    """Return True if the writer opens another file before `read` ends, as a marker.
+    """Return True if the writer uses another file, perhaps a marker, before `read` ends.
 
     A reader may wait for the marker, whose existence says that the first file is complete.
     """

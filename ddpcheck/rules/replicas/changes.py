@@ -41,8 +41,8 @@ def locate_values(
         return is_relevant and not subjects.isdisjoint(change.names)
 
     ranks = ranks_by_call(changes, sets_subjects)
-    on_some_ranks = {call: callers for call, callers in ranks.items() if len(callers) < len(changes)}
-    if after_forward and ranks and not on_some_ranks:  # of calls on all ranks, only writes by hand explain differences
+    partial_calls = {call: callers for call, callers in ranks.items() if len(callers) < len(changes)}
+    if after_forward and ranks and not partial_calls:  # of calls on all ranks, only writes by hand explain differences
         for change in filter(sets_subjects, chain.from_iterable(changes)):
             if change.how not in _CALLS:
                 names.setdefault((change.how, change.location), set()).update(change.names)
@@ -53,7 +53,7 @@ def locate_values(
         if len(written) != 1:
             return finding
         ranks = {written[0]: ranks[written[0]]}
-    calls = on_some_ranks or ranks
+    calls = partial_calls or ranks
     if not calls:
         return finding
     how, location = min(calls, key=lambda call: _CALLS.index(call[0]) if call[0] in _CALLS else len(_CALLS))
