@@ -251,11 +251,11 @@ def explain_timeout(facts: FailureFacts) -> list[Finding]:
     where = Location.parse(lines[0]) if lines else None
     state = f"was still at work at {lines[0]}" if lines else ""
     if rank in arrived:
-        before = facts.logs[rank][-2:-1]
-        since = f" after {before[0].operation} at {before[0].location}" if before else ""
+        previous = facts.logs[rank][-2:-1]
+        since_call = f" after {previous[0].operation} at {previous[0].location}" if previous else ""
         delay = arrived[rank].when - facts.first.when
-        state = f"came to it {max(delay, 0.0):.0f} s after that, and was at work{since} until then"
-        where = Location.parse(before[0].location if before else call.location)
+        state = f"came to it {max(delay, 0.0):.0f} s after that, and was at work{since_call} until then"
+        where = Location.parse(previous[0].location if previous else call.location)
     return facts.new_finding(
         "DDP402",
         (call.operation,),

@@ -74,7 +74,7 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
     arms = {branch.head for branch in facts.enclosing(leaver.lines, "branch") if not leaver.state.ended}
     is_arm = block.kind == "branch"
-    instead = ", in the other branch of it" if block.head in arms else ""
+    other_branch = ", in the other branch of it" if block.head in arms else ""
     reason = f"each rank decides separately at {block.head}"
     fix = (
         f"Make the same decision on all ranks at {block.head}: all_reduce its input (the metric, the loss, a flag) "
@@ -96,7 +96,7 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
         (call.operation,),
         f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {described_call(call)}, "
         f"{describe_block(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same "
-        f"pass{instead}: {doing(facts, missing)}.",
+        f"pass{other_branch}: {doing(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # on a tie, the rank that jumped
         location=Location(block.path, block.line),
         evidence=[
@@ -164,14 +164,14 @@ def mismatch_finding(
     number: int, calls: Mapping[int, Call], calling: Sequence[int], missing: Sequence[int], last_calls: Sequence[str]
 ) -> list[Finding]:
     extra, other_call = calls[calling[0]], calls[missing[0]]
-    fewer = missing if len(missing) < len(calling) else calling
+    minority = missing if len(missing) < len(calling) else calling
     return new_finding(
         "DDP403",
         (extra.operation,),
         f"Collective number {number} pairs up different lines: {format_ranks(calling)} "
         f"{plural_verb('calls', 'call', calling)} {extra}, {format_ranks(missing)} {other_call}; from there on "
         f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} ahead of {format_ranks(calling)}.",
-        ranks=fewer,
+        ranks=minority,
         location=Location.parse(extra.location),
         evidence=[*(f"rank {rank}, collective number {number}: {call}" for rank, call in calls.items()), *last_calls],
         fix=f"Call {extra.operation} at {extra.location} on every rank, equally often, or on none.",
@@ -276,20 +276,20 @@ def unmatched_call_finding(
     waits_in = side.state.doing.partition(" at ")[0].removeprefix("waits in ")
     name = op_name(side.call) if side.call is not None else waits_in
     test = f", {describe_block(branch)}" if branch is not None else ""
-    instead, fix, edit_line = "", _fix_of_call(side.call, name, where, branch), where
+    peer_group, fix, edit_line = "", _fix_of_call(side.call, name, where, branch), where
     if side.call is not None and peer.call is not None and side.call.group != peer.call.group:
         edit_line = next((line for line in side.lines if branch in facts.blocks.get(line, ())), where)
         test = f", in {side.call.group_words or 'another process group'}{test}"
-        instead = f", in {peer.call.group_words}" if peer.call.group_words else ""
+        peer_group = f", in {peer.call.group_words}" if peer.call.group_words else ""
         fix = f"Have every rank call the collectives of both process groups in the same order. {fix}"
-    never = branch is None and peer.call is None  # then the call is not extra
+    is_missing = branch is None and peer.call is None  # then the call is not extra
     verb = plural_verb("reaches", "reach", calling)
     return new_finding(
         "DDP403",
         (side.call.operation if side.call is not None else name.partition("(")[0].rpartition(" ")[2],),
         f"{format_ranks(calling).capitalize()} {verb} {name} at {where}{test}, and {format_ranks(missing)} "
-        f"{plural_verb('does', 'do', missing)} not: {doing(facts, missing)}{instead}.",
-        ranks=missing if len(missing) < len(calling) or never else calling,
+        f"{plural_verb('does', 'do', missing)} not: {doing(facts, missing)}{peer_group}.",
+        ranks=missing if len(missing) < len(calling) or is_missing else calling,
         location=Location.parse(edit_line),
         evidence=[
             f"called from {', from '.join(side.lines[1:4])}" if len(side.lines) > 1 else "",

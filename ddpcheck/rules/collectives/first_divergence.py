@@ -188,9 +188,9 @@ class _Comparison:
         Ranks that take turns match after a shift, too, but no call of theirs has paired up with an equal call before.
         """
         for length in range(1, _MAX_RUN + 1):
-            after = zip(self._log[start + length :], self._peer_log[start:], strict=False)
+            later_pairs = zip(self._log[start + length :], self._peer_log[start:], strict=False)
             matched = []
-            for code, other_code in after:
+            for code, other_code in later_pairs:
                 if not self._are_pair(code, other_code):
                     break
                 matched += [code] if code == other_code and self._sites[code].location else []

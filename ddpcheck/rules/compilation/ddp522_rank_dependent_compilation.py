@@ -95,7 +95,7 @@ def recompilation_finding(by_rank: CompilationsByRank, guard: str, ranks: Sequen
     failures = [entry for rank in ranks for entry in by_rank[rank] if entry.guard == guard]
     counts = {rank: sum(not entry.given_up for entry in entries) for rank, entries in enumerate(by_rank)}
     others = [rank for rank in counts if rank not in ranks]
-    name, often, seldom = _func_name(failures[0]), _times_in_words(counts, ranks), _times_in_words(counts, others)
+    name, times, other_times = _func_name(failures[0]), _times_in_words(counts, ranks), _times_in_words(counts, others)
     end = "The others wait for each compilation."
     if gives_up:
         end = "Torch then stops compiling it and runs it in eager mode: the others wait for this rank in each step."
@@ -107,7 +107,7 @@ def recompilation_finding(by_rank: CompilationsByRank, guard: str, ranks: Sequen
     return make_finding(
         "DDP522",
         (name,),
-        f"{name} ({failures[0].defined}) is compiled {often} on {format_ranks(ranks)}, and {seldom} on "
+        f"{name} ({failures[0].defined}) is compiled {times} on {format_ranks(ranks)}, and {other_times} on "
         f"{format_ranks(others)}. {end}",
         ranks=ranks,
         steps=sorted({entry.step for entry in failures}),

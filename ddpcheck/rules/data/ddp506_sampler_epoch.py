@@ -70,15 +70,15 @@ def judge_stale_workers(loader: Loader) -> list[Finding]:
     """DDP506: persistent workers that repeat the first epoch's samples after the dataset changed."""
     changed: set[str] = set()
     for loaders in loader.passes:
-        whole = [p for p in loaders if (p.exhausted or p.indices) and p.rows]
-        first, *later = [dict(zip(p.indices or itertools.count(), p.rows, strict=False)) for p in whole] or [{}]
+        complete = [p for p in loaders if (p.exhausted or p.indices) and p.rows]
+        first, *later = [dict(zip(p.indices or itertools.count(), p.rows, strict=False)) for p in complete] or [{}]
         repeats = [{key: row for key, row in rows.items() if key in first} for rows in later]
         if not later or any(len(rows) < FEWEST_ROWS or not rows.items() <= first.items() for rows in repeats):
             return []
-        if len(set(first.values())) < FEWEST_ROWS or not any(p.outdated or p.size < 0 for p in whole):
+        if len(set(first.values())) < FEWEST_ROWS or not any(p.outdated or p.size < 0 for p in complete):
             return []
-        names = {name for p in whole[1:] for name in p.state if p.state[name] != whole[0].state.get(name)}
-        if not names or not whole[0].persistent:
+        names = {name for p in complete[1:] for name in p.state if p.state[name] != complete[0].state.get(name)}
+        if not names or not complete[0].persistent:
             return []
         changed |= names
     return finding_on_loader(
@@ -122,19 +122,19 @@ def _find_resumed_pass(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] 
     return None
 
 
-def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, after: Sequence[LoaderPass]) -> int:
+def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, next_passes: Sequence[LoaderPass]) -> int:
     """Count skipped samples that the previous pass had not trained; 0 if orders match."""
     count = loader.skipped * loader.batch_size
     passed = set(loader.indices[:count])
     # one more batch is no evidence: a prefetching loader takes the next batch early
     if not earlier or not earlier[-1].skipped + 1 < loader.skipped <= earlier[-1].batches or len(passed) < count:
         return 0
-    if not all(p.indices for p in (*earlier, *after)):
+    if not all(p.indices for p in (*earlier, *next_passes)):
         return 0
-    begun = [index for index, p in enumerate(earlier) if set(p.indices[:count]) <= passed]
-    if begun:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
-        next_pass = earlier[begun[-1] + 1 : begun[-1] + 2]
-        if not next_pass or not after or _begin_equally(next_pass[0], after[0]):
+    matching = [index for index, p in enumerate(earlier) if set(p.indices[:count]) <= passed]
+    if matching:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
+        next_pass = earlier[matching[-1] + 1 : matching[-1] + 2]
+        if not next_pass or not next_passes or _begin_equally(next_pass[0], next_passes[0]):
             return 0
     return len(passed - set(earlier[-1].indices[:count]))
 

@@ -107,10 +107,10 @@ def judge_labels(loader: Loader) -> list[Finding]:
     if len(labels) < 2 or not all(labels):
         return []
     common, diffs = common_values(labels), differing_values(labels)
-    first, *rest = zip(*common.values(), strict=True) if common else [()]
+    first, *other_labels = zip(*common.values(), strict=True) if common else [()]
     if len(common) < FEWEST_ROWS or 2 * len(diffs) < len(common) or len({*first}) < 2:
         return []
-    for rank_labels in rest:  # labels of two ranks must correspond one to one
+    for rank_labels in other_labels:  # labels of two ranks must correspond one to one
         if not len({*zip(first, rank_labels, strict=True)}) == len({*first}) == len({*rank_labels}):
             return []
     return finding_on_loader(

@@ -48,8 +48,8 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
     """DDP519: samples that no rank takes in any epoch."""
     epochs = [epoch for epoch in zip(*loader.passes, strict=False) if all(p.indices for p in epoch)]
     first, size = loader.first, loader.first[0].size
-    twice = all(_takes_at_most_half(p) for epoch in epochs for p in epoch)
-    if len(epochs) < 2 or size < 1 or not (twice or loader.has_same_data):
+    split_twice = all(_takes_at_most_half(p) for epoch in epochs for p in epoch)
+    if len(epochs) < 2 or size < 1 or not (split_twice or loader.has_same_data):
         return []
     if any(p.subset or p.chooses or p.size != size for p in first):  # the other samples are a held-out set
         return []
@@ -58,18 +58,18 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
     seen = {frozenset(index for p in epoch for index in p.indices) for epoch in epochs}
     missing = size - max(map(len, seen))
     least = max(MAX_LEFT_OUT * size, max(p.batch_size for p in first) * len(first))
-    if missing <= least or (len(seen) > 1 and not twice):
+    if missing <= least or (len(seen) > 1 and not split_twice):
         return []
     p = first[0]
     return finding_on_loader(
         "DDP519",
         p,
-        f"{missing} of the {size} samples of the dataset are on no rank in {'each' if twice else 'any'} of "
+        f"{missing} of the {size} samples of the dataset are on no rank in {'each' if split_twice else 'any'} of "
         f"{len(epochs)} epochs.",
         evidence=[
             f"{p.sampler} gives each rank {p.part} samples, and the rank takes only {len(p.indices)} of them: they are "
             "split a second time"
-            if twice
+            if split_twice
             else f"each rank takes {len(p.indices)} samples, by {p.sampler}"
         ],
         fix="Give the sampler the world size and the rank of the process group, and split the data once only.",

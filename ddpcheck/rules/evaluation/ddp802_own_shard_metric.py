@@ -144,8 +144,8 @@ def _is_only_of_rank(number: ShownNumber, rank: int, metric: RankMetric) -> bool
 def _is_metric_shared(evals: Sequence[RankEvaluation], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
     """Return True if `rank` exchanges the metric or shows all ranks' (or pooled) metrics."""
     ev = evals[rank]
-    before = next(index for index, output in enumerate(ev.shown) if output is shown)
-    kept = [call for call in ev.exchanged if not (call.sums and call.shown <= before)]
+    position = next(index for index, output in enumerate(ev.shown) if output is shown)
+    kept = [call for call in ev.exchanged if not (call.sums and call.shown <= position)]
     if any(_exchanges_metric(call, ev, rank, metric) for call in kept):
         return True
     numbers = [number for _, number in numbers_shown(ev)]

@@ -145,12 +145,12 @@ def _find_wrong_pairs(
     digits: int,
 ) -> tuple[str, str] | None:
     """Return a message and evidence on results paired with wrong labels, or `None`."""
-    everywhere = list(zip(chain(*indices), chain(*rows), strict=True))
-    by_index = dict(everywhere)
+    all_rows = list(zip(chain(*indices), chain(*rows), strict=True))
+    by_index = dict(all_rows)
     if not by_index or not by_index.keys() <= reference.keys():
         return None  # references are not known
-    first = dict(reversed(everywhere))
-    right = [[(row, reference[index]) for index, row in seq] for seq in (by_index.items(), first.items(), everywhere)]
+    first = dict(reversed(all_rows))
+    right = [[(row, reference[index]) for index, row in seq] for seq in (by_index.items(), first.items(), all_rows)]
     if len({len(row) for pair in right[2] for row in pair}) != 1:
         return None
     correct = {name: [metric(pairs) for pairs in right] for name, metric in metrics.items()}

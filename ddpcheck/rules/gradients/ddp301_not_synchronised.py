@@ -89,9 +89,9 @@ NAME_IN_PLAN = (
 def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
     """Report gradients that differ only within tensor parallel groups (DDP301)."""
     models = facts.known.models
-    within = {name for model in models for name in _names_unequal_on(facts, model)}
-    between = {name for replicas in zip(*models, strict=True) for name in _names_unequal_on(facts, replicas)}
-    names = [name for name in facts.unequal if name in within and name not in between]
+    names_within = {name for model in models for name in _names_unequal_on(facts, model)}
+    names_between = {name for replicas in zip(*models, strict=True) for name in _names_unequal_on(facts, replicas)}
+    names = [name for name in facts.unequal if name in names_within and name not in names_between]
     if not names:
         return []
     return facts.known.names.new_finding(

@@ -186,9 +186,9 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
                 steps_by_kind.setdefault(kind, {}).setdefault(name, []).append(step)
     for kind in _HOOK_KINDS:
         names = [name for name, seen in steps_by_kind.get(kind, {}).items() if len(seen) >= MIN_HOOKED_STEPS]
-        when = steps_by_kind[kind][names[0]] if names else []
-        if names and not (kind == "scaled" and _are_batch_weights(changes, names, when)):
-            return _hook_finding(hooks, [by_step.get(when[0], {}) for by_step in changes], names, kind, when)
+        numbers = steps_by_kind[kind][names[0]] if names else []
+        if names and not (kind == "scaled" and _are_batch_weights(changes, names, numbers)):
+            return _hook_finding(hooks, [by_step.get(numbers[0], {}) for by_step in changes], names, kind, numbers)
     return _judge_module_hooks(hooks, steps)
 
 
@@ -199,12 +199,12 @@ def _judge_module_hooks(hooks: Sequence[Sequence[GradientsHooked]], steps: Seque
     """
     rank_factors = [{hook.step: hook.factors for hook in rank_hooks if hook.step in steps} for rank_hooks in hooks]
     for name in dict.fromkeys(name for by_step in rank_factors for factors in by_step.values() for name in factors):
-        when = sorted({step for by_step in rank_factors for step, factors in by_step.items() if name in factors})
-        by_rank = [[by_step.get(step, {}).get(name, 1.0) for step in when] for by_step in rank_factors]
-        if len(when) >= MIN_HOOKED_STEPS and not any(map(_factors_differ, by_rank)):
+        hook_steps = sorted({step for by_step in rank_factors for step, factors in by_step.items() if name in factors})
+        by_rank = [[by_step.get(step, {}).get(name, 1.0) for step in hook_steps] for by_step in rank_factors]
+        if len(hook_steps) >= MIN_HOOKED_STEPS and not any(map(_factors_differ, by_rank)):
             changes = [HookedGradient("scaled", factors[0]) for factors in by_rank]
             if _hook_difference(changes):
-                return _hook_finding(hooks, [{name: change} for change in changes], [name], "scaled", when)
+                return _hook_finding(hooks, [{name: change} for change in changes], [name], "scaled", hook_steps)
     return []
 
 

@@ -174,11 +174,11 @@ def judge_useless_no_sync(ledgers: Ledgers) -> list[Finding]:
 
 
 def uneven_no_sync_finding(
-    facts: EndingFacts, ranks: Sequence[int], others: Sequence[int], behind: Backward, evidence: Sequence[str]
+    facts: EndingFacts, ranks: Sequence[int], others: Sequence[int], backward: Backward, evidence: Sequence[str]
 ) -> list[Finding]:
     """DDP502: micro-batch that only some ranks run under no_sync."""
     who, rest = format_ranks(ranks), format_ranks(others)
-    batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
+    batch = f"batch {backward.batch[1]}" if backward.loader >= 0 else f"forward pass {backward.forward}"
     return new_finding(
         "DDP502",
         ("no_sync",),
@@ -186,7 +186,7 @@ def uneven_no_sync_finding(
         f"{plural_verb('does', 'do', others)} not: {rest} {plural_verb('averages', 'average', others)} its gradients, "
         f"{who} {plural_verb('does', 'do', ranks)} not.",
         ranks=ranks,
-        location=Location.parse(behind.line or behind.call.location),
+        location=Location.parse(backward.line or backward.call.location),
         evidence=[*evidence, *facts.states],
         fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
     )

@@ -339,8 +339,8 @@ def _world_size_factor_finding(facts: SingleProcessFacts, ratio: float) -> list[
 
 def explain_by_scale(passes: Passes, losses: Losses) -> list[Finding]:
     """Report a loss whose scale is wrong for averaged gradients (DDP303)."""
-    whole = not losses.is_for_sums and not losses.is_partial(passes)
-    scaled = (_judge_scaled_mean(passes, losses.ranks_per_model) or _judge_global_sum(passes)) if whole else []
+    is_complete = not losses.is_for_sums and not losses.is_partial(passes)
+    scaled = (_judge_scaled_mean(passes, losses.ranks_per_model) or _judge_global_sum(passes)) if is_complete else []
     return scaled or _judge_counted_twice(passes, losses)
 
 

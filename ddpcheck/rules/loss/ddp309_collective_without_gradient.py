@@ -107,13 +107,13 @@ def describe_lost_factor(losses: Losses) -> dict[str, Any]:
     """Return arguments of `new_finding` for a loss over all ranks whose gradient DDP averages."""
     first, size, is_mixed = losses.local_parts[0][0], len(losses.parts), losses.uses_features_directly
     phrase = "its part of the gradients is" if is_mixed else "gradients are"
-    besides = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
+    mixed_note = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
     return {
         "message": f"Each rank computes the loss of the rows of all ranks, gathered by {first.operation}, but the "
         "gradient of this loss reaches the rank's own features only. DDP averages over the ranks: "
         f"{phrase} 1/{size} of what the loss asks for.",
         "location": first.location,
-        "evidence": [f"the gradient of the gathered rows is the same on every rank, {_step_text(losses)}", besides],
+        "evidence": [f"the gradient of the gathered rows is the same on every rank, {_step_text(losses)}", mixed_note],
         "severity": Severity.WARNING,
         "fix": f"Multiply {'these terms' if is_mixed else 'the loss'} by the world size. Or: {_fix_of_gather(first)}",
     }

@@ -107,13 +107,13 @@ def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     """DDP512: tensors that a rank loaded onto the GPU of another rank."""
     for rank, rank_uses in enumerate(uses):
         for use in rank_uses:
-            elsewhere = [device for device in use.devices if device.startswith("cuda") and device != use.device]
-            if elsewhere and not use.writes and not use.mapped and use.device.startswith("cuda"):
+            other_devices = [device for device in use.devices if device.startswith("cuda") and device != use.device]
+            if other_devices and not use.writes and not use.mapped and use.device.startswith("cuda"):
                 name = PurePath(use.path).name
                 return new_finding(
                     "DDP512",
                     (name,),
-                    f"Rank {rank} loads {name} onto {elsewhere[0]}, which belongs to another rank: there is no "
+                    f"Rank {rank} loads {name} onto {other_devices[0]}, which belongs to another rank: there is no "
                     "map_location.",
                     ranks=(rank,),
                     location=use.location,

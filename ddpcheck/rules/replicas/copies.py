@@ -103,10 +103,10 @@ def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: Wri
     summary += f": {join_names(names[:3])}{' ...' if len(names) > 3 else ''}"
     if state.other:
         return unequal_module_finding(state, ranks, summary)
-    before = f"before step {steps[first - 1][0].count} they were" if first else "they were not compared before"
+    history = f"before step {steps[first - 1][0].count} they were" if first else "they were not compared before"
     if state.copies:
-        return diverged_copy_finding(state, ranks, [summary, before], written if first else (None, [], ()))
-    return outer_buffers_finding(state, names, ranks, [summary, before])
+        return diverged_copy_finding(state, ranks, [summary, history], written if first else (None, [], ()))
+    return outer_buffers_finding(state, names, ranks, [summary, history])
 
 
 def _use_finding(

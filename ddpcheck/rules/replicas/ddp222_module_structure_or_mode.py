@@ -99,13 +99,13 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
     """Relocate to the last `eval` call on the finding's ranks, else on all ranks."""
     if MODE not in finding.message:
         return finding
-    until = finding.steps[0] if finding.steps else 0
+    last_step = finding.steps[0] if finding.steps else 0
     calls = group_by(
         (
             (rank, change)
             for rank, rank_changes in enumerate(changes)
             for change in rank_changes
-            if change.what == "mode" and change.step <= until and _contains_all(change.names[0], finding.subjects)
+            if change.what == "mode" and change.step <= last_step and _contains_all(change.names[0], finding.subjects)
         ),
         lambda call: call[1].location,
     )

@@ -181,7 +181,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
         orders = [step.held for step in rank_steps]
         reordered = len(set(orders)) > 1 and len({frozenset(order) for order in orders}) == 1
         restored = {} if reordered else restored_on_some(rank_steps)
-        between = equal_step is not None and not reordered and not any(step.restored_at for step in rank_steps)
+        diverged_later = equal_step is not None and not reordered and not any(step.restored_at for step in rank_steps)
         return new_finding(
             "DDP306",
             keys,
@@ -193,7 +193,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             evidence=[
                 describe_loads(restored) if restored else "",
                 f"it did not differ in step {equal_step}: in a later step, the ranks used different gradients"
-                if between
+                if diverged_later
                 else "",
                 *(
                     f"the optimizer of rank {rank} holds {join_names([*map(param_name, order)])}, in this order"
@@ -211,7 +211,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             if reordered
             else "Average the gradients in every step, and wait for every asynchronous collective (work.wait()) before "
             "the optimizer steps."
-            if between
+            if diverged_later
             else LOAD_EVERYWHERE,
         )
     return []

@@ -89,13 +89,13 @@ def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False
         return []
     ranks = tuple(rank for rank, rank_changes in enumerate(changes) if rank_changes)
     changed = [f"{join_names([*n])} {plural_verb('was', 'were', [*n])} {kind}" for kind, n in names_by_kind.items()]
-    still = "after wrapping; the reducer still has the old ones"
+    consequence = "after wrapping; the reducer still has the old ones"
     if sharded:
-        still = "after fully_shard, whose groups still gather the old ones"
+        consequence = "after fully_shard, whose groups still gather the old ones"
     return new_finding(
         "DDP503",
         list(dict.fromkeys(itertools.chain.from_iterable(names_by_kind.values()))),
-        f"{join_names(changed)} {still}.",
+        f"{join_names(changed)} {consequence}.",
         ranks=ranks_or_all(ranks, len(changes)),
     )
 

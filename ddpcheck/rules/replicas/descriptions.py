@@ -191,9 +191,9 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
 def explain_set(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
     """Explain missing modules by a variable that counts them, or by differing classes."""
     path = _outermost_difference(finding, wrappers)
-    above = path.rpartition(".")[0]
-    counts = [sum(m[0].rpartition(".")[0] == above and m[0] != "" for m in w.description.modules) for w in wrappers]
-    if len(set(counts)) > 1 and (reason := _reason_for(counts, wrappers, f"the number of modules in {above or 'it'}")):
+    parent = path.rpartition(".")[0]
+    counts = [sum(m[0].rpartition(".")[0] == parent and m[0] != "" for m in w.description.modules) for w in wrappers]
+    if len(set(counts)) > 1 and (reason := _reason_for(counts, wrappers, f"the number of modules in {parent or 'it'}")):
         return reason
     kinds = [next((m[1] for m in wrapper.description.modules if m[0] == path), "not there") for wrapper in wrappers]
     if len(set(kinds)) == 1:
@@ -239,9 +239,9 @@ def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: st
     if not candidates:
         return None
     offset, _, _, variable, text = min(candidates, key=lambda candidate: candidate[:3])
-    more = f" plus {offset}" if offset else ""
+    plus_offset = f" plus {offset}" if offset else ""
     return Reason(
-        f"{noun} is the size of {variable.name}{more}; {variable.name} is {text}",
+        f"{noun} is the size of {variable.name}{plus_offset}; {variable.name} is {text}",
         f"Make {variable.name} the same on every rank before the model is built: from all the data and not from this "
         "rank's part, or on rank 0 with dist.broadcast_object_list.",
         variable,

@@ -157,9 +157,9 @@ def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCapt
 
 def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
     """Judge `fully_shard`: state common to all ranks, reduced gradients, replicated shards."""
-    whole = with_values(replicas, lambda values: replace(values, gradients={}, parameters={}))
-    whole = [replace(replica, shard=-1, own={}) for replica in whole]
-    findings = judge_captured(entry, step, whole, first=first)
+    unsharded = with_values(replicas, lambda values: replace(values, gradients={}, parameters={}))
+    unsharded = [replace(replica, shard=-1, own={}) for replica in unsharded]
+    findings = judge_captured(entry, step, unsharded, first=first)
     values = [
         DdpStepEvidence(replica.state.values.rank, step, against_local=tuple(against))
         for replica, against in zip(replicas, compare_with_average(replicas), strict=True)
