@@ -32,7 +32,7 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
         number_of.append(None if is_known else len(single))
         if not is_known:
             single.append(finding)
-    causes = _causes(single)
+    causes = _find_cause_indices(single)
     kept = {number: finding for number, finding in enumerate(single) if number not in causes}
     roots = {number: number for number in kept}
     for number in causes:
@@ -41,7 +41,7 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
             root = causes[root]
         roots[number] = root
         effect, cause = single[number], kept[root]
-        relation = _explains(cause, effect)
+        relation = _find_relation(cause, effect)
         if relation is None or relation.quietly:  # an indirect consequence, or not worth reporting
             continue
         worst = min(cause.severity, effect.severity, key=lambda severity: severity.rank)
@@ -54,8 +54,8 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
     return Causes(list(kept.values()), [None if number is None else kept[roots[number]] for number in number_of])
 
 
-def _causes(findings: Sequence[Finding]) -> dict[int, int]:
-    """Return indices of causes by index of explained finding; unexplained causes take precedence."""
+def _find_cause_indices(findings: Sequence[Finding]) -> dict[int, int]:
+    """Map indices of consequences to indices of their causes; prefer causes without a cause."""
     possible: dict[int, list[int]] = {}
     for number, effect in enumerate(findings):
         explaining = [n for n, cause in enumerate(findings) if n != number and _is_cause_of(cause, effect)]
@@ -65,24 +65,24 @@ def _causes(findings: Sequence[Finding]) -> dict[int, int]:
 
 
 def _is_cause_of(cause: Finding, effect: Finding) -> bool:
-    """Return True if `cause` explains `effect`; if each explains the other, only conditionally."""
-    relation, inverse = _explains(cause, effect), _explains(effect, cause)
+    """Return True if `cause` explains `effect`; of two opposite explanations, the conditional one wins."""
+    relation, inverse = _find_relation(cause, effect), _find_relation(effect, cause)
     return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
 
 
-def _explains(cause: Finding, effect: Finding) -> Explains | None:
+def _find_relation(cause: Finding, effect: Finding) -> Explains | None:
     return next(
-        (rel for rel in RULES[cause.code].explains if effect.code in rel.codes and _applies(rel.when, cause, effect)),
+        (rel for rel in RULES[cause.code].explains if effect.code in rel.codes and _is_met(rel.when, cause, effect)),
         None,
     )
 
 
-def _applies(when: str, cause: Finding, effect: Finding) -> bool:
-    """Return True if a condition of `Explains` (key of `_WHEN` or a tag) holds."""
-    return _WHEN[when](cause, effect) if when in _WHEN else when in cause.tags or when in effect.tags
+def _is_met(when: str, cause: Finding, effect: Finding) -> bool:
+    """Return True if `when`, a condition in `_CONDITIONS` or a finding's tag, holds."""
+    return _CONDITIONS[when](cause, effect) if when in _CONDITIONS else when in cause.tags or when in effect.tags
 
 
-_WHEN: Mapping[str, Callable[[Finding, Finding], bool]] = {
+_CONDITIONS: Mapping[str, Callable[[Finding, Finding], bool]] = {
     "always": lambda _cause, _effect: True,
     "an error": lambda cause, _effect: cause.severity is Severity.ERROR,
     "same subjects": lambda cause, effect: set(effect.subjects) <= set(cause.subjects),
@@ -109,7 +109,7 @@ class ReportedCauses:
         self._causes = set(map(cause_of, reported))
 
     def add(self, findings: Sequence[Finding], locate: Callable[[Finding], Finding]) -> list[Finding]:
-        """Keep and return the findings whose cause is new, each passed through `locate`."""
+        """Add findings whose cause is not yet reported, relocated by `locate`, and return them."""
         new: list[Finding] = []
         candidates = [*self.findings, *findings]
         for finding in findings:
@@ -125,7 +125,7 @@ class ReportedCauses:
 
 
 def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
-    """Return a finding's code and subjects; under `Rule.conditional_use`, indices in names become '*'."""
+    """Return a finding's code and subjects; with `Rule.conditional_use`, `layers.*.weight` for any layer."""
     subjects: Iterable[str] = finding.subjects
     if RULES[finding.code].conditional_use:
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
@@ -133,14 +133,14 @@ def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
 
 
 def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
-    """Check if `finding` is a consequence of an error in `findings`."""
+    """Return True if an error in `findings` explains `finding`."""
     return any(
         cause != finding and cause.severity is Severity.ERROR and _is_cause_of(cause, finding) for cause in findings
     )
 
 
 def goes_on(finding: Finding, reported: Iterable[Finding]) -> bool:
-    """Check if `finding` extends a reported finding to more tensors."""
+    """Return True if the same `spreads` rule was reported on one of the tensors."""
     subjects = set(finding.subjects)
     return RULES[finding.code].spreads and any(
         earlier.code == finding.code and subjects & set(earlier.subjects) for earlier in reported

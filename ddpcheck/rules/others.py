@@ -45,7 +45,7 @@ def load_rules(name: str) -> tuple[str, ...]:
         except Exception as error:
             raise UsageError(f"module {name!r} cannot be imported: {describe_exception(error, spec.origin)}") from error
         rules = parse_rules(name, module.__doc__ or "")
-        views = _views_of(name, rules)
+        views = _views_by_code(name, rules)
         for rule in rules:
             checks = {"run": tuple(sorted(check for view in views[rule.code] for check in view.checks))}
             RULES[rule.code] = replace(rule, checks=checks)
@@ -82,7 +82,7 @@ def parse_rules(name: str, docstring: str) -> list[Rule]:
     return rules
 
 
-def _views_of(name: str, rules: Iterable[Rule]) -> dict[str, set[type[View]]]:
+def _views_by_code(name: str, rules: Iterable[Rule]) -> dict[str, set[type[View]]]:
     """Return the views that the judges of a module need, by rule code."""
     views: dict[str, set[type[View]]] = {rule.code: set() for rule in rules}
     for view, judge in judges_of_others:

@@ -45,8 +45,8 @@ def import_rules() -> None:
         importlib.import_module(f"{__package__}.{file.parent.name}.{file.stem}")
 
 
-def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[str] = ()) -> Judged:
-    """Run the judges of views in order, without check lines in `but`; record exceptions.
+def judge_all(facts: ScriptFacts, views: Iterable[type[View]], excluded_checks: Collection[str] = ()) -> Judged:
+    """Run the judges of views in order, without check lines in `excluded_checks`; record exceptions.
 
     An earlier view is more specific: `Rule.repeats` names the later views that find the same defect again.
     """
@@ -64,7 +64,7 @@ def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[s
             errors |= dict.fromkeys(view_type.checks, error)
             continue
         for check, verdict in view_verdicts.items():
-            if check not in but:
+            if check not in excluded_checks:
                 verdicts.setdefault(check, []).append(verdict)
                 findings += ((check, finding) for finding in verdict.findings if finding.code not in dropped)
                 reported += ((check, finding) for finding in verdict.findings if finding.code in dropped)

@@ -39,7 +39,7 @@ class Judged:
     reported: Sequence[tuple[str, Finding]]  # (heading, finding) that repeats one of an earlier view
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
-        """Return a check's status and sentence (`None` if unjudged); findings outside `kept` are ignored."""
+        """Return a check's status and sentence (`None` if unjudged); only causes in `kept` count."""
         explained = self.causes.get(heading, [])
         columns = zip(*((v.matching, v.lacking, v.differing) for v in self.verdicts.get(heading, [])), strict=True)
         texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
@@ -57,7 +57,7 @@ def by_causes(
     errors: Mapping[str, Exception],
     reported: Sequence[tuple[str, Finding]],
 ) -> Judged:
-    """Find root causes; each `reported` finding takes the cause of its rule's first finding."""
+    """Return `Judged` with root causes; a `reported` finding shares an equal code's cause."""
     causes = find_causes([finding for _, finding in findings])
     explained: dict[str, list[Told]] = {}
     for (heading, finding), cause in zip(findings, causes.told_by, strict=True):
@@ -72,20 +72,20 @@ def by_causes(
 
 
 def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
-    """Return the status of a check and a sentence; findings outside `kept` are ignored."""
+    """Return a check's status and sentence; causes outside `kept` count as "ignored"."""
     shown = [(finding, cause) for finding, cause in explained if cause in kept]
     severities = ((cause if cause.code == finding.code else finding).severity for finding, cause in shown)
     worst = min(severities, key=lambda severity: severity.rank, default=None)
-    listed = _listed(shown, verdict)
+    listed = _describe_findings(shown, verdict)
     if worst is Severity.ERROR:
         return "failed", listed
-    hidden = _listed([(finding, cause) for finding, cause in explained if cause not in kept], verdict)
+    hidden = _describe_findings([(finding, cause) for finding, cause in explained if cause not in kept], verdict)
     if verdict.differing:  # in some steps; others were not compared
         if shown:
             return "warned", listed
         return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{verdict.differing}, cause unknown")
     if verdict.lacking:
-        passed = _without_buffers(verdict.matching) if explained else verdict.matching
+        passed = _drop_buffers(verdict.matching) if explained else verdict.matching
         return "skipped", f"{passed}; {verdict.lacking}" if passed else verdict.lacking
     if worst is Severity.WARNING:
         return "warned", listed
@@ -94,17 +94,17 @@ def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Findin
     return "passed", f"{verdict.matching}; {listed}" if listed else verdict.matching
 
 
-def _listed(explained: Sequence[Told], verdict: Verdict) -> str:
-    """List the codes of findings, then what differs or still matches; '' without codes."""
+def _describe_findings(explained: Sequence[Told], verdict: Verdict) -> str:
+    """Return codes of findings, and what differs or matches: "DDP215; all gradients match"."""
     parts = [f.code for f, cause in explained if cause.code == f.code]
     parts += [f"{f.code}, which comes with {cause.code}" for f, cause in explained if cause.code != f.code]
     codes = join_names(list(dict.fromkeys(parts)), most=5)
     if not codes or verdict.differing:
         return f"{codes}: {verdict.differing}" if codes else ""
     stands = bool(verdict.matching) and all(RULES[finding.code].buffers_only for finding, _ in explained)
-    return f"{codes}; {_without_buffers(verdict.matching)}" if stands else codes
+    return f"{codes}; {_drop_buffers(verdict.matching)}" if stands else codes
 
 
-def _without_buffers(sentence: str) -> str:
-    """Drop buffers from a sentence on what matches."""
+def _drop_buffers(sentence: str) -> str:
+    """Remove the word "buffers" from a sentence on what matches."""
     return sentence.replace(", buffers and", " and").replace(" and buffers", "")

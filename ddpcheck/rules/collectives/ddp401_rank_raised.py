@@ -101,20 +101,20 @@ def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
 
 def tags_of_exception(failure: RankFailure) -> tuple[str, ...]:
     """Return the tag `OF_A_CUT_FILE` if an exception is typical of a truncated file."""
-    is_typical = failure.type.rpartition(".")[2] in _ERRORS_OF_CUT_FILES or _ERROR_OF_CUT_ARCHIVE in failure.message
+    is_typical = failure.type.rpartition(".")[2] in _TRUNCATION_ERRORS or _TRUNCATION_TEXT in failure.message
     return (OF_A_CUT_FILE,) if is_typical else ()
 
 
 OF_A_CUT_FILE = "of a cut file"
 """Tag of a finding whose exception is typical of a truncated file."""
 
-_ERRORS_OF_CUT_FILES = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
-_ERROR_OF_CUT_ARCHIVE = "PytorchStreamReader"  # RuntimeError on a truncated torch.save file
+_TRUNCATION_ERRORS = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
+_TRUNCATION_TEXT = "PytorchStreamReader"  # RuntimeError on a truncated torch.save file
 
 
 def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
     """DDP401: exception that ended a thread, while the main thread waits for another thread."""
-    threads = [thread for thread in _raised_threads(facts) if thread.waits_in]
+    threads = [thread for thread in _threads_that_raised(facts) if thread.waits_in]
     if not threads or not (facts.interrupted or facts.hang_seconds is not None):
         return []
     first, *_ = threads = next(iter(group_by(threads, lambda t: (t.failure.location, t.waits_in)).values()))
@@ -126,7 +126,7 @@ def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
 
 def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Finding]:
     """DDP401 in place of `finding`: an exception ended a thread at the finding's line."""
-    for thread in _raised_threads(facts):
+    for thread in _threads_that_raised(facts):
         lines = {thread.failure.location, *program_lines(thread.failure.traceback)}
         if thread.failure.rank in finding.ranks and str(finding.location) in lines:
             evidence = [finding.message, *finding.evidence]
@@ -139,11 +139,11 @@ def describe_threads(facts: FailureFacts) -> list[str]:
     return [
         f"before that, rank {thread.failure.rank} {phrase(thread.failure)} in a thread ({thread.name})"
         f"{f' at {thread.failure.location}' if thread.failure.location else ''}"
-        for thread in _raised_threads(facts)
+        for thread in _threads_that_raised(facts)
     ]
 
 
-def _raised_threads(facts: FailureFacts) -> list[EndedThread]:
+def _threads_that_raised(facts: FailureFacts) -> list[EndedThread]:
     return [thread for thread in facts.threads if not follows_from_another_rank(thread.failure)]
 
 

@@ -54,7 +54,7 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
     """DDP402: processes that wait for each other in `init_process_group`, explained by their arguments."""
     if not waiting:
         return []
-    message, fix, ranks = _reason(waiting)
+    message, fix, ranks = _explain_meeting(waiting)
     states = [
         f"{process_name(p)} {'waited' if p.error else 'waits'} at {p.address}, world size {p.world_size}"
         f"{f', and raised {p.error}' if p.error else ''}"
@@ -72,8 +72,8 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
     )
 
 
-def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
-    """Return the message, the fix and the ranks that differ."""
+def _explain_meeting(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
+    """Return why processes wait: a message, its fix, and ranks at fault, if known."""
     numbers = [p.rank for p in waiting]
     for noun, values, fix in (
         ("world sizes", {p.rank: p.world_size for p in waiting}, "Pass the same world_size on every rank."),
@@ -124,7 +124,7 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
 
 
 def explain_by_hang(facts: FailureFacts) -> list[Finding]:
-    """DDP402: hang in which no rank failed; names the ranks that wait for none."""
+    """DDP402: hang without a failure, on the ranks that do not wait, else all."""
     stuck = facts.stuck
     if facts.ended or facts.interrupted:
         return []
@@ -146,7 +146,7 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
     )
 
 
-_BEFORE_THE_FIRST_STEP = ("starting up", "loading the target", "building the model")
+_PHASES_BEFORE_STEPS = ("starting up", "loading the target", "building the model")
 
 
 def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
@@ -155,7 +155,7 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
     if not busy:
         return ""
     longer = "give it more time with --timeout"
-    if lead.place in _BEFORE_THE_FIRST_STEP:
+    if lead.place in _PHASES_BEFORE_STEPS:
         return (
             f"If it is slow there, {longer}, and import modules that take long once with --preload; if it waits there "
             "for input, a lock or a download, take that out."
@@ -168,11 +168,11 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
     )
 
 
-_PARTNER = "Let every send have its recv on the other rank: of the same two ranks, group and tag, in the same order."
+_PAIR_FIX = "Let every send have its recv on the other rank: of the same two ranks, group and tag, in the same order."
 
 
 def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
-    """DDP402: circular wait in sends and receives, whose ranks reach no collective. Runs first."""
+    """DDP402: circular wait of ranks in sends and receives, outside of collectives. Runs first."""
     by_rank = {rank.rank: rank for rank in ranks}
     for rank in ranks:
         circle = [rank.rank]
@@ -204,12 +204,12 @@ def missing_peer_finding(
         f"{capitalized(join_names([f'rank {number} {by_rank[number].doing}' for number in ranks], most=8))}{suffix}.",
         ranks=ranks if len(ranks) < len(by_rank) else (),
         location=Location.parse(waits[0].location),
-        fix=SEND_ORDER if is_same_direction else _PARTNER,
+        fix=SEND_ORDER if is_same_direction else _PAIR_FIX,
     )
 
 
 def explain_by_work(facts: EndingFacts, running: Position, waiting: Position) -> list[Finding]:
-    """DDP402: rank that is still running, outside of collectives, while others wait for it."""
+    """DDP402: rank that runs outside of collectives while other ranks wait in a collective."""
     if not running.is_at_work:
         return []
     busy = [rank.rank for rank in facts.ranks if not rank.waits and not rank.ended]
@@ -236,7 +236,7 @@ def explain_timeout(facts: FailureFacts) -> list[Finding]:
     waited = [f.rank for f in facts.failures if re.search(TIMEOUT_PATTERN, f"{f.message}\n{f.traceback}")]
     log = facts.logs[facts.first.rank]
     late = [rank for rank in range(len(facts.logs)) if rank not in waited and facts.first.rank != rank]
-    if not log or not late or any(not _is_behind(facts.logs[rank], log) for rank in late):
+    if not log or not late or any(not _lacks_at_most_one_call(facts.logs[rank], log) for rank in late):
         return []
     arrived = {f.rank: f for f in facts.failures if f.rank in late}
     if any(len(facts.logs[rank]) < len(log) if rank in arrived else rank not in facts.at_work for rank in late):
@@ -251,11 +251,11 @@ def explain_timeout(facts: FailureFacts) -> list[Finding]:
     where = Location.parse(lines[0]) if lines else None
     state = f"was still at work at {lines[0]}" if lines else ""
     if rank in arrived:
-        before = facts.logs[rank][-2:-1]
-        since = f" after {before[0].operation} at {before[0].location}" if before else ""
+        previous = facts.logs[rank][-2:-1]
+        since_call = f" after {previous[0].operation} at {previous[0].location}" if previous else ""
         delay = arrived[rank].when - facts.first.when
-        state = f"came to it {max(delay, 0.0):.0f} s after that, and was at work{since} until then"
-        where = Location.parse(before[0].location if before else call.location)
+        state = f"came to it {max(delay, 0.0):.0f} s after that, and was at work{since_call} until then"
+        where = Location.parse(previous[0].location if previous else call.location)
     return facts.new_finding(
         "DDP402",
         (call.operation,),
@@ -273,7 +273,7 @@ def explain_timeout(facts: FailureFacts) -> list[Finding]:
     )
 
 
-def _is_behind(log: Sequence[Call], other_log: Sequence[Call]) -> bool:
+def _lacks_at_most_one_call(log: Sequence[Call], other_log: Sequence[Call]) -> bool:
     """Return True if a log equals `other_log`, or lacks only its last call."""
     is_prefix = [(c.operation, c.group) for c in log] == [(c.operation, c.group) for c in other_log[: len(log)]]
     return is_prefix and len(other_log) - 1 <= len(log) <= len(other_log)
@@ -305,7 +305,7 @@ def explain_by_missing_dumps(graph: WaitGraph) -> list[Finding]:
 
 
 def explain_by_device(graph: WaitGraph, ranks: Sequence[int]) -> list[Finding]:
-    """DDP402: device that completes nothing, while its rank still enqueues calls."""
+    """DDP402: device that stopped completing calls, while its rank still enqueues calls."""
     evidence = []
     for rank in ranks:
         call = graph.devices[rank]

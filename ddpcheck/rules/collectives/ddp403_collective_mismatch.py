@@ -74,7 +74,7 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
     arms = {branch.head for branch in facts.enclosing(leaver.lines, "branch") if not leaver.state.ended}
     is_arm = block.kind == "branch"
-    instead = ", in the other branch of it" if block.head in arms else ""
+    other_branch = ", in the other branch of it" if block.head in arms else ""
     reason = f"each rank decides separately at {block.head}"
     fix = (
         f"Make the same decision on all ranks at {block.head}: all_reduce its input (the metric, the loss, a flag) "
@@ -96,7 +96,7 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
         (call.operation,),
         f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {described_call(call)}, "
         f"{describe_block(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same "
-        f"pass{instead}: {doing(facts, missing)}.",
+        f"pass{other_branch}: {doing(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # on a tie, the rank that jumped
         location=Location(block.path, block.line),
         evidence=[
@@ -164,14 +164,14 @@ def mismatch_finding(
     number: int, calls: Mapping[int, Call], calling: Sequence[int], missing: Sequence[int], last_calls: Sequence[str]
 ) -> list[Finding]:
     extra, other_call = calls[calling[0]], calls[missing[0]]
-    fewer = missing if len(missing) < len(calling) else calling
+    minority = missing if len(missing) < len(calling) else calling
     return new_finding(
         "DDP403",
         (extra.operation,),
         f"Collective number {number} pairs up different lines: {format_ranks(calling)} "
         f"{plural_verb('calls', 'call', calling)} {extra}, {format_ranks(missing)} {other_call}; from there on "
         f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} ahead of {format_ranks(calling)}.",
-        ranks=fewer,
+        ranks=minority,
         location=Location.parse(extra.location),
         evidence=[*(f"rank {rank}, collective number {number}: {call}" for rank, call in calls.items()), *last_calls],
         fix=f"Call {extra.operation} at {extra.location} on every rank, equally often, or on none.",
@@ -182,7 +182,7 @@ def mismatch_finding(
 def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
     """DDP403: collective inside of `Join` that ranks without further batches do not call."""
     joined = [rank for rank in facts.ranks if has_joined(rank)]
-    calls_by_rank = {rank.rank: call for rank in facts.ranks if rank not in joined for call in _extra_calls(rank)[:1]}
+    calls_by_rank = {rank.rank: call for rank in facts.ranks if rank not in joined for call in _join_calls(rank)[:1]}
     if not joined or not calls_by_rank:
         return []
     calling, missing = list(calls_by_rank), [rank.rank for rank in joined]
@@ -201,7 +201,7 @@ def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> l
     )
 
 
-def _extra_calls(rank: RankAtEnd) -> list[Call]:
+def _join_calls(rank: RankAtEnd) -> list[Call]:
     """Return non-DDP calls since the first forward pass under the current `Join`."""
     calls = list(rank.calls)
     joined_at = max((index for index, call in enumerate(calls) if call.place == JOINED), default=-1)
@@ -276,20 +276,20 @@ def unmatched_call_finding(
     waits_in = side.state.doing.partition(" at ")[0].removeprefix("waits in ")
     name = op_name(side.call) if side.call is not None else waits_in
     test = f", {describe_block(branch)}" if branch is not None else ""
-    instead, fix, edit_line = "", _fix_of_call(side.call, name, where, branch), where
+    peer_group, fix, edit_line = "", _fix_of_call(side.call, name, where, branch), where
     if side.call is not None and peer.call is not None and side.call.group != peer.call.group:
         edit_line = next((line for line in side.lines if branch in facts.blocks.get(line, ())), where)
         test = f", in {side.call.group_words or 'another process group'}{test}"
-        instead = f", in {peer.call.group_words}" if peer.call.group_words else ""
+        peer_group = f", in {peer.call.group_words}" if peer.call.group_words else ""
         fix = f"Have every rank call the collectives of both process groups in the same order. {fix}"
-    never = branch is None and peer.call is None  # then the call is not extra
+    is_missing = branch is None and peer.call is None  # then the call is not extra
     verb = plural_verb("reaches", "reach", calling)
     return new_finding(
         "DDP403",
         (side.call.operation if side.call is not None else name.partition("(")[0].rpartition(" ")[2],),
         f"{format_ranks(calling).capitalize()} {verb} {name} at {where}{test}, and {format_ranks(missing)} "
-        f"{plural_verb('does', 'do', missing)} not: {doing(facts, missing)}{instead}.",
-        ranks=missing if len(missing) < len(calling) or never else calling,
+        f"{plural_verb('does', 'do', missing)} not: {doing(facts, missing)}{peer_group}.",
+        ranks=missing if len(missing) < len(calling) or is_missing else calling,
         location=Location.parse(edit_line),
         evidence=[
             f"called from {', from '.join(side.lines[1:4])}" if len(side.lines) > 1 else "",
@@ -357,14 +357,14 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
 def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
     """DDP403: collectives of several threads in one process group, ordered differently on each rank.
 
-    Each thread makes the same calls on all ranks. Logs have calls in the order in which they began. If this order is
-    equal, two threads of a rank must be waiting: the backend splits object collectives, and pieces may interleave.
+    Each thread makes the same calls on all ranks. Logs have calls in the order in which they began. If all ranks have
+    the same order, two threads of a rank must be waiting: pieces of object collectives may interleave in the backend.
     """
     for group in sorted({call.group for rank in ranks for call in rank.calls if call.thread}):
         by_rank = {rank.rank: [call for call in rank.calls if call.group == group] for rank in ranks}
         logs = list(filter(None, by_rank.values()))
         for kind in {thread_kind(call) for log in logs for call in log}:
-            sequences = [[_key(call) for call in log if thread_kind(call) == kind] for log in logs]
+            sequences = [[_call_key(call) for call in log if thread_kind(call) == kind] for log in logs]
             if any(sequence != max(sequences, key=len)[: len(sequence)] for sequence in sequences):
                 break  # calls of this thread differ between ranks
         else:
@@ -375,12 +375,12 @@ def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
             pair = [
                 call for after, call in enumerate(calls, 1) if thread_kind(call) not in map(thread_kind, calls[after:])
             ][-2:]
-            if len(pair) == 2 and all({_key(call) for call in log[index:]} >= set(map(_key, pair)) for log in logs):
+            if len(pair) == 2 and all(set(map(_call_key, log[index:])) >= set(map(_call_key, pair)) for log in logs):
                 return interleaving_finding(ranks, *sorted(pair, key=lambda call: call.thread))
     return []
 
 
-def _key(call: Call) -> tuple[str, str, str]:
+def _call_key(call: Call) -> tuple[str, str, str]:
     return thread_kind(call), call.operation, call.payload
 
 
@@ -407,22 +407,22 @@ def judge_wrapper_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
     permuted = len({tuple(sorted(rank_lines)) for rank_lines in lines}) == 1
     for number, wrappers in enumerate(zip(*ranks, strict=False)):
         first = wrappers[0]
-        parted = [rank for rank, wrapper in enumerate(wrappers) if _wraps_unrelated(wrapper, first)]
-        if not parted and permuted:
-            parted = [rank for rank, wrapper in enumerate(wrappers) if wrapper.location != first.location]
-        if parted:
+        differing_ranks = [rank for rank, wrapper in enumerate(wrappers) if _wraps_unrelated(wrapper, first)]
+        if not differing_ranks and permuted:
+            differing_ranks = [rank for rank, wrapper in enumerate(wrappers) if wrapper.location != first.location]
+        if differing_ranks:
             if len({wrapper.location.path if wrapper.location else "" for wrapper in wrappers}) == 1:
                 # Ranks at a later line have skipped the line at which the other ranks wait.
                 line = min(wrapper.location.line for wrapper in wrappers if wrapper.location is not None)
-                parted = [rank for rank, w in enumerate(wrappers) if w.location and w.location.line == line]
+                differing_ranks = [rank for rank, w in enumerate(wrappers) if w.location and w.location.line == line]
             descriptions = [f"{wrapper.module} at {wrapper.location}" for wrapper in wrappers]
             return new_finding(
                 "DDP403",
                 ("DistributedDataParallel",),
                 f"Wrapper number {number + 1} differs between ranks: {'; '.join(group_by_value(descriptions))}. The "
                 "constructors of DDP wait for each other, and pair up in the order in which each rank calls them.",
-                ranks=ranks_or_all(parted, len(wrappers)),
-                location=wrappers[parted[0]].location,
+                ranks=ranks_or_all(differing_ranks, len(wrappers)),
+                location=wrappers[differing_ranks[0]].location,
                 evidence=group_by_value([" and ".join(f"{w.module} at {w.location}" for w in r) for r in ranks]),
                 fix="Construct the same wrappers, in the same order, on every rank.",
             )

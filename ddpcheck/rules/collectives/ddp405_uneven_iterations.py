@@ -54,25 +54,25 @@ def _activities_clause(facts: EndingFacts, ranks: Sequence[int]) -> str:
 
 
 def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP405: loader with fewer batches on a rank. Runs early: it causes other mismatches."""
+    """DDP405: loader with fewer batches on a rank. Runs early, because other mismatches follow."""
     if any(map(has_joined, facts.ranks)):
         return []
     by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
     for key in sorted(set.intersection(*(set(passes) for passes in by_rank.values())), key=lambda key: key[::-1]):
         passes = {rank: rank_passes[key] for rank, rank_passes in by_rank.items()}
-        if len({p.location for p in passes.values()}) > 1 or not _is_ahead(facts, key, passes):
+        if len({p.location for p in passes.values()}) > 1 or not _has_rank_ahead(facts, key, passes):
             continue
         fewest = min(p.batches for p in passes.values() if p.exhausted)
-        short = [rank for rank, p in passes.items() if p.exhausted and p.batches == fewest]
-        longer = [rank for rank, p in passes.items() if p.batches > fewest]
-        first = passes[short[0]]
+        short_ranks = [rank for rank, p in passes.items() if p.exhausted and p.batches == fewest]
+        longer_ranks = [rank for rank, p in passes.items() if p.batches > fewest]
+        first = passes[short_ranks[0]]
         return new_finding(
             "DDP405",
             (first.dataset or "batches",),
-            f"The loader has {counted(fewest, 'batch')} on {format_ranks(short)}, and "
-            f"{format_ranks(longer)} {plural_verb('takes', 'take', longer)} batch {fewest + 1}: "
-            f"{doing(facts, short)}, {doing(facts, longer)}.",
-            ranks=short if len(short) <= len(longer) else longer,
+            f"The loader has {counted(fewest, 'batch')} on {format_ranks(short_ranks)}, and "
+            f"{format_ranks(longer_ranks)} {plural_verb('takes', 'take', longer_ranks)} batch {fewest + 1}: "
+            f"{doing(facts, short_ranks)}, {doing(facts, longer_ranks)}.",
+            ranks=short_ranks if len(short_ranks) <= len(longer_ranks) else longer_ranks,
             location=first.location,
             evidence=[
                 *(f"rank {rank}: {shard_in_words(loader_pass)}" for rank, loader_pass in passes.items()),
@@ -84,7 +84,7 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
 
 
 def _fix_of_loader(facts: EndingFacts) -> str:
-    """Return the fix for uneven batches; `Join` is for DDP only."""
+    """Return the fix for uneven batches; it mentions `Join` only without `fully_shard`."""
     sharded = any(call.operation == SHARD_FORWARD for rank in facts.ranks for call in rank.calls)
     join = (
         " Or enter `with Join([model]):` around the loop, so that a rank that has left the loop still answers the "
@@ -96,8 +96,8 @@ def _fix_of_loader(facts: EndingFacts) -> str:
     )
 
 
-def _is_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
-    """Return True if a rank took a batch beyond another rank's last batch."""
+def _has_rank_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
+    """Return True if a rank trains beyond another's last batch (`key`: loader, pass number)."""
     ended = [p.batches for p in passes.values() if p.exhausted]
     if not ended or max(p.batches for p in passes.values()) <= min(ended):
         return False
@@ -105,17 +105,17 @@ def _is_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, Loa
     begun_again = {rank.rank for rank in facts.ranks for p in rank.passes if p.loader == key[0] and p.number > key[1]}
     for rank in facts.ranks:
         if passes[rank.rank].batches > min(ended):
-            beyond = [
+            later_backwards = [
                 b for b in backwards_of(rank) if (b.loader, b.batch[0]) == key and b.batch[1] > min(ended)
             ]  # excludes loaders iterated without a collective
             if any(loop.head == location for loop in facts.loops(facts.current_stack(rank))) or (
-                beyond and not begun_again
+                later_backwards and not begun_again
             ):
                 return True
     return False
 
 
-def _visits_in_words(rank: RankAtEnd, call: Call) -> str:
+def _describe_visits(rank: RankAtEnd, call: Call) -> str:
     """Describe how often a rank made a call: "3 backward passes"."""
     times = count_visits(rank, call)
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
@@ -147,12 +147,12 @@ def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, staye
         return fewer_backwards_finding(facts, loop, leavers, times, stayer)
     where = Location(loop.path, exits[0][0]) if len(exits) == 1 else None
     cause = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
-    after = f" after {_visits_in_words(leaver.state, stayer.call)}" if not leaver.state.earlier else ""
+    visits = f" after {_describe_visits(leaver.state, stayer.call)}" if not leaver.state.earlier else ""
     exit_lines = [f"the `{word}` at {loop.path}:{line} may end it" for line, word in exits] if not cause else []
     return new_finding(
         "DDP405",
         (op_name(stayer.call),),
-        f"{format_ranks(leavers).capitalize()} left the loop at {loop.head}{cause}{after}"
+        f"{format_ranks(leavers).capitalize()} left the loop at {loop.head}{cause}{visits}"
         f"{_activities_clause(facts, leavers)}; "
         f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it{_activities_clause(facts, others)}.",
         ranks=leavers if len(leavers) <= len(others) else others,
@@ -199,13 +199,13 @@ def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list
 
 
 def dropped_backward_finding(
-    facts: EndingFacts, ahead: Sequence[int], by_rank: Mapping[int, Backward], behind: Backward
+    facts: EndingFacts, ranks_ahead: Sequence[int], by_rank: Mapping[int, Backward], backward_behind: Backward
 ) -> list[Finding]:
     """DDP405: loop over a data loader that a rank left before the last batch."""
-    key = (behind.loader, behind.batch[0])
+    key = (backward_behind.loader, backward_behind.batch[0])
     dropped = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
-    dropped = {rank: dropped[rank] for rank in ahead if rank in dropped and by_rank[rank].batch[0] > key[1]}
-    if behind.loader < 0 or not dropped or any(p.exhausted for p in dropped.values()):
+    dropped = {rank: dropped[rank] for rank in ranks_ahead if rank in dropped and by_rank[rank].batch[0] > key[1]}
+    if backward_behind.loader < 0 or not dropped or any(p.exhausted for p in dropped.values()):
         return []
     others = [rank for rank in by_rank if rank not in dropped]
     first = next(iter(dropped.values()))

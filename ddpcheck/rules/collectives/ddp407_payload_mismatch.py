@@ -27,7 +27,7 @@ from ddpcheck.findings.wording import format_ranks, minority_ranks, new_finding,
 def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
     """DDP407: reduced tensors with the same values in a different order on some ranks.
 
-    `sent`: inputs of reductions by rank, given the same samples; compared up to the first mismatch of operations.
+    `sent`: by rank, the inputs of reductions for the same samples, compared until the operations differ.
     """
     findings: dict[str, list[Finding]] = {}
     for number, calls in enumerate(zip(*sent, strict=False)):
@@ -62,7 +62,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
 
 
 def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
-    """Return True if ranks reorder equal values, instead of filling slots of their own."""
+    """Return True if ranks have equal values in different order, excluding per-rank slots."""
     if len(set(values)) == 1 or len({tuple(sorted(rank_values)) for rank_values in values}) > 1:
         return False
     moved = [value for column in zip(*values, strict=True) if len(set(column)) > 1 for value in column]

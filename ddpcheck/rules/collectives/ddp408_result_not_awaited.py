@@ -39,7 +39,7 @@ HandleEntry = WorkDropped | TensorOfWorkWritten
 def judge_async_handles(handles: AsyncHandles) -> list[Finding]:
     """DDP408: asynchronous collectives whose result is not awaited; one finding per line.
 
-    Dropped handles of a line are ignored if any of the line was waited on: the last one of a loop may be left over.
+    Dropped handles of a line are ignored if any handle of that line was awaited: a loop may drop only its last handle.
     """
     waited = {use.location for uses in handles.used for use in uses}
     lines: dict[Location, list[tuple[int, HandleEntry]]] = {}

@@ -71,16 +71,16 @@ LAST_EXPLANATIONS = (ddp402.explain_by_hang, ddp401.explain_by_first_exception, 
 
 
 def is_explained(facts: FailureFacts) -> bool:
-    """Return True if findings in `facts.known` can be the reason for all failures."""
-    if any("mp_policy" in finding.subjects for finding in facts.known) and all(map(_is_of_gloo, facts.failures)):
+    """Return True if findings in `facts.known` may have caused all failures."""
+    if any("mp_policy" in finding.subjects for finding in facts.known) and all(map(_fits_gloo_error, facts.failures)):
         return True
     return bool(facts.known) and all(
         follows_from_another_rank(failure) or failure.rank in facts.constructing for failure in facts.failures
     )
 
 
-def _is_of_gloo(failure: RankFailure) -> bool:
-    """Return True if a failure can follow from gloo tensors with mismatched sizes."""
+def _fits_gloo_error(failure: RankFailure) -> bool:
+    """Return True if tensors of unequal sizes under gloo may have caused a failure."""
     return follows_from_another_rank(failure) or failure.exit_code == -signal.SIGABRT or "gloo" in failure.message
 
 
@@ -98,7 +98,7 @@ def explain_by_mismatch(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_positions(facts: FailureFacts, mismatch: Sequence[Finding]) -> list[Finding]:
-    """Explain a mismatch, hang or lost peer by the lines that ranks have reached."""
+    """Explain a mismatch, hang or lost connection by the lines that ranks have reached."""
     ended = facts.ended[:1]
     has_own_cause = ended and (ended[0].kind != "raised" or not follows_from_another_rank(facts.first))
     if facts.find_positions is None or (not mismatch and (has_own_cause or facts.interrupted)):
@@ -176,10 +176,10 @@ TORCH_ERRORS = {
 
 
 def judge_positions(facts: EndingFacts) -> list[Finding]:
-    """Return at most one finding: the divergence after which ranks wait for each other."""
+    """Return at most one finding: the find_divergence after which ranks wait for each other."""
     if findings := ddp402.judge_circle(facts.ranks) or ddp403.judge_interleaving(facts.ranks):
         return findings
-    positions = divergence(facts)
+    positions = find_divergence(facts)
     if positions is None:
         return (
             ddp404.explain_by_unlogged_exit(facts)
@@ -193,17 +193,17 @@ def judge_positions(facts: EndingFacts) -> list[Finding]:
 _MOST_CLASSES = 8  # sets of ranks with equal logs, each compared with all other sets
 
 
-def divergence(facts: EndingFacts) -> tuple[Position, Position] | None:
-    """Return two ranks at their first divergence, or None if all logs are equal."""
+def find_divergence(facts: EndingFacts) -> tuple[Position, Position] | None:
+    """Return two ranks' positions at their first find_divergence, or None if logs are equal."""
     classes = sorted(group_by(facts.ranks, call_sequence).values(), key=len, reverse=True)
     for number, group in enumerate(classes[:_MOST_CLASSES]):  # starting with the most common log
-        partings = [pair for peers in classes[number + 1 :] if (pair := _divergence_of(group[0], peers[0])) is not None]
-        if partings:
-            return min(partings, key=lambda pair: pair[0])[1:]
+        pairs = [pair for peers in classes[number + 1 :] if (pair := _compare_logs(group[0], peers[0])) is not None]
+        if pairs:
+            return min(pairs, key=lambda pair: pair[0])[1:]
     return None
 
 
-def _divergence_of(side: RankAtEnd, peer: RankAtEnd) -> tuple[int, Position, Position] | None:
+def _compare_logs(side: RankAtEnd, peer: RankAtEnd) -> tuple[int, Position, Position] | None:
     shared = [[call for call in rank.calls if {side.rank, peer.rank} <= set(call.members)] for rank in (side, peer)]
     with_groups = [[replace(call, payload=f"{call.payload} {call.group}") for call in log] for log in shared]
     if (mismatch := first_unequal_call(with_groups)) is None:
@@ -217,8 +217,8 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], index: int) -> Position:
     call = calls[index] if index < len(calls) else None
     if call is not None:
         return Position(rank, call, lines_of(call), calls[:index])
-    beside = [call for call in rank.calls if call not in calls]  # in groups without the other rank
-    lines = rank.lines or (lines_of(rank.calls[-1]) if beside and rank.calls[-1] is beside[-1] else ())
+    other_calls = [call for call in rank.calls if call not in calls]  # in groups without the other rank
+    lines = rank.lines or (lines_of(rank.calls[-1]) if other_calls and rank.calls[-1] is other_calls[-1] else ())
     return Position(rank, None, () if rank.ended else lines, calls)
 
 
@@ -239,11 +239,11 @@ def explain_by_unmatched_call(facts: EndingFacts, position: Position, peer: Posi
     return ddp403.unmatched_call_finding(facts, caller, peer if caller is position else position, where, branch)
 
 
-_Side = tuple[Position, str, Block | None]
+_ExtraCall = tuple[Position, str, Block | None]
 
 
-def _extra_call(facts: EndingFacts, position: Position, peer: Position) -> _Side | None:
-    """Return `position`, its innermost line that `peer` never reached, and the branch around it."""
+def _extra_call(facts: EndingFacts, position: Position, peer: Position) -> _ExtraCall | None:
+    """Return `position`, its innermost line that `peer` never reached, and that line's branch."""
     if position.call is not None and position.call.operation == DDP_FORWARD:
         backwards = filter(None, map(backward_of, peer.state.calls))
         if position.lines and position.lines[0] in {backward.line for backward in backwards}:
@@ -274,7 +274,7 @@ EXPLANATIONS = (
 
 
 def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """Return one finding per cause: groups with mismatched calls, then ranks others wait for.
+    """Return one finding per cause: mismatched calls of groups, then ranks others wait for.
 
     `at_end`: what each rank with a dump was doing, in words.
     """
@@ -292,8 +292,8 @@ def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen:
         for rank, call, peers in graph.waits_on(stopped):  # earliest first
             awaited.setdefault(graph.group(rank, call), set()).update(peers)
         best = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
-        coming = graph.dumps.keys() - stopped
-        if best is None or not (group_findings := _judge_group(by_key[best], coming, at_end, seen, graph)):
+        pending_ranks = graph.dumps.keys() - stopped
+        if best is None or not (group_findings := _judge_group(by_key[best], pending_ranks, at_end, seen, graph)):
             break  # sends and receives only, or no explanation by lines
         findings += group_findings
         explained |= awaited[best]
@@ -301,10 +301,10 @@ def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen:
 
 
 def _judge_group(
-    group: GroupLogs, coming: Collection[int], at_end: Mapping[int, str], seen: RanksSeen, graph: WaitGraph
+    group: GroupLogs, pending_ranks: Collection[int], at_end: Mapping[int, str], seen: RanksSeen, graph: WaitGraph
 ) -> list[Finding]:
-    """Explain mismatched calls of a group by program lines, else report them."""
-    if not (mismatch := judge_divergences(group.logs, coming, {group.name: group.first})):
+    """Report mismatched calls of a process group, explained by program lines if possible."""
+    if not (mismatch := judge_divergences(group.logs, pending_ranks, {group.name: group.first})):
         return []
     members = tuple(sorted({*group.members} & at_end.keys()))
     ranks = [
@@ -322,7 +322,7 @@ def _judge_group(
     lines = {line for rank in ranks for call in rank.calls for line in lines_of(call)}
     positions = EndingFacts(ranks, blocks_of_lines(lines))
     findings = explain_by_positions(FailureFacts(find_positions=lambda: positions), mismatch)
-    if not findings and all(graph.open_calls.get(rank) for rank in set(group.members).difference(coming)):
+    if not findings and all(graph.open_calls.get(rank) for rank in set(group.members).difference(pending_ranks)):
         findings = mismatch
     which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
     waits, _ = graph.who_waits(group.members)

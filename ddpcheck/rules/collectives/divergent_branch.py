@@ -21,7 +21,7 @@ def split_line(line: str) -> tuple[str, int]:
 def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Finding]:
     """DDP403: branch that one rank takes and another skips in the same iteration.
 
-    Both ranks took it before. Runs before `explain_by_loop`: a rank in the next iteration has left inner loops, too.
+    Both ranks took the branch before. Runs before `explain_by_loop`, which takes the next iteration for an early exit.
     """
     if stayer.call is None or leaver.is_at_work:
         return []  # a running rank may still reach it
@@ -29,7 +29,7 @@ def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) ->
         blocks = facts.enclosing(stayer.lines, "loop", block.kind)
         loops = [outer for outer in blocks[: blocks.index(block)] if outer.kind == "loop"]
         is_own = block.kind != "try" or loops == facts.loops(stayer.lines)  # else the exception exits an inner loop
-        if loops and is_own and _is_same_pass(facts, loops[-1], block, stayer, leaver):
+        if loops and is_own and _is_same_iteration(facts, loops[-1], block, stayer, leaver):
             return explain_by_local_condition(facts, stayer, leaver, block)
     return []
 
@@ -41,20 +41,20 @@ def _skipped_blocks(facts: EndingFacts, stayer: Position, leaver: Position) -> l
     return [block for block in stayer_blocks if block not in leaver_blocks and facts.has_been_in(leaver.state, block)]
 
 
-def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Position, leaver: Position) -> bool:
+def _is_same_iteration(facts: EndingFacts, loop: Block, block: Block, stayer: Position, leaver: Position) -> bool:
     """Return True if `leaver` skipped the block in the iteration that `stayer` is in.
 
     False if `leaver` may have taken an exit of the loop between the last common call and the block.
     """
-    before = lines_of(stayer.before[-1]) if stayer.before else ()
+    last_lines = lines_of(stayer.before[-1]) if stayer.before else ()
     if loop in facts.loops(leaver.lines):
-        return _is_reached_first(stayer.lines, leaver.lines, before) and _is_restarted(facts, stayer, leaver)
-    was_in_loop = loop in facts.loops(before)
+        return _is_reached_first(stayer.lines, leaver.lines, last_lines) and _has_restarted(facts, stayer, leaver)
+    was_in_loop = loop in facts.loops(last_lines)
     exits = exits_of(facts, loop, leaver, stayer)
-    start = next((split_line(line)[1] for line in before if loop in facts.blocks.get(line, ())), 0)
+    start = next((split_line(line)[1] for line in last_lines if loop in facts.blocks.get(line, ())), 0)
     if was_in_loop and any((line, word) not in loop.exits or start < line < block.line for line, word in exits):
         return False
-    if was_in_loop and _is_reached_first(before, stayer.lines, ()):  # so this iteration has begun
+    if was_in_loop and _is_reached_first(last_lines, stayer.lines, ()):  # so this iteration has begun
         return True
     assert stayer.call is not None
     ends_by_itself = loop.word == "for" and not exits
@@ -62,12 +62,12 @@ def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Positio
     return ends_by_itself and not is_loader_loop and stayer.call.operation not in (DDP_FORWARD, *PASSES)
 
 
-def _is_reached_first(stack: Sequence[str], other_stack: Sequence[str], before: Sequence[str]) -> bool:
-    """Return True if a program at `before` reaches `stack` before `other_stack`; innermost lines first.
+def _is_reached_first(stack: Sequence[str], other_stack: Sequence[str], start_lines: Sequence[str]) -> bool:
+    """Return True if a program at `start_lines` reaches the call stack `stack` before `other_stack`.
 
-    Stacks begin with the innermost line. In a loop, lines above `before` belong to the next iteration.
+    Stacks begin with the innermost line. In a loop, lines above `start_lines` belong to the next iteration.
     """
-    frames, other_frames, last = (tuple(reversed(lines)) for lines in (stack, other_stack, before))
+    frames, other_frames, last = (tuple(reversed(lines)) for lines in (stack, other_stack, start_lines))
     for depth, (line, other_line) in enumerate(zip(frames, other_frames, strict=False)):
         if line != other_line:
             (path, number), (other_path, other_number) = split_line(line), split_line(other_line)
@@ -77,12 +77,12 @@ def _is_reached_first(stack: Sequence[str], other_stack: Sequence[str], before: 
     return len(frames) > len(other_frames)
 
 
-def _is_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> bool:
-    """Return True if the inner loop of `leaver` restarted after the last common call."""
+def _has_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> bool:
+    """Return True if `leaver` ended or restarted the last common call's inner loop."""
     if not stayer.before or not leaver.before:
         return True
-    before = facts.loops(lines_of(leaver.before[-1]))
-    inner = [loop for loop in facts.loops(leaver.lines) if loop in before and loop not in facts.loops(stayer.lines)]
+    last_loops = facts.loops(lines_of(leaver.before[-1]))
+    inner = [loop for loop in facts.loops(leaver.lines) if loop in last_loops and loop not in facts.loops(stayer.lines)]
     if not inner:
         return True
     previous, backward = backward_of(leaver.before[-1]), None if leaver.call is None else backward_of(leaver.call)
@@ -93,7 +93,7 @@ def _is_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> boo
 
 
 def runs_of(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
-    """Count the calls in each execution of `loop`; a call outside ends an execution."""
+    """Count calls in each execution of `loop`, which a call outside of `loop` ends."""
     is_inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
     runs = [0]
     for call in calls:

@@ -38,7 +38,7 @@ def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> l
     loops = loops_left(facts, leaver, stayer)
     if not loops:
         return []
-    if not _is_same_pass(leaver.state, stayer.state, loops[-1]) and local_branches(facts, leaver, stayer):
+    if not _continues_last_pass(leaver.state, stayer.state, loops[-1]) and local_branches(facts, leaver, stayer):
         return []
     places = [loop for loop, inner in itertools.pairwise(loops) if _may_exit_early(facts, loop, inner, leaver, stayer)]
     return uneven_loop_finding(facts, (places or loops[-1:])[0], leaver, stayer)
@@ -55,8 +55,8 @@ def _may_exit_early(facts: EndingFacts, loop: Block, inner: Block, leaver: Posit
     return not loop.over.startswith("range(") or bool(exits_of(facts, loop, leaver, stayer))
 
 
-def _is_same_pass(leaver: RankAtEnd, stayer: RankAtEnd, loop: Block) -> bool:
-    """Return True if `leaver`'s last pass over a loader is one that `stayer` continues."""
+def _continues_last_pass(leaver: RankAtEnd, stayer: RankAtEnd, loop: Block) -> bool:
+    """Return True if `stayer` has not finished the last loader pass of `leaver`."""
     passes, leaver_passes = ([p for p in rank.passes if str(p.location) == loop.head][-1:] for rank in (stayer, leaver))
     pairs = zip(passes, leaver_passes, strict=False)
     return any(not p.exhausted and (p.loader, p.number) == (last.loader, last.number) for p, last in pairs)
@@ -100,7 +100,7 @@ def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward
                 ):
                     continue  # a rank has not trained on this loader pass
                 numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in by_rank.items()]
-                block, reasons = _find_skip(facts, behind, kind)
+                block, reasons = _find_skipping_block(facts, behind, kind)
                 reasons = [*reasons, "from then on, backward passes of different batches are averaged with each other"]
                 if findings := dropped_backward_finding(facts, ahead, by_rank, behind):
                     return findings
@@ -112,12 +112,12 @@ def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward
 
 
 def _count_passes(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
-    """Count the backward passes of a rank, and a forward pass after the last."""
+    """Count a rank's backward passes, plus one for a forward pass after the last."""
     last = backwards[-1]
     return len(backwards) + (rank.forwards.get(split_line(last.line)[1], 0) > last.forward)
 
 
-def _find_skip(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Block | None, list[str]]:
+def _find_skipping_block(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Block | None, list[str]]:
     """Return the block that skipped a pass, if unique, and descriptions of all candidates."""
     lines = lines_of(backward.call) if kind == "forward" else (backward.line, *lines_of(backward.call)[1:])
     frames = []
@@ -155,7 +155,7 @@ def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Positio
         ]
     )
     part = "batch" if kind == "batch" else "forward"
-    block, reasons = _find_skip(facts, pending, part)
+    block, reasons = _find_skipping_block(facts, pending, part)
     passes = {rank.rank: _loader_pass_of(rank, pending) for rank in facts.ranks}
     batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
     forwards = [f"rank {rank}: as many forward passes at {pending.line}" for rank in ahead if kind == "forward"]
@@ -179,7 +179,7 @@ def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
 
 
 def _loader_pass_of(rank: RankAtEnd, backward: Backward) -> LoaderPass | None:
-    """Return the rank's pass over the loader that a backward pass's batch comes from."""
+    """Return the loader pass of `rank` that yielded the batch of a backward pass."""
     return next((p for p in rank.passes if (p.loader, p.number) == (backward.loader, backward.batch[0])), None)
 
 
@@ -201,10 +201,10 @@ def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Positi
     has_batch = is_same_pass and taken is not None and taken.batches >= pending.batch[1]
     if taken is None or all(loop.head != str(taken.location) for loop in loops):  # may not be a loop over the loader
         has_batch = has_batch and peer_last is not None and peer_last.batch != pending.batch
-    goes_on = has_forward and forwards is not None and forwards - lead > pending.forward
+    has_continued = has_forward and forwards is not None and forwards - lead > pending.forward
     if has_batch and taken is not None:
-        goes_on |= taken.exhausted or taken.batches > pending.batch[1]
-    if not goes_on and any(exits_of(facts, loop, leaver, stayer) for loop in loops):
+        has_continued |= taken.exhausted or taken.batches > pending.batch[1]
+    if not has_continued and any(exits_of(facts, loop, leaver, stayer) for loop in loops):
         return ""  # may have left during this iteration
     if has_forward:
         return "forward"
@@ -212,7 +212,7 @@ def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Positi
 
 
 def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
-    """Return True if `leaver` made as many backward passes as `stayer`."""
+    """Return True if `leaver` reached `stayer`'s number of backwards of the same forward line."""
     if stayer.call is None or (backward := backward_of(stayer.call)) is None:
         return False
     count, stayer_count = (sum(b.line == backward.line for b in backwards_of(rank)) for rank in (leaver, stayer.state))
@@ -220,7 +220,7 @@ def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
 
 
 def _common_backwards(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
-    """Yield pairs of common backward passes of the pending one's forward line, latest first."""
+    """Yield pairs of common backward passes with the forward line of `pending`, latest first."""
     for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
         backward, other_backward = backward_of(call), backward_of(other_call)
         if backward is not None and other_backward is not None and backward.line == other_backward.line == pending.line:

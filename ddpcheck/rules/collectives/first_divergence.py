@@ -32,7 +32,7 @@ def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> se
 
 
 def first_divergence(finding: Finding) -> int | None:
-    """Return the collective number in the tags of a finding, or None."""
+    """Return the number of the first mismatched collective in a finding's tags, or None."""
     numbers = [tag.removeprefix(DIVERGES_AT) for tag in finding.tags if tag.startswith(DIVERGES_AT)]
     return int(numbers[0]) if numbers else None
 
@@ -44,7 +44,7 @@ _MAX_TRIES = 50  # mismatched call sites to examine
 def judge_divergences(
     logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
 ) -> list[Finding]:
-    """DDP403: first mismatch in each group, by call site if possible, else by operation."""
+    """DDP403: first mismatch of each process group, by call site or else by operation."""
     findings = []
     for group in sorted({call.group for log in logs for call in log}):
         group_logs = [[call for call in log if call.group == group] for log in logs]
@@ -57,7 +57,7 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
     """DDP403: first collective that other ranks do not call, or call from another line."""
     members = next((call.members for log in logs for call in log), ())
     ranks = [rank for rank in members if rank < len(logs)]
-    divergence = _divergence(logs, ranks)
+    divergence = _find_extra_call(logs, ranks)
     if divergence is None:
         return []
     index, coded, *sides = divergence
@@ -72,15 +72,15 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
 
 
 def extra_call_index(logs: Sequence[Sequence[Call]]) -> int | None:
-    """Return the index of the first extra call, found by call sites, or None."""
-    divergence = _divergence(logs, range(len(logs)))
+    """Return the index of the first call that only some ranks make, or None."""
+    divergence = _find_extra_call(logs, range(len(logs)))
     return None if divergence is None else divergence[0]
 
 
-def _divergence(
+def _find_extra_call(
     logs: Sequence[Sequence[Call]], ranks: Sequence[int]
 ) -> tuple[int, Mapping[int, Sequence[int]], int, int] | None:
-    """Return the first extra call's index, encoded logs, the calling and the missing rank."""
+    """Return the first extra call's index, encoded logs, and ranks with and without it."""
     mismatch = first_unequal_call([logs[rank] for rank in ranks])
     if mismatch is None:
         return None
@@ -123,32 +123,32 @@ class _Comparison:
     (sender and receivers use different lines, and ranks may take turns).
     """
 
-    def __init__(self, sites: Sequence[_CallSite], extra: Sequence[int], without: Sequence[int]) -> None:
+    def __init__(self, sites: Sequence[_CallSite], log: Sequence[int], peer_log: Sequence[int]) -> None:
         self._sites = sites
-        self._extra = extra
-        self._without = without
-        self._locations = {sites[code].location for code in set(extra)}
-        self._peer_locations = {sites[code].location for code in set(without)}
-        self._known: set[tuple[int, int]] = set()  # accepted pairs of different lines so far
-        self._in_step: set[int] = set()  # calls that paired up with an equal call so far
+        self._log = log
+        self._peer_log = peer_log
+        self._locations = {sites[code].location for code in set(log)}
+        self._peer_locations = {sites[code].location for code in set(peer_log)}
+        self._pairs: set[tuple[int, int]] = set()  # accepted pairs of different lines so far
+        self._matched: set[int] = set()  # calls that paired up with an equal call so far
 
     def first_extra_call(self, end: int) -> int | None:
         """Return the index of the first extra call before `end`, or None."""
         tries = 0
-        for index, pair in enumerate(zip(self._extra[:end], self._without[:end], strict=False)):
+        for index, pair in enumerate(zip(self._log[:end], self._peer_log[:end], strict=False)):
             if pair[0] == pair[1]:
-                self._in_step.add(pair[0])
-            elif pair not in self._known:
+                self._matched.add(pair[0])
+            elif pair not in self._pairs:
                 if not self._are_pair(*pair):
                     tries += 1
                     if tries <= _MAX_TRIES and (self._has_extra_lines(index) or self._has_extra_run(index)):
                         return index
-                self._known.add(pair)
+                self._pairs.add(pair)
         return None
 
     def _are_pair(self, code: int, other_code: int) -> bool:
         """Return True if two calls of different ranks may be the same collective."""
-        if code == other_code or (code, other_code) in self._known:
+        if code == other_code or (code, other_code) in self._pairs:
             return True
         call, other_call = self._sites[code], self._sites[other_code]
         if call[:2] != other_call[:2]:
@@ -159,15 +159,15 @@ class _Comparison:
         return (
             call.location not in self._peer_locations
             and other_call.location not in self._locations
-            and not any(code == known_code or other_code == known_other for known_code, known_other in self._known)
+            and not any(code == known_code or other_code == known_other for known_code, known_other in self._pairs)
         )
 
     def _has_extra_lines(self, start: int) -> bool:
-        """Return True if calls match from `start` on, except at lines of one rank."""
+        """Return True if, from `start` on, logs differ only at lines of one rank."""
         index, other_index, matched = start, start, 0
         waiting, confirmed = list[int](), list[int]()  # extra calls not yet / already followed by a match
-        while index < len(self._extra) and other_index < len(self._without):
-            code, other_code = self._extra[index], self._without[other_index]
+        while index < len(self._log) and other_index < len(self._peer_log):
+            code, other_code = self._log[index], self._peer_log[other_index]
             location = self._sites[code].location
             if index > start and self._are_pair(code, other_code):
                 if location and code == other_code:
@@ -180,26 +180,26 @@ class _Comparison:
             else:
                 return False
             index += 1
-        return 0 < len(confirmed) <= matched and (other_index == len(self._without) or set(waiting) <= set(confirmed))
+        return 0 < len(confirmed) <= matched and (other_index == len(self._peer_log) or set(waiting) <= set(confirmed))
 
     def _has_extra_run(self, start: int) -> bool:
-        """Return True if calls match from `start` on, after one sequence of extra calls.
+        """Return True if calls from `start` on match, except one sequence of extra calls.
 
-        Ranks that take turns show the same pattern, but no line of theirs has paired up with itself before.
+        Ranks that take turns match after a shift, too, but no call of theirs has paired up with an equal call before.
         """
         for length in range(1, _MAX_RUN + 1):
-            after = zip(self._extra[start + length :], self._without[start:], strict=False)
+            later_pairs = zip(self._log[start + length :], self._peer_log[start:], strict=False)
             matched = []
-            for code, other_code in after:
+            for code, other_code in later_pairs:
                 if not self._are_pair(code, other_code):
                     break
                 matched += [code] if code == other_code and self._sites[code].location else []
             else:
-                to_the_end = len(self._extra) - length == len(self._without)
+                to_the_end = len(self._log) - length == len(self._peer_log)
                 if len(matched) >= (1 if to_the_end else length):
-                    run = self._extra[start : start + length]
+                    run = self._log[start : start + length]
                     has_own_lines = self._peer_locations.isdisjoint(self._sites[code].location for code in run)
-                    return has_own_lines or bool({*run, *matched} & self._in_step) or len(set(matched)) > 2
+                    return has_own_lines or bool({*run, *matched} & self._matched) or len(set(matched)) > 2
         return False
 
 

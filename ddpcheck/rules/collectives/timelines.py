@@ -10,8 +10,8 @@ from ddpcheck.rules.collectives.first_divergence import first_divergence, judge_
 from ddpcheck.trace.collectives import call_signature
 from ddpcheck.trace.failures import FailureFacts, describe_failure
 
-_BEFORE = 20  # calls before the mismatch, or before the end of the shortest log
-_MOST = 60  # calls per rank
+_CALLS_BEFORE = 20  # calls before the mismatch, or before the end of the shortest log
+_LIMIT = 60  # calls per rank
 _MOST_GROUPS = 8
 
 
@@ -58,29 +58,28 @@ def _timeline(
     parts_at: int | None,
     at_end: Mapping[int, str],
 ) -> CollectiveTimeline:
-    """Return the timeline of one process group."""
     end = min(map(len, logs.values()), default=0) if parts_at is None else parts_at - first
-    start = max(end - _BEFORE, 0)
+    start = max(end - _CALLS_BEFORE, 0)
     table: dict[CalledCollective, int] = {}
     ranks = []
     for rank, log in logs.items():
-        calls = [CalledCollective(call.operation, call.payload, call.location) for call in log[start : start + _MOST]]
+        calls = [CalledCollective(call.operation, call.payload, call.location) for call in log[start : start + _LIMIT]]
         ranks.append(
             RankCollectives(
                 rank,
                 first + start,
                 tuple(table.setdefault(call, len(table)) for call in calls),
-                later=max(len(log) - start - _MOST, 0),
+                later=max(len(log) - start - _LIMIT, 0),
                 waiting=rank in waiting,
-                waits_for=_waited_for(rank, logs) if rank in waiting else (),
+                waits_for=_ranks_waited_for(rank, logs) if rank in waiting else (),
                 at_end=at_end.get(rank, ""),
             )
         )
     return CollectiveTimeline(group, tuple(table), tuple(ranks), parts_at)
 
 
-def _waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
-    """Return ranks that have not reached `rank`'s last call, else those with another call."""
+def _ranks_waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
+    """Return ranks that have not reached `rank`'s last call, else those whose call differs."""
     index = len(logs[rank]) - 1
     absent = tuple(peer for peer, log in logs.items() if len(log) <= index)
     if absent:

@@ -43,7 +43,7 @@ RESUME_FUNCTION = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line
 
 @rule
 def judge_script(compilations: Compilations) -> list[Finding]:
-    """DDP522: functions that some ranks recompile, and different graphs from `MIN_STEPS` steps on."""
+    """DDP522: functions that some ranks recompile or, after `MIN_STEPS`, compile to different graphs."""
     graphs = judge_graphs(compilations.compiled) if compilations.steps >= MIN_STEPS else []
     return judge_recompilations(compilations.functions) + graphs
 
@@ -71,7 +71,7 @@ def judge_recompilations(functions: Iterable[CompilationsByRank]) -> list[Findin
 def judge_graphs(compiled: CompilationsByRank) -> list[Finding]:
     """Detect functions that ranks compile to different operations for inputs of equal shapes.
 
-    Skips functions with graph breaks: the parts may differ, e.g. if some ranks print.
+    Functions with graph breaks are skipped: their parts may differ, e.g. if some ranks print.
     """
     resumed = (RESUME_FUNCTION.match(entry.function) for entries in compiled for entry in entries)
     broken = {match["name"] for match in resumed if match}
@@ -95,19 +95,19 @@ def recompilation_finding(by_rank: CompilationsByRank, guard: str, ranks: Sequen
     failures = [entry for rank in ranks for entry in by_rank[rank] if entry.guard == guard]
     counts = {rank: sum(not entry.given_up for entry in entries) for rank, entries in enumerate(by_rank)}
     others = [rank for rank in counts if rank not in ranks]
-    name, often, seldom = _named(failures[0]), _times(counts, ranks), _times(counts, others)
+    name, times, other_times = _func_name(failures[0]), _times_in_words(counts, ranks), _times_in_words(counts, others)
     end = "The others wait for each compilation."
     if gives_up:
         end = "Torch then stops compiling it and runs it in eager mode: the others wait for this rank in each step."
     evidence = [
-        f"rank {rank}: compiled {_times(counts, [rank])}, in {sum(entry.seconds for entry in entries):.1f} s"
+        f"rank {rank}: compiled {_times_in_words(counts, [rank])}, in {sum(entry.seconds for entry in entries):.1f} s"
         for rank, entries in enumerate(by_rank[:MAX_EVIDENCE])
     ]
     evidence += [f"in step {entry.step}: {entry.reason}" for entry in failures[:MAX_EVIDENCE]]
     return make_finding(
         "DDP522",
         (name,),
-        f"{name} ({failures[0].defined}) is compiled {often} on {format_ranks(ranks)}, and {seldom} on "
+        f"{name} ({failures[0].defined}) is compiled {times} on {format_ranks(ranks)}, and {other_times} on "
         f"{format_ranks(others)}. {end}",
         ranks=ranks,
         steps=sorted({entry.step for entry in failures}),
@@ -121,7 +121,7 @@ def recompilation_finding(by_rank: CompilationsByRank, guard: str, ranks: Sequen
     )
 
 
-def _times(counts: Mapping[int, int], ranks: Sequence[int]) -> str:
+def _times_in_words(counts: Mapping[int, int], ranks: Sequence[int]) -> str:
     fewest, most = min(counts[rank] for rank in ranks), max(counts[rank] for rank in ranks)
     return f"{fewest} to {most} times" if fewest < most else "once" if most == 1 else f"{most} times"
 
@@ -132,9 +132,9 @@ def graph_finding(entry: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) 
     names = [name for name in names if len({graph.get(name, 0) for graph in graphs}) > 1]
     return make_finding(
         "DDP522",
-        (_named(entry),),
-        f"For inputs of the same shapes, {_named(entry)} ({entry.defined}) is compiled to different operations on some "
-        f"ranks: they have a different number of {join_names(names)}.",
+        (_func_name(entry),),
+        f"For inputs of the same shapes, {_func_name(entry)} ({entry.defined}) is compiled to different operations "
+        f"on some ranks: they have a different number of {join_names(names)}.",
         ranks=ranks,
         location=entry.defined,
         tags=("of graphs",),
@@ -147,7 +147,7 @@ def graph_finding(entry: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) 
     )
 
 
-def _named(entry: FunctionCompiled) -> str:
-    """Return the function name as in the source code."""
+def _func_name(entry: FunctionCompiled) -> str:
+    """Return a function's name in the source: "forward", or "forward after line 12"."""
     match = RESUME_FUNCTION.match(entry.function)
     return f"{match['name']} after line {match['line']}" if match else entry.function

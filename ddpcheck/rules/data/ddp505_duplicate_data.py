@@ -61,9 +61,9 @@ from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, Steps
 SHARED_PER_REPEAT = 4  # independent draws share about twice as many samples as they repeat
 FEWEST_TARGETS = 3  # steps with equal targets on every rank
 FEWEST_TARGET_BITS = 24.0  # total information in these targets, to rule out chance
-MOST_STEPS_BEHIND = 8
+MOST_STEPS_BEHIND = 8  # longest delay of a rank that is tried
 FEWEST_STEPS_BEHIND = 2  # steps in which a rank gets the samples of another rank's later step
-FEWEST_STEPS_AGAIN = 3  # steps on samples that another rank used before
+FEWEST_REUSED_STEPS = 3  # steps on samples that another rank used before
 SPLIT_STREAM = (
     "Split the stream in the dataset's __iter__ by rank and world size, and by get_worker_info() if the loader has "
     "workers; if it shuffles before the split, use the same seed on every rank."
@@ -177,9 +177,9 @@ def judge_later_overlap(loader: Loader) -> list[Finding]:
 
 def _exhausts_shares(epoch: Sequence[LoaderPass]) -> bool:
     """Return True if each rank exhausted its share of the dataset without duplicates."""
-    whole = all(loader.indices and is_complete_pass(loader) and not loader.replaces for loader in epoch)
-    once = all(len(set(loader.indices)) == len(loader.indices) == len(epoch[0].indices) for loader in epoch)
-    return whole and once and (len(epoch[0].indices) - 1) * len(epoch) < epoch[0].size
+    are_complete = all(loader.indices and is_complete_pass(loader) and not loader.replaces for loader in epoch)
+    are_distinct = all(len(set(loader.indices)) == len(loader.indices) == len(epoch[0].indices) for loader in epoch)
+    return are_complete and are_distinct and (len(epoch[0].indices) - 1) * len(epoch) < epoch[0].size
 
 
 def judge_inputs(
@@ -199,15 +199,15 @@ def judge_inputs(
     if not groups:
         return []
     (equal_ranks, count), *more = groups
-    rest = steps[::-1][count:] if equal_at_end else steps[count:]
+    differing_steps = steps[::-1][count:] if equal_at_end else steps[count:]
     line, forward_location = line_of_selection([draws.get(rank, ()) for rank in equal_ranks]), steps[0][0].location
     whole, all_ranks = len(equal_ranks) == len(inputs), sorted(rank for ranks, _ in groups for rank in ranks)
     who = "Every rank's forward pass is" if whole else f"The forward passes of {wording.format_ranks(equal_ranks)} are"
-    part = "all" if not rest else "the last" if equal_at_end else "the first"
+    part = "all" if not differing_steps else "the last" if equal_at_end else "the first"
     when = f"{part} {count} steps that were compared"
     differ = [
         f"{'until' if equal_at_end else 'from'} step {step[0].step}{'' if equal_at_end else ' on'} they differ"
-        for step in rest
+        for step in differing_steps
     ]
     return wording.new_finding(
         "DDP505",
@@ -215,7 +215,7 @@ def judge_inputs(
         f"{who} given the same samples, in {when}; so together {'the' if whole else 'these'} ranks do the work of one.",
         ranks=() if len(all_ranks) == len(inputs) else all_ranks,
         location=line or forward_location,
-        severity=Severity.WARNING if rest else None,  # may be a warm-up
+        severity=Severity.WARNING if differing_steps else None,  # may be a warm-up
         evidence=[
             f"their bits are equal on {'all' if whole else 'these'} ranks, and change from step to step",
             *differ[:1],
@@ -290,34 +290,34 @@ def judge_streams(
     inputs: Mapping[int, Sequence[Inputs]],
     evaluated: Mapping[int, Sequence[Evaluated]],
 ) -> list[Finding]:
-    """DDP505: a rank that trains on samples which another rank drew before for evaluation.
+    """DDP505: a rank that trains on samples that another rank has used for evaluation.
 
     Arguments are by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one rank has drawn
     more of them.
     """
     drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # samples -> (first rank to evaluate them, position)
-    for ahead in inputs:
-        for index, batch in enumerate(evaluated.get(ahead, ())):
-            drawn.setdefault(tuple(sorted(batch.samples)), (ahead, index))
+    for peer in inputs:
+        for index, batch in enumerate(evaluated.get(peer, ())):
+            drawn.setdefault(tuple(sorted(batch.samples)), (peer, index))
     samples = batches_by_step(inputs)
     for rank, batches in samples.items() if drawn else ():
         seen = {step: drawn[batch] for step, batch in batches.items() if batch in drawn}
-        ahead = next((ahead for ahead, _ in seen.values()), rank)
-        order = {step: i for step, (r, i) in seen.items() if r == ahead and batches[step] != samples[ahead].get(step)}
+        peer = next((peer for peer, _ in seen.values()), rank)
+        order = {step: i for step, (r, i) in seen.items() if r == peer and batches[step] != samples[peer].get(step)}
         in_order = all(a < b for a, b in itertools.pairwise(order.values()))
-        if ahead == rank or len(order) < FEWEST_STEPS_AGAIN or not in_order:
+        if peer == rank or len(order) < FEWEST_REUSED_STEPS or not in_order:
             continue
-        if (line := _shared_seed_line(draws.get(rank, ()), draws.get(ahead, ()))) is None:
+        if (line := _shared_seed_line(draws.get(rank, ()), draws.get(peer, ()))) is None:
             continue
         return new_finding(
             "DDP505",
             ("forward",),
-            f"Rank {rank} trains on samples that rank {ahead} has drawn before: both choose them by the same random "
+            f"Rank {rank} trains on samples that rank {peer} has drawn before: both choose them by the same random "
             "numbers, and one rank has drawn more of these.",
             ranks=(rank,),
             location=line,
             evidence=[
-                f"rank {ahead} has evaluated on the samples of rank {rank} in {format_steps(order)}, in the same order"
+                f"rank {peer} has evaluated on the samples of rank {rank} in {format_steps(order)}, in the same order"
             ],
             related={"forward called": inputs[rank][0].location},
             fix="Seed the generator by which samples are chosen with seed + rank.",
@@ -334,14 +334,14 @@ def judge_delayed_samples(inputs: Mapping[int, Sequence[Inputs]]) -> list[Findin
     samples = batches_by_step(inputs)
     if len({batch for batches in samples.values() for batch in batches.values()}) <= len(samples) + 1:
         return []
-    for (rank, batches), (ahead, ahead_batches) in itertools.permutations(samples.items(), 2):
+    for (rank, batches), (peer, peer_batches) in itertools.permutations(samples.items(), 2):
         for lag in range(1, MOST_STEPS_BEHIND + 1):
-            steps = [step for step in batches if step + lag in ahead_batches]
-            if len(steps) >= FEWEST_STEPS_BEHIND and all(batches[step] == ahead_batches[step + lag] for step in steps):
+            steps = [step for step in batches if step + lag in peer_batches]
+            if len(steps) >= FEWEST_STEPS_BEHIND and all(batches[step] == peer_batches[step + lag] for step in steps):
                 return new_finding(
                     "DDP505",
                     ("forward",),
-                    f"Rank {rank} gets the samples that rank {ahead} gets {counted(lag, 'step')} later: the ranks "
+                    f"Rank {rank} gets the samples that rank {peer} gets {counted(lag, 'step')} later: the ranks "
                     "iterate over the same samples, one behind the other.",
                     location=inputs[rank][0].location,
                     severity=Severity.WARNING,

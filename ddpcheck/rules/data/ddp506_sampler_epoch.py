@@ -70,15 +70,15 @@ def judge_stale_workers(loader: Loader) -> list[Finding]:
     """DDP506: persistent workers that repeat the first epoch's samples after the dataset changed."""
     changed: set[str] = set()
     for loaders in loader.passes:
-        whole = [p for p in loaders if (p.exhausted or p.indices) and p.rows]
-        first, *later = [dict(zip(p.indices or itertools.count(), p.rows, strict=False)) for p in whole] or [{}]
+        complete = [p for p in loaders if (p.exhausted or p.indices) and p.rows]
+        first, *later = [dict(zip(p.indices or itertools.count(), p.rows, strict=False)) for p in complete] or [{}]
         repeats = [{key: row for key, row in rows.items() if key in first} for rows in later]
         if not later or any(len(rows) < FEWEST_ROWS or not rows.items() <= first.items() for rows in repeats):
             return []
-        if len(set(first.values())) < FEWEST_ROWS or not any(p.outdated or p.size < 0 for p in whole):
+        if len(set(first.values())) < FEWEST_ROWS or not any(p.outdated or p.size < 0 for p in complete):
             return []
-        names = {name for p in whole[1:] for name in p.state if p.state[name] != whole[0].state.get(name)}
-        if not names or not whole[0].persistent:
+        names = {name for p in complete[1:] for name in p.state if p.state[name] != complete[0].state.get(name)}
+        if not names or not complete[0].persistent:
             return []
         changed |= names
     return finding_on_loader(
@@ -94,7 +94,7 @@ def judge_stale_workers(loader: Loader) -> list[Finding]:
 
 def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP506: an epoch that is resumed in a different order, after skipped batches."""
-    resumed = [_resumed(loaders) for loaders in passes]
+    resumed = [_find_resumed_pass(loaders) for loaders in passes]
     pairs = [pair for pair in resumed if pair is not None]
     if len(pairs) < len(passes) or len({loader.skipped for loader, _ in pairs}) != 1:
         return []
@@ -111,8 +111,8 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     )
 
 
-def _resumed(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
-    """Return the pass that resumes an epoch, and its number of untrained skipped samples."""
+def _find_resumed_pass(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
+    """Return the pass that resumes an epoch, and its number of skipped, untrained samples."""
     trained = [loader for loader in loaders if loader.trains and not loader.replaces]
     for kind in dict.fromkeys((loader.dataset, loader.size) for loader in trained):
         epochs = [loader for loader in trained if (loader.dataset, loader.size) == kind]
@@ -122,19 +122,19 @@ def _resumed(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
     return None
 
 
-def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, after: Sequence[LoaderPass]) -> int:
+def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, next_passes: Sequence[LoaderPass]) -> int:
     """Count skipped samples that the previous pass had not trained; 0 if orders match."""
     count = loader.skipped * loader.batch_size
     passed = set(loader.indices[:count])
     # one more batch is no evidence: a prefetching loader takes the next batch early
     if not earlier or not earlier[-1].skipped + 1 < loader.skipped <= earlier[-1].batches or len(passed) < count:
         return 0
-    if not all(p.indices for p in (*earlier, *after)):
+    if not all(p.indices for p in (*earlier, *next_passes)):
         return 0
-    begun = [index for index, p in enumerate(earlier) if set(p.indices[:count]) <= passed]
-    if begun:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
-        next_of_it = earlier[begun[-1] + 1 : begun[-1] + 2]
-        if not next_of_it or not after or _begin_equally(next_of_it[0], after[0]):
+    matching = [index for index, p in enumerate(earlier) if set(p.indices[:count]) <= passed]
+    if matching:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
+        next_pass = earlier[matching[-1] + 1 : matching[-1] + 2]
+        if not next_pass or not next_passes or _begin_equally(next_pass[0], next_passes[0]):
             return 0
     return len(passed - set(earlier[-1].indices[:count]))
 
@@ -145,7 +145,7 @@ def _begin_equally(first: LoaderPass, second: LoaderPass) -> bool:
 
 
 def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: training continued after some epochs with the sampler at epoch 0."""
+    """DDP506: training that continues from a later epoch with the sampler at epoch 0."""
     first = [next((loader for loader in loaders if loader.trains and loader.restored), None) for loaders in passes]
     restarted = [p for p in first if p is not None and _is_shuffled(p) and p.has_epoch and p.epoch == 0]
     done = [loader for loader in restarted if _resumes_after_epoch(loader)]

@@ -48,8 +48,8 @@ from ddpcheck.trace.gradients import paired
 FEWEST_DRAWS = 2  # batches made with the same random numbers
 MT_STATE_SIZE = 624  # numbers of a Mersenne Twister state: a count of draws is known modulo this number
 RANDN_BLOCK = 16  # `randn` redraws its last numbers in a block of this size
-FEWEST_ADDED = 3  # steps with known additions to the samples
-EQUAL_NOISE = 0.6  # cosine of equal noise after subtracting the samples; near 0 for independent noise
+FEWEST_NOISE_STEPS = 3  # steps with known additions to the samples
+MIN_NOISE_COSINE = 0.6  # cosine of equal noise after subtracting the samples; near 0 for independent noise
 _FIX = (
     "Seed with seed + rank before the training loop, after the model has been constructed; or draw from a generator of "
     "each rank's own: torch.Generator().manual_seed(seed + rank)."
@@ -152,11 +152,11 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
     """
     for steps in common_steps(inputs):
         noise = [[call.added for call in step] for step in steps if all(call.added for call in step)]
-        if len(inputs) < 2 or len(noise) < FEWEST_ADDED or not all_inputs_differ(steps):
+        if len(inputs) < 2 or len(noise) < FEWEST_NOISE_STEPS or not all_inputs_differ(steps):
             continue
         similarity = min(_cosine(vector, vectors[0]) for vectors in noise for vector in vectors[1:])
         pairs = [(a, b) for number, step in enumerate(noise) for prior in noise[:number] for a in step for b in prior]
-        if similarity < EQUAL_NOISE or max(_cosine(*pair) for pair in pairs) > min(similarity, EQUAL_NOISE):
+        if similarity < MIN_NOISE_COSINE or max(_cosine(*pair) for pair in pairs) > min(similarity, MIN_NOISE_COSINE):
             continue
         line = line_of_selection([[draw for draw in rank_draws if not draw.in_forward] for rank_draws in draws])
         line = line or steps[0][0].location
@@ -182,7 +182,7 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _may_fill_tensor(count: int, sizes: set[int]) -> bool:
-    """Return True if `count` random numbers match the elements of a tensor."""
+    """Return True if `count` draws may fill a tensor whose size is in `sizes`."""
     with_block = {size + RANDN_BLOCK for size in sizes if size > RANDN_BLOCK and size % RANDN_BLOCK}
     return count > 1 and count % MT_STATE_SIZE in {size % MT_STATE_SIZE for size in sizes | with_block}
 

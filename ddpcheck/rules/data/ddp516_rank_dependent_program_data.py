@@ -51,8 +51,8 @@ from ddpcheck.trace.replicas import common_values, differing_program_data, diffe
 
 MAX_CHANCE = 1e-6  # probability that labels match by chance
 MAX_ROLES = 8  # keys of a table of ranks' roles; larger tables are e.g. words of a text
-_DEVICE = r"(?i)\b(cuda|gpu|npu|xpu|mps|rank|node|host|worker)[:_ -]?\d"
-_OF_RANKS = {
+_DEVICE_PATTERN = r"(?i)\b(cuda|gpu|npu|xpu|mps|rank|node|host|worker)[:_ -]?\d"
+_RANK_WORDS = {
     *("me", "my", "mine", "rank", "self", "own", "local", "other", "remote", "peer", "partner", "buddy"),
     *("neighbour", "neighbor", "next", "prev", "previous", "left", "right", "src", "dst", "send", "recv", "device"),
 }
@@ -103,14 +103,14 @@ def judge_differing_order(loader: Loader) -> list[Finding]:
 
 def judge_labels(loader: Loader) -> list[Finding]:
     """DDP516: the same samples with different labels on different ranks."""
-    labels = [_labels(loaders) for loaders in loader.passes]
+    labels = [_labels_by_row(loaders) for loaders in loader.passes]
     if len(labels) < 2 or not all(labels):
         return []
     common, diffs = common_values(labels), differing_values(labels)
-    first, *rest = zip(*common.values(), strict=True) if common else [()]
+    first, *other_labels = zip(*common.values(), strict=True) if common else [()]
     if len(common) < FEWEST_ROWS or 2 * len(diffs) < len(common) or len({*first}) < 2:
         return []
-    for rank_labels in rest:  # labels of two ranks must correspond one to one
+    for rank_labels in other_labels:  # labels of two ranks must correspond one to one
         if not len({*zip(first, rank_labels, strict=True)}) == len({*first}) == len({*rank_labels}):
             return []
     return finding_on_loader(
@@ -167,14 +167,14 @@ def _have_equal_labels(loaders: Sequence[LoaderPass], others: Sequence[LoaderPas
 
 def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     """Return True if samples common to all ranks have the same labels."""
-    labels = [_labels(loaders) for loaders in passes]
+    labels = [_labels_by_row(loaders) for loaders in passes]
     common = common_values(labels)
     has_several = len({row_labels[0] for row_labels in common.values()}) > 1
     return has_several and len(common) >= FEWEST_ROWS and not differing_values(labels)
 
 
-def _labels(loaders: Sequence[LoaderPass]) -> dict[int, int]:
-    """Map rows to labels; empty if a row has several labels."""
+def _labels_by_row(loaders: Sequence[LoaderPass]) -> dict[int, int]:
+    """Return labels by fingerprint of a sample; {} if a sample has several labels."""
     labels: dict[int, int] = {}
     for loader in loaders:
         if len(loader.labels) == len(loader.rows):
@@ -214,17 +214,17 @@ def judge_tables(
 
 
 def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
-    """Return True if the same keys and values are assigned differently."""
+    """Return True if ranks assign the same values to the same keys differently."""
     keys = sorted(values[0])
     if any(sorted(table) != keys for table in values) or all(table == values[0] for table in values):
         return False
     counts = [Counter(table.values()) for table in values]
     if len(keys) < 2 or any(count != counts[0] for count in counts):
         return False
-    return _is_numbering(values[0]) and not _describes_ranks(name, values)
+    return _identifies_keys(values[0]) and not _describes_ranks(name, values)
 
 
-def _is_numbering(table: Mapping[str, str]) -> bool:
+def _identifies_keys(table: Mapping[str, str]) -> bool:
     """Return True if the values identify keys: consecutive integers, or texts.
 
     Other values are measured (class counts on two ranks), describe a rank (`True` on one rank), or are the keys in the
@@ -244,9 +244,9 @@ def _describes_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     """Return True if a table describes ranks: ring neighbours, devices, rotations by rank."""
     texts = (name.rpartition(".")[2], *values[0])
     words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
-    if len(values[0]) <= MAX_ROLES and not _OF_RANKS.isdisjoint(words | {word.removesuffix("s") for word in words}):
+    if len(values[0]) <= MAX_ROLES and not _RANK_WORDS.isdisjoint(words | {word.removesuffix("s") for word in words}):
         return True
-    if all(re.search(_DEVICE, value) for value in values[0].values()):
+    if all(re.search(_DEVICE_PATTERN, value) for value in values[0].values()):
         return True
     if len(values[0]) < 4 or not all(value.isdecimal() for value in values[0].values()):
         return False  # half of all permutations of 3 labels are rotations

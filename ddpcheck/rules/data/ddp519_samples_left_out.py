@@ -48,8 +48,8 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
     """DDP519: samples that no rank takes in any epoch."""
     epochs = [epoch for epoch in zip(*loader.passes, strict=False) if all(p.indices for p in epoch)]
     first, size = loader.first, loader.first[0].size
-    twice = all(_takes_at_most_half(p) for epoch in epochs for p in epoch)
-    if len(epochs) < 2 or size < 1 or not (twice or loader.has_same_data):
+    split_twice = all(_takes_at_most_half(p) for epoch in epochs for p in epoch)
+    if len(epochs) < 2 or size < 1 or not (split_twice or loader.has_same_data):
         return []
     if any(p.subset or p.chooses or p.size != size for p in first):  # the other samples are a held-out set
         return []
@@ -58,18 +58,18 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
     seen = {frozenset(index for p in epoch for index in p.indices) for epoch in epochs}
     missing = size - max(map(len, seen))
     least = max(MAX_LEFT_OUT * size, max(p.batch_size for p in first) * len(first))
-    if missing <= least or (len(seen) > 1 and not twice):
+    if missing <= least or (len(seen) > 1 and not split_twice):
         return []
     p = first[0]
     return finding_on_loader(
         "DDP519",
         p,
-        f"{missing} of the {size} samples of the dataset are on no rank in {'each' if twice else 'any'} of "
+        f"{missing} of the {size} samples of the dataset are on no rank in {'each' if split_twice else 'any'} of "
         f"{len(epochs)} epochs.",
         evidence=[
             f"{p.sampler} gives each rank {p.part} samples, and the rank takes only {len(p.indices)} of them: they are "
             "split a second time"
-            if twice
+            if split_twice
             else f"each rank takes {len(p.indices)} samples, by {p.sampler}"
         ],
         fix="Give the sampler the world size and the rank of the process group, and split the data once only.",
@@ -77,7 +77,7 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
 
 
 def _takes_at_most_half(p: LoaderPass) -> bool:
-    """Check if a pass has at most half of its distributed sampler's samples."""
+    """Return True if a pass takes at most (sampler's samples + batch) / 2."""
     return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.part + p.batch_size
 
 
@@ -86,7 +86,7 @@ def judge_sharded_twice(loader: Loader) -> list[Finding]:
     first = loader.first
     if len(first) < 2 or any(p.replaces or p.chooses or not p.indices for p in first):
         return []
-    if not _share_indices(first) or not _are_own_parts(loader.passes):
+    if not _split_same_positions(first) or not _are_disjoint_parts(loader.passes):
         return []
     size = len(first[0].subset) or first[0].size
     return finding_on_loader(
@@ -99,19 +99,19 @@ def judge_sharded_twice(loader: Loader) -> list[Finding]:
     )
 
 
-def _positions(loader: LoaderPass) -> set[int]:
-    """Return the dataset positions that the sampler took."""
+def _taken_positions(loader: LoaderPass) -> set[int]:
+    """Return the positions that the sampler took, in its subset or dataset."""
     if not loader.subset:
         return set(loader.indices)
     positions = {index: number for number, index in enumerate(loader.subset)}
     return {positions.get(index, -1) for index in loader.indices}
 
 
-def _share_indices(first: Sequence[LoaderPass]) -> bool:
+def _split_same_positions(first: Sequence[LoaderPass]) -> bool:
     """Return True if the samplers split the same positions between ranks."""
     if all(loader.replicas == len(first) for loader in first):
         return True
-    taken = [_positions(loader) for loader in first]
+    taken = [_taken_positions(loader) for loader in first]
     sizes = {len(loader.subset) or loader.size for loader in first}
     if len(sizes) > 1 or not all(taken) or any(not loader.exhausted for loader in first):
         return False
@@ -120,7 +120,7 @@ def _share_indices(first: Sequence[LoaderPass]) -> bool:
     return is_split and len(union) >= size - first[0].batch_size * 2
 
 
-def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+def _are_disjoint_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     """Return True if the ranks' datasets are disjoint parts of one dataset."""
     first = [loaders[0] for loaders in passes]
     if all(loader.subset for loader in first):

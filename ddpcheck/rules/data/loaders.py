@@ -16,11 +16,11 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.trace.data import Data, Loader, line_of_selection, match_loaders
 
 _Judge = Callable[[Loader], list[Finding]]
-_DUPLICATES = (ddp505.judge_overlap, ddp505.judge_later_overlap, ddp505.judge_rows, ddp505.judge_workers)
-_OF_WHOLE_BATCHES = (*_DUPLICATES, ddp519.judge_unused_samples, ddp519.judge_sharded_twice)
+_DUPLICATE_JUDGES = (ddp505.judge_overlap, ddp505.judge_later_overlap, ddp505.judge_rows, ddp505.judge_workers)
+_WHOLE_BATCH_JUDGES = (*_DUPLICATE_JUDGES, ddp519.judge_unused_samples, ddp519.judge_sharded_twice)
 """Judges that do not apply if every rank loads the whole batch and takes a slice of it."""
 
-_ORDER: Sequence[Sequence[_Judge]] = (
+_JUDGES_IN_ORDER: Sequence[Sequence[_Judge]] = (
     (
         *(ddp516.judge_split, ddp505.judge_overlap, ddp505.judge_later_overlap, ddp519.judge_unused_samples),
         *(ddp516.judge_differing_values, ddp519.judge_sharded_twice, ddp505.judge_rows, ddp516.judge_differing_order),
@@ -39,7 +39,7 @@ def explain_loaders(
     if len(passes) > 1:
         yield from ((None, finding) for finding in ddp506.judge_resumed(passes) or ddp506.judge_restarted(passes))
     for loader in match_loaders(passes, ranks):
-        for judges in _ORDER:
+        for judges in _JUDGES_IN_ORDER:
             judged = ((judge, judge(loader)) for judge in judges)
             judge, findings = next((pair for pair in judged if pair[1]), (None, []))
             yield from ((judge, finding) for finding in findings)
@@ -57,7 +57,7 @@ def judge_data(data: Data) -> list[Finding]:
     judges = []
     for group in data.groups:
         for judge, finding in explain_loaders(group.passes, group.ranks):
-            if finding not in findings and not (group.takes_slices and judge in _OF_WHOLE_BATCHES):
+            if finding not in findings and not (group.takes_slices and judge in _WHOLE_BATCH_JUDGES):
                 judges.append(judge)
                 if (
                     not tables or judge is not ddp516.judge_differing_values
@@ -67,7 +67,7 @@ def judge_data(data: Data) -> list[Finding]:
     draws = draws or ddp510.judge_added_noise(data.draws, data.inputs)
     findings += draws
     duplicates: list[Finding] = []
-    has_duplicates = any(judge in _DUPLICATES for judge in judges)
+    has_duplicates = any(judge in _DUPLICATE_JUDGES for judge in judges)
     for step_draws, inputs, evaluated in () if draws or has_duplicates else data.wrappers:
         duplicates += (
             ddp505.judge_inputs(inputs, step_draws)

@@ -63,7 +63,7 @@ def _judge_padded(evaluation: Evaluation) -> list[Finding]:
         return []
     if any(ev.loader.replaces for ev in evals) or data_differ(evals) or _are_subset_duplicates(evals):
         return []
-    seen = _counted_in_collective(evals, metrics) or _divided_by_all(evals) or _rows_of_all(evals)
+    seen = _find_collective_of_counts(evals, metrics) or _find_count_over_all(evals) or _find_mean_over_all(evals)
     if seen is None:
         return []
     (message, location), ev = seen, evals[0]
@@ -91,11 +91,11 @@ def _are_subset_duplicates(evals: Sequence[RankEvaluation]) -> bool:
     return len(set(positions)) == len(positions)
 
 
-_Seen = tuple[str, Location | None]
+_Evidence = tuple[str, Location | None]
 
 
-def _counted_in_collective(evals: Sequence[RankEvaluation], metrics: Sequence[RankMetric]) -> _Seen | None:
-    """Find a collective that gets each rank's sample count, or mean over all samples."""
+def _find_collective_of_counts(evals: Sequence[RankEvaluation], metrics: Sequence[RankMetric]) -> _Evidence | None:
+    """Find a collective whose input is each rank's sample count or its samples' mean."""
     samples = [ev.samples for ev in evals]
     calls = list(shard_numbers(evals))
     numbers = evals[0].results.numbers
@@ -114,8 +114,8 @@ def _counted_in_collective(evals: Sequence[RankEvaluation], metrics: Sequence[Ra
     return None
 
 
-def _divided_by_all(evals: Sequence[RankEvaluation]) -> _Seen | None:
-    """Find a shown count over gathered rows, divided by the number of gathered rows."""
+def _find_count_over_all(evals: Sequence[RankEvaluation]) -> _Evidence | None:
+    """Find a shown number that is a count divided by all gathered rows."""
     total = sum(ev.samples for ev in evals)
     for ev in evals:
         gathers = [call for call in ev.exchanged if call.during and "gather" in call.operation]
@@ -127,7 +127,7 @@ def _divided_by_all(evals: Sequence[RankEvaluation]) -> _Seen | None:
     return None
 
 
-def _rows_of_all(evals: Sequence[RankEvaluation]) -> _Seen | None:
+def _find_mean_over_all(evals: Sequence[RankEvaluation]) -> _Evidence | None:
     """Find a shown accuracy or mean over all gathered rows, duplicates included."""
     gathered = gathered_labels(evals)
     results: list[tuple[Location | None, list[list[float]]]] = [

@@ -62,7 +62,7 @@ def judge_shard_metric(evaluations: Evaluations) -> list[Finding]:
     return [first]
 
 
-_Place = tuple[int, Location | None, int, int]
+_OutputKey = tuple[int, Location | None, int, int]
 """(rank, line, earlier outputs of the line in the same round, index of the number in the output)"""
 
 _Match = tuple[float, MetricShown, Sequence[RankEvaluation], RankMetric]
@@ -71,12 +71,12 @@ _Match = tuple[float, MetricShown, Sequence[RankEvaluation], RankMetric]
 
 def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
     """DDP802: metric of a rank's own shard, shown or used to decide on saves."""
-    matches: dict[_Place, dict[tuple[str, str], list[_Match]]] = {}
-    numbers: dict[_Place, dict[int, ShownNumber]] = {}  # by round
+    matches: dict[_OutputKey, dict[tuple[str, str], list[_Match]]] = {}
+    numbers: dict[_OutputKey, dict[int, ShownNumber]] = {}  # by round
     values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric
     for group in evaluations:
         evals = group.evals
-        for rank, ev in enumerate(evals if _are_shares(evals) else ()):
+        for rank, ev in enumerate(evals if _are_ungathered_shards(evals) else ()):
             values |= {
                 (ev.results.round, rank, metric.key, metric.name): metric.values[rank] for metric in group.metrics
             }
@@ -85,13 +85,13 @@ def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
                 if any(shows(number, metric.pooled) for metric in group.metrics):
                     continue
                 for metric in group.metrics:
-                    if _is_own(number, rank, metric) and not _is_known(evals, rank, shown, metric):
+                    if _is_only_of_rank(number, rank, metric) and not _is_metric_shared(evals, rank, shown, metric):
                         match = metric.evidence(number, rank), shown, evals, metric
                         matches.setdefault(key, {}).setdefault((metric.key, metric.name), []).append(match)
     by_key: dict[tuple[int, str], list[_Match]] = {}
     for key, by_metric in matches.items():
         always = [
-            (sum(_distinct(hits).values()), hits)
+            (sum(_bits_by_value(hits).values()), hits)
             for metric, hits in by_metric.items()
             if all(
                 (value := values.get((number_of_round, key[0], *metric))) is None or shows(number, value)
@@ -102,13 +102,13 @@ def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
             _, hits = max(always, key=lambda pair: pair[0])
             by_key.setdefault((key[0], hits[0][3].key), []).extend(hits)
     return [
-        _rank_shard(rank, *hits[0][1:])
+        _rank_shard_finding(rank, *hits[0][1:])
         for (rank, _), hits in by_key.items()
-        if sum(_distinct(hits).values()) >= FEWEST_BITS
+        if sum(_bits_by_value(hits).values()) >= FEWEST_BITS
     ]
 
 
-def _are_shares(evals: Sequence[RankEvaluation]) -> bool:
+def _are_ungathered_shards(evals: Sequence[RankEvaluation]) -> bool:
     """Return True if ranks evaluated different samples and no rank gathered all results."""
     differ = len({frozenset(ev.loader.indices) for ev in evals}) > 1
     return differ and not any(gathered_labels([ev]) for ev in evals)
@@ -116,8 +116,8 @@ def _are_shares(evals: Sequence[RankEvaluation]) -> bool:
 
 def _numbers_not_on_all_ranks(
     rank: int, evals: Sequence[RankEvaluation]
-) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
-    """Yield the numbers that a rank shows at lines where not all ranks do."""
+) -> Iterator[tuple[_OutputKey, MetricShown, ShownNumber]]:
+    """Yield numbers that `rank` shows at lines where some rank shows none."""
     counters: dict[Location | None, Iterator[int]] = {}
     for shown in evals[rank].shown:
         call = next(counters.setdefault(shown.location, itertools.count()))
@@ -126,12 +126,12 @@ def _numbers_not_on_all_ranks(
                 yield (rank, shown.location, call, index), shown, number
 
 
-def _distinct(matches: Sequence[_Match]) -> dict[float, float]:
-    """Return the bits of each distinct shown value."""
+def _bits_by_value(matches: Sequence[_Match]) -> dict[float, float]:
+    """Return the bits of evidence of each distinct shown value."""
     return {float(f"{metric.values[0]:.5g}"): bits for bits, _, _, metric in matches}
 
 
-def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
+def _is_only_of_rank(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
     """Return True if a number is the metric of `rank` only."""
     expected = metric.values[rank]
     return shows(number, expected) and all(
@@ -141,11 +141,11 @@ def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
     )
 
 
-def _is_known(evals: Sequence[RankEvaluation], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
-    """Return True if ranks exchange the metric, or `rank` shows the values of all."""
+def _is_metric_shared(evals: Sequence[RankEvaluation], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
+    """Return True if `rank` exchanges the metric or shows all ranks' (or pooled) metrics."""
     ev = evals[rank]
-    before = next(index for index, output in enumerate(ev.shown) if output is shown)
-    kept = [call for call in ev.exchanged if not (call.sums and call.shown <= before)]
+    position = next(index for index, output in enumerate(ev.shown) if output is shown)
+    kept = [call for call in ev.exchanged if not (call.sums and call.shown <= position)]
     if any(_exchanges_metric(call, ev, rank, metric) for call in kept):
         return True
     numbers = [number for _, number in numbers_shown(ev)]
@@ -154,7 +154,7 @@ def _is_known(evals: Sequence[RankEvaluation], rank: int, shown: MetricShown, me
 
 
 def _exchanges_metric(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:
-    """Return True if a rank passes the metric, or its inputs, to a collective."""
+    """Return True if a collective's inputs are a rank's metric or yield the metric."""
     count = ev.results.numbers.get(metric.key, metric.values[rank])
     table = ev.results.tables.get(metric.key)
     if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):
@@ -164,7 +164,7 @@ def _exchanges_metric(exchanged: ResultExchanged, ev: RankEvaluation, rank: int,
     return any(itertools.starmap(is_close, pairs))
 
 
-def _rank_shard(rank: int, shown: MetricShown, evals: Sequence[RankEvaluation], metric: RankMetric) -> Finding:
+def _rank_shard_finding(rank: int, shown: MetricShown, evals: Sequence[RankEvaluation], metric: RankMetric) -> Finding:
     ev, values = evals[rank], metric.values
     function, _, variable = metric.key.partition(".")
     peers = [f"rank {r} has {value:.6g}" for r, value in enumerate(values[:4]) if r != rank]

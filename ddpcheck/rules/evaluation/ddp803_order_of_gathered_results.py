@@ -63,8 +63,8 @@ def _judge_order(evaluation: Evaluation) -> list[Finding]:
     evals = evaluation.evals
     if min(ev.samples for ev in evals) < 1 or not any(ev.shown or ev.compared for ev in evals) or data_differ(evals):
         return []
-    indices = _positions(evals)
-    labels, numbers = _references(evals, indices)
+    indices = _sample_positions(evals)
+    labels, numbers = _find_references(evals, indices)
     gathered = gathered_labels(evals)
     for call in gathered:
         classes = [[(float(row),) for row in rank_rows] for rank_rows in call.rows]
@@ -80,7 +80,7 @@ def _judge_order(evaluation: Evaluation) -> list[Finding]:
                 are_labels = all(reference.get(p) == r for p, r in zip(chain(*indices), chain(*rows), strict=True))
                 if are_labels and len(gathered) > 1:
                     continue  # the gathered rows are the labels
-                if mismatch := _compared(evals, call, rows, indices, reference, metrics, digits):
+                if mismatch := _find_wrong_pairs(evals, call, rows, indices, reference, metrics, digits):
                     message, seen = mismatch
                     loader, begins = evals[0].loader, ", ".join(map(str, evals[0].loader.indices[:4]))
                     return new_finding(
@@ -98,7 +98,7 @@ def _judge_order(evaluation: Evaluation) -> list[Finding]:
     return []
 
 
-def _positions(evals: Sequence[RankEvaluation]) -> list[list[int]]:
+def _sample_positions(evals: Sequence[RankEvaluation]) -> list[list[int]]:
     """Return each rank's sample positions: in the common `Subset`, else in the dataset."""
     subset = evals[0].subset
     is_common = all(list(ev.subset) == list(subset) for ev in evals)
@@ -106,7 +106,7 @@ def _positions(evals: Sequence[RankEvaluation]) -> list[list[int]]:
     return [[positions.get(index, index) for index in ev.loader.indices] for ev in evals]
 
 
-def _references(
+def _find_references(
     evals: Sequence[RankEvaluation], indices: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Mapping[int, Row]], dict[str, Mapping[int, Row]]]:
     """Return possible labels and float targets by name, each by dataset position."""
@@ -135,7 +135,7 @@ def _loader_labels(
     return {index: (float(value),) for index, value in zip(chain(*indices), chain(*values), strict=True)}
 
 
-def _compared(
+def _find_wrong_pairs(
     evals: Sequence[RankEvaluation],
     call: Gathered,
     rows: Sequence[Sequence[Row]],
@@ -144,13 +144,13 @@ def _compared(
     metrics: Mapping[str, Metric],
     digits: int,
 ) -> tuple[str, str] | None:
-    """Return a message on wrongly paired results that are shown or compared, and evidence."""
-    everywhere = list(zip(chain(*indices), chain(*rows), strict=True))
-    by_index = dict(everywhere)
+    """Return a message and evidence on results paired with wrong labels, or `None`."""
+    all_rows = list(zip(chain(*indices), chain(*rows), strict=True))
+    by_index = dict(all_rows)
     if not by_index or not by_index.keys() <= reference.keys():
         return None  # references are not known
-    first = dict(reversed(everywhere))
-    right = [[(row, reference[index]) for index, row in seq] for seq in (by_index.items(), first.items(), everywhere)]
+    first = dict(reversed(all_rows))
+    right = [[(row, reference[index]) for index, row in seq] for seq in (by_index.items(), first.items(), all_rows)]
     if len({len(row) for pair in right[2] for row in pair}) != 1:
         return None
     correct = {name: [metric(pairs) for pairs in right] for name, metric in metrics.items()}

@@ -33,7 +33,7 @@ def judge_targets(evaluations: Evaluations) -> list[Finding]:
     """DDP804: targets that index rows of another rank.
 
     Reported if each rank's rows begin at a different class, targets are equal on all ranks or consecutive, and some
-    ranks have no target among their own rows. Own rows at the beginning, or targets plus the offset, are no fault.
+    ranks have no target among their own rows. Correct are own rows that come first, or targets plus the offset.
     """
     uses = evaluations.targets
     for group in sorted({use.members for rank_uses in uses for use in rank_uses}):
@@ -72,5 +72,5 @@ def judge_targets(evaluations: Evaluations) -> list[Finding]:
 
 
 def _are_consecutive(use: GatheredTargets) -> bool:
-    """Return True if targets may be row numbers plus an offset, right or wrong."""
+    """Return True if targets are consecutive, like row numbers plus a (maybe wrong) offset."""
     return max(use.targets) - min(use.targets) + 1 == len(use.targets) == use.rows

@@ -41,7 +41,7 @@ def judge_repeated_sums(evaluations: Evaluations) -> list[Finding]:
         at_line = [sums for rank_sums in evaluations.sums for sums in rank_sums if sums.location == first.location]
         if len(at_line) < len(evaluations.sums) or any(sums.left != first.left for sums in at_line):
             continue
-        if any(all(_is_added(sums, number) for sums in at_line) for number in range(len(first.left[0]))):
+        if any(all(_adds_to_previous_sum(sums, number) for sums in at_line) for number in range(len(first.left[0]))):
             results = ", ".join(f"{result[0]:.6g}" for result in first.left)
             findings += new_finding(
                 "DDP806",
@@ -57,7 +57,7 @@ def judge_repeated_sums(evaluations: Evaluations) -> list[Finding]:
     return findings
 
 
-def _is_added(sums: SumsReduced, number: int) -> bool:
+def _adds_to_previous_sum(sums: SumsReduced, number: int) -> bool:
     """Return True if each call adds a similar amount to the previous sum."""
     added = [inputs[number] - result[number] for inputs, result in zip(sums.given[1:], sums.left, strict=False)]
     return min(sums.left[0][number], *added) > 0 and max(added) <= LARGEST_RATIO * min(added)

@@ -76,7 +76,7 @@ from ddpcheck.trace.unwrapped_params import (
 MIN_SPLIT_STEPS = 3
 """Fewest recorded steps from which `judge_hand_split` concludes: in fewer, ranks may differ by chance."""
 
-CHANGE_ALIKE = (
+CHANGE_FIX = (
     "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
     "data."
 )
@@ -89,9 +89,9 @@ NAME_IN_PLAN = (
 def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
     """Report gradients that differ only within tensor parallel groups (DDP301)."""
     models = facts.known.models
-    within = {name for model in models for name in _unequal_on(facts, model)}
-    between = {name for replicas in zip(*models, strict=True) for name in _unequal_on(facts, replicas)}
-    names = [name for name in facts.unequal if name in within and name not in between]
+    names_within = {name for model in models for name in _names_unequal_on(facts, model)}
+    names_between = {name for replicas in zip(*models, strict=True) for name in _names_unequal_on(facts, replicas)}
+    names = [name for name in facts.unequal if name in names_within and name not in names_between]
     if not names:
         return []
     return facts.known.names.new_finding(
@@ -107,7 +107,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
     )
 
 
-def _unequal_on(facts: ReducerFacts, ranks: Sequence[int]) -> set[str]:
+def _names_unequal_on(facts: ReducerFacts, ranks: Sequence[int]) -> set[str]:
     by_step = group_by_step(item for item in facts.evidence if item.rank in ranks)
     return {name for items in by_step.values() for name in differing_names([item.gradients for item in items])}
 
@@ -115,7 +115,7 @@ def _unequal_on(facts: ReducerFacts, ranks: Sequence[int]) -> set[str]:
 def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     """Report gradients that differ between ranks although the wrapper was called (DDP301).
 
-    Runs before comparisons with the average, because ranks that differ need no reference.
+    Runs before comparisons with the average, because gradients that differ between ranks need no reference.
     """
     names = facts.not_synchronised
     if not names:
@@ -185,7 +185,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
             f"The gradients of {join_names([*map(param_name, names)])} are those of the other ranks times a factor: "
             "they were scaled after the ranks had averaged them, differently on each rank."
         )
-        evidence = [f"norm of {param_name(names[0])}: {_by_rank(sizes)}"]
+        evidence = [f"norm of {param_name(names[0])}: {_format_by_rank(sizes)}"]
         return _changed_finding(by_rank, clips, names, message, ranks, evidence)
     return []
 
@@ -196,9 +196,9 @@ def _changed_finding(
     """Create a finding at the line that loads a GradScaler, clips or changes gradients."""
     first, scales = steps[0], [step.scale for step in steps]
     at_step: dict[str, Any] = {"ranks": ranks, "steps": (first.count,), "location": first.location}
-    finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_ALIKE)
+    finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_FIX)
     if len(set(scales)) > 1:
-        text = f"the scale of the GradScaler: {_by_rank(scales)}"
+        text = f"the scale of the GradScaler: {_format_by_rank(scales)}"
         fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."
         load_line = next((step.scale_at for step in steps if step.scale_at is not None), None)
         return [replace(finding, evidence=(*evidence, text), fix=fix).relocated(load_line, "optimizer steps")]
@@ -226,23 +226,23 @@ def _explain_by_clip(finding: Finding, clip: GradientsClipped, message: str, fix
 
 
 def _clip_difference(clips: Sequence[GradientsClipped]) -> tuple[str, str] | None:
-    """Return how one clip differs between ranks, and the fix, or `None`."""
+    """Return how a clip differs between ranks and how to fix it, or `None`."""
     norms, limits = [clip.norm for clip in clips], [clip.limit for clip in clips]
     if clips[0].of_parts and not are_close(norms) and max(norms) > max(limits) > 0:
         return (
-            f"computes a norm there of {_by_rank(norms)}; ranks have rank-local parameters",
+            f"computes a norm there of {_format_by_rank(norms)}; ranks have rank-local parameters",
             "Clip by a norm over all ranks: add up the squared norms of the rank-local parameters with an all_reduce, "
             "and those of the other parameters once.",
         )
     if are_close(norms) and not are_close(limits) and norms[0] > min(limits) > 0 and clips[0].location is not None:
         return (
-            f"gets a different limit there: {_by_rank(limits)}",
+            f"gets a different limit there: {_format_by_rank(limits)}",
             "Clip to the same limit on every rank: all_reduce the values that it is computed from before the call.",
         )
     return None
 
 
-def _by_rank(values: Sequence[float]) -> str:
+def _format_by_rank(values: Sequence[float]) -> str:
     return "; ".join(group_by_value([spell_values(value) for value in values]))
 
 
@@ -287,7 +287,7 @@ def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[
     number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     groups = hand_split(wrappers, world_size)
     names_by_group = {
-        members: _unaveraged_replicated([_captured(ranks[n], number) for n in members]) for members in groups
+        members: _unaveraged_replicated([_averaged_captures(ranks[n], number) for n in members]) for members in groups
     }
     names = next(filter(None, names_by_group.values()), [])
     if not names:
@@ -309,12 +309,12 @@ def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[
     )
 
 
-def _captured(rank: RankTrace, wrapper: int) -> dict[int, ReplicaCaptured]:
+def _averaged_captures(rank: RankTrace, wrapper: int) -> dict[int, ReplicaCaptured]:
     return {item.step: item for item in entries_of(rank, ReplicaCaptured) if item.wrapper == wrapper and item.averaged}
 
 
 def _unaveraged_replicated(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
-    """Return parameters equal at first on ranks of one model, then always different."""
+    """Return unaveraged parameters that are equal in the first step and never later."""
     steps = aligned(captured)
     if len(steps) < MIN_SPLIT_STEPS:
         return []
@@ -335,13 +335,13 @@ def _unaveraged_replicated(captured: Sequence[Mapping[int, ReplicaCaptured]]) ->
 
 
 def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
-    """DDP301: gradients of replicated parameters that differ between ranks of one model."""
-    mismatches = [(rank_steps, names) for rank_steps in steps if (names := _differing(rank_steps))]
+    """DDP301: gradients of replicated parameters that differ between ranks of a split model."""
+    mismatches = [(rank_steps, names) for rank_steps in steps if (names := _names_that_differ(rank_steps))]
     if not mismatches or 2 * len(mismatches) <= len(steps):
         return []
     rank_steps, names = mismatches[0]
-    drawn = _generators_differ(steps)
-    seeded = next((step.seeded for step in rank_steps if step.seeded is not None), None) if drawn else None
+    draws_differ = _generators_differ(steps)
+    seeded = next((step.seeded for step in rank_steps if step.seeded is not None), None) if draws_differ else None
     message = (
         f"The {plural_verb('gradient', 'gradients', names)} of {join_names(names)} "
         f"{plural_verb('differs', 'differ', names)} between {format_ranks(ranks)}, which compute one model together "
@@ -353,7 +353,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         message
         + (
             "each rank draws different random numbers."
-            if drawn
+            if draws_differ
             else "each has the gradient of its part, and nothing adds them up."
         ),
         ranks=ranks,
@@ -361,18 +361,18 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         location=seeded or split.location or rank_steps[0].location,
         evidence=[
             "the state of torch's generator differs between these ranks before each step, and each step draws from it"
-            if drawn
+            if draws_differ
             else "such as its own part of the sequence, if replicated layers work on a part",
         ],
         related={"optimizer steps": rank_steps[0].location},
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
         "dropout and similar layers have to give all of them the same result."
-        if drawn
+        if draws_differ
         else NAME_IN_PLAN,
     )
 
 
-def _differing(rank_steps: PartSteps) -> list[str]:
+def _names_that_differ(rank_steps: PartSteps) -> list[str]:
     gradients = [step.gradients for step in rank_steps]
     return [name for name, sketches in common_values(gradients).items() if not are_near(sketches)]
 

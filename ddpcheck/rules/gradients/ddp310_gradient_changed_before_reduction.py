@@ -35,7 +35,7 @@ from ddpcheck.trace.check_context import SingleProcessFacts, values_are_close
 from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, ReducerFacts
 from ddpcheck.trace.loop import GradientChanges
 
-_Hooked = Mapping[int, Mapping[str, HookedGradient]]
+_HookedGradients = Mapping[int, Mapping[str, HookedGradient]]
 """Changes that hooks made to gradients on one rank, by step and parameter name."""
 
 FACTOR_TOLERANCE = 0.01
@@ -175,7 +175,7 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
     """Report hooks that change local gradients differently on each rank (DDP310).
 
     Hooks that clamp elements are always reported, because clamping does not commute with the average. Factors with a
-    mean of 1 (a weighted average) and weights of batches are intended.
+    mean of 1 (a weighted average) and weights of batches count as intended.
     """
     changes = [{hook.step: hook.changed for hook in rank_hooks} for rank_hooks in hooks]
     steps_by_kind: dict[str, dict[str, list[int]]] = {}  # by kind of change and parameter: steps
@@ -186,9 +186,9 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
                 steps_by_kind.setdefault(kind, {}).setdefault(name, []).append(step)
     for kind in _HOOK_KINDS:
         names = [name for name, seen in steps_by_kind.get(kind, {}).items() if len(seen) >= MIN_HOOKED_STEPS]
-        when = steps_by_kind[kind][names[0]] if names else []
-        if names and not (kind == "scaled" and _are_weights(changes, names, when)):
-            return _hook_finding(hooks, [by_step.get(when[0], {}) for by_step in changes], names, kind, when)
+        numbers = steps_by_kind[kind][names[0]] if names else []
+        if names and not (kind == "scaled" and _are_batch_weights(changes, names, numbers)):
+            return _hook_finding(hooks, [by_step.get(numbers[0], {}) for by_step in changes], names, kind, numbers)
     return _judge_module_hooks(hooks, steps)
 
 
@@ -199,12 +199,12 @@ def _judge_module_hooks(hooks: Sequence[Sequence[GradientsHooked]], steps: Seque
     """
     rank_factors = [{hook.step: hook.factors for hook in rank_hooks if hook.step in steps} for rank_hooks in hooks]
     for name in dict.fromkeys(name for by_step in rank_factors for factors in by_step.values() for name in factors):
-        when = sorted({step for by_step in rank_factors for step, factors in by_step.items() if name in factors})
-        by_rank = [[by_step.get(step, {}).get(name, 1.0) for step in when] for by_step in rank_factors]
-        if len(when) >= MIN_HOOKED_STEPS and not any(map(_factors_differ, by_rank)):
+        hook_steps = sorted({step for by_step in rank_factors for step, factors in by_step.items() if name in factors})
+        by_rank = [[by_step.get(step, {}).get(name, 1.0) for step in hook_steps] for by_step in rank_factors]
+        if len(hook_steps) >= MIN_HOOKED_STEPS and not any(map(_factors_differ, by_rank)):
             changes = [HookedGradient("scaled", factors[0]) for factors in by_rank]
             if _hook_difference(changes):
-                return _hook_finding(hooks, [{name: change} for change in changes], [name], "scaled", when)
+                return _hook_finding(hooks, [{name: change} for change in changes], [name], "scaled", hook_steps)
     return []
 
 
@@ -222,8 +222,8 @@ def _hook_difference(changes: Sequence[HookedGradient]) -> str:
     return "scaled" if _factors_differ(factors) and abs(average - 1.0) > FACTOR_TOLERANCE else ""
 
 
-def _are_weights(hooks: Sequence[_Hooked], names: Sequence[str], steps: Sequence[int]) -> bool:
-    """Check for batch weights: one factor for all gradients, which changes between steps.
+def _are_batch_weights(hooks: Sequence[_HookedGradients], names: Sequence[str], steps: Sequence[int]) -> bool:
+    """Return True if hooks weight batches: one factor for all gradients, changing between steps.
 
     The script may divide by the sum of weights after the average. A factor on one gradient may have another purpose.
     """

@@ -35,7 +35,7 @@ from ddpcheck.trace.gradients import ReducerFacts
 
 
 def explain_overwritten(facts: FailureFacts) -> list[Finding]:
-    """DDP311: tensor that backward needs and that was overwritten in place, named by shape."""
+    """DDP311: tensor that backward needs, overwritten in place; its shape gives possible names."""
     match = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", facts.text)
     shape = tuple(int(size) for size in match[1].split(",") if size.strip()) if match else None
     buffers, parameters = (
@@ -73,7 +73,7 @@ def explain_overwritten(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP311: parameters overwritten in place; ddpcheck added the names to the error."""
+    """DDP311: parameters overwritten in place, whose names ddpcheck has added to torch's error."""
     overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", facts.text)
     if overwritten is None or MODIFIED_IN_PLACE not in facts.text:
         return []
@@ -99,7 +99,7 @@ def explain_error_of_overwritten_tensor(facts: WrapperErrorFacts) -> list[Findin
 def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
     """Report buffer broadcasts that overwrite values which an earlier forward's backward needs (DDP311).
 
-    Runs after hooks, which are observed; that broadcasts are the cause is only likely.
+    Runs after the explanation by hooks, which are observed: broadcasts are only a likely cause.
     """
     buffers = list(facts.known.local.differing_buffers)
     forwards = max((item.wrapper_calls for item in facts.evidence), default=0)

@@ -98,8 +98,8 @@ BYPASSED = "The loss calls the wrapped module and not the wrapper, so DDP does n
 def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     """Report a loss that does not call the wrapper (DDP501).
 
-    Runs before DDP301, which is a consequence. If the wrapped module is not called either, it is reported only if
-    gradients differ: a loss may need none of its parameters.
+    Runs before DDP301, which is a consequence. If the wrapped module is not called either, a finding requires that
+    gradients differ: a loss may need no parameter of the module.
     """
     unequal_steps = {step for steps in facts.unequal.values() for step in steps}
     is_ddp = facts.known.wrapper.is_ddp
@@ -141,7 +141,7 @@ def explain_by_late_average(names: Sequence[str], steps: Sequence[Steps], locati
     )
 
 
-_NOT_AVERAGED = {  # by what averages the other gradients: the cause and the fix
+_CAUSES_AND_FIXES = {  # by what averages the other gradients: the cause and the fix
     "other steps": ("{is_are} never averaged, while the others are, after some steps", "Average it with the others."),
     "wrapper": (
         "{is_are} in no DistributedDataParallel",
@@ -163,7 +163,7 @@ _NOT_AVERAGED = {  # by what averages the other gradients: the cause and the fix
 
 
 def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged_by: str) -> list[Finding]:
-    """DDP501: parameters that nothing averages; `averaged_by` (key of `_NOT_AVERAGED`) averages the others."""
+    """DDP501: parameters that nothing averages; `averaged_by` (key of `_CAUSES_AND_FIXES`) averages the others."""
     first, calls = steps[0][0], [step[0].collectives for step in steps]
     if averaged_by == "nothing" and all(before < later for before, later in itertools.pairwise(calls)):
         averaged_by = "collectives"
@@ -172,7 +172,7 @@ def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged
     if averaged_by == "step":
         names = [name for name in names if all(gradients_differ(step, name) for step in steps)] or names
     line = steps[-1][0].reduced_at if averaged_by in ("step", "collectives") else first.made
-    cause, fix = _NOT_AVERAGED[averaged_by]
+    cause, fix = _CAUSES_AND_FIXES[averaged_by]
     words = {"is_are": plural_verb("is", "are", names), "has": plural_verb("has", "have", names)}
     return new_finding(
         "DDP501",

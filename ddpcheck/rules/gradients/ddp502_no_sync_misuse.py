@@ -55,7 +55,7 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
         return []
     item, last = unreduced[-1]
     stepped_at = Location.parse(last.ended_by.location)
-    call = _switched_off(item.events) or LoopEvent("set_requires_gradient_sync")
+    call = _find_switch(item.events) or LoopEvent("set_requires_gradient_sync")
     kind, in_turn = call.kind, any(event.kind == call.kind and event.synchronises for event in item.events)
     message = f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have no gradient, "
     message += "and the optimizer's steps do not change them."
@@ -80,7 +80,7 @@ def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
     Runs first: unreduced gradients are neither equal on all ranks nor the average.
     """
     wrong = list(dict.fromkeys((*facts.not_synchronised, *facts.wrong)))
-    call = _switched_off(facts.evidence[0].events)
+    call = _find_switch(facts.evidence[0].events)
     if not wrong or call is None:
         return []
     message = f"{call.kind}(False) is in force in every backward of a step, so {_SWITCHES[call.kind]}: those of "
@@ -90,23 +90,23 @@ def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
     return _switch_finding(call, message, location=Location.parse(call.location))
 
 
-def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
+def _find_switch(events: Sequence[LoopEvent]) -> LoopEvent | None:
     """Return the call of a method in `_SWITCHES` that left reduction off, if any."""
     last = {event.kind: event for event in events if event.kind in _SWITCHES}
     return next((event for event in last.values() if not event.synchronises), None)
 
 
 def locate_condition(finding: Finding, facts: ScriptFacts) -> Finding:
-    """Move a DDP502 to the `if` around `no_sync`, unless a loop or function intervenes."""
+    """Move a DDP502 to the `if` enclosing `no_sync`, unless a loop or function intervenes."""
     if finding.code != "DDP502" or finding.severity is not Severity.ERROR or finding.location is None:
         return finding
     if finding.subjects != ("no_sync",) or BY_FLAG in finding.evidence:
         return finding
     line = str(finding.location)
     kinds = ("branch", "loop", "function")
-    around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in kinds]
-    decides = bool(around) and around[-1].kind == "branch"
-    return replace(finding, location=Location(around[-1].path, around[-1].line)) if decides else finding
+    blocks = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in kinds]
+    decides = bool(blocks) and blocks[-1].kind == "branch"
+    return replace(finding, location=Location(blocks[-1].path, blocks[-1].line)) if decides else finding
 
 
 def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
@@ -174,11 +174,11 @@ def judge_useless_no_sync(ledgers: Ledgers) -> list[Finding]:
 
 
 def uneven_no_sync_finding(
-    facts: EndingFacts, ranks: Sequence[int], others: Sequence[int], behind: Backward, evidence: Sequence[str]
+    facts: EndingFacts, ranks: Sequence[int], others: Sequence[int], backward: Backward, evidence: Sequence[str]
 ) -> list[Finding]:
     """DDP502: micro-batch that only some ranks run under no_sync."""
     who, rest = format_ranks(ranks), format_ranks(others)
-    batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
+    batch = f"batch {backward.batch[1]}" if backward.loader >= 0 else f"forward pass {backward.forward}"
     return new_finding(
         "DDP502",
         ("no_sync",),
@@ -186,7 +186,7 @@ def uneven_no_sync_finding(
         f"{plural_verb('does', 'do', others)} not: {rest} {plural_verb('averages', 'average', others)} its gradients, "
         f"{who} {plural_verb('does', 'do', ranks)} not.",
         ranks=ranks,
-        location=Location.parse(behind.line or behind.call.location),
+        location=Location.parse(backward.line or backward.call.location),
         evidence=[*evidence, *facts.states],
         fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
     )

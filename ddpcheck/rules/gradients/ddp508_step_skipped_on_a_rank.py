@@ -39,7 +39,7 @@ from ddpcheck.trace.positions import EndingFacts, Position, doing, may_leave_out
 from ddpcheck.trace.replicas import Divergence, ReplicaFacts
 from ddpcheck.trace.unwrapped_params import Steps
 
-USUAL_SHARE = 0.8
+MIN_USUAL_SHARE = 0.8
 """Least share of reductions with the usual number of passes before them: without it, no skip is recognised."""
 
 MAX_SKIPPED_IN_A_ROW = 3
@@ -84,11 +84,11 @@ def skipped_pass_finding(
         words += f" of batch {skipped.batch[1]}"
     elif last_done == "forward":
         words += f" of forward pass {skipped.forward}"
-    by = f" (`{block.word}` at {block.head})" if block is not None else ""
+    block_words = f" (`{block.word}` at {block.head})" if block is not None else ""
     return new_finding(
         "DDP508",
         ("backward",),
-        f"{format_ranks(ranks).capitalize()} skipped {words}{f' at {line}' if line else ''}{by}; "
+        f"{format_ranks(ranks).capitalize()} skipped {words}{f' at {line}' if line else ''}{block_words}; "
         f"{format_ranks(others)} did not. The ranks are then out of step: {doing(facts, ranks)}, "
         f"{doing(facts, others)}.",
         ranks=ranks,
@@ -138,8 +138,8 @@ def shift_finding(
         for run, length in pace.lengths():
             counts[count(run)] += length
             batch_counts[run.batches] += length
-        ((turn, often),), ((batches, _),) = counts.most_common(1), batch_counts.most_common(1)
-        if not turn or often < USUAL_SHARE * pace.reductions:
+        ((turn, usual),), ((batches, _),) = counts.most_common(1), batch_counts.most_common(1)
+        if not turn or usual < MIN_USUAL_SHARE * pace.reductions:
             return []
         # a skipped backward pass takes one more batch, if there is a loader
         odd = [item for item in pace.lengths() if count(item[0]) > turn and (item[0].batches > batches or not batches)]
@@ -148,8 +148,8 @@ def shift_finding(
         skipped |= {run.first: count(run) // turn for run in pace.runs[-1:] if run.first == pace.reductions}
         unusual.append({step: times for step, times in skipped.items() if 0 < times <= MAX_SKIPPED_IN_A_ROW})
         lines += [extra[step].location for step in unusual[-1] if step in extra]
-    everywhere = set.intersection(*(set(skips.items()) for skips in unusual))
-    rank_skips = [{step: n for step, n in skips.items() if (step, n) not in everywhere} for skips in unusual]
+    common_skips = set.intersection(*(set(skips.items()) for skips in unusual))
+    rank_skips = [{step: n for step, n in skips.items() if (step, n) not in common_skips} for skips in unusual]
     if sum(map(bool, rank_skips)) < 2:
         return []  # a single rank is reported by its number of steps
     lines += [pace.runs[0].location for pace in paces]  # if all skips follow the last reduction
@@ -171,12 +171,12 @@ def shift_finding(
 
 @rule
 def judge_wrapper_paces(loop: Loop) -> list[Finding]:
-    """DDP508: the first wrapper with backward passes that ranks skip in different steps."""
+    """DDP508: first wrapper with backward passes or batches that ranks skip in different steps."""
     return next(filter(None, map(judge_shifts, loop.paces)), [])
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
-    """DDP508: passes that ranks skip in different steps, so that reductions mix steps."""
+    """DDP508: backward passes or batches skipped in different steps, so that reductions mix steps."""
     totals = {pace.reductions for pace in paces}
     if len(paces) < 2 or len(totals) > 1:
         return []  # reported as a hang or a failure

@@ -33,7 +33,7 @@ _GRADIENT_TOO_LATE = (
 
 
 def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
-    """DDP509: gradient that arrives after the reduction, which DDP counts for the next one."""
+    """DDP509: gradient after the reduction, which DDP takes for part of the next reduction."""
     return facts.new_finding("DDP509", ("backward",), f"{_GRADIENT_TOO_LATE}.")
 
 
@@ -62,12 +62,12 @@ def judge_backward_pairing(ledgers: Ledgers) -> list[Finding]:
         return []
     item, contribution = unpaired[0]
     done = "" if contribution.after is None else contribution.after.location
-    after = [event.kind for event in item.events[: contribution.number + 1] if event.kind in ("forward", "backward")]
+    kinds = [event.kind for event in item.events[: contribution.number + 1] if event.kind in ("forward", "backward")]
     return new_finding(
         "DDP509",
         ("backward",),
         "A second backward pass follows without its own forward: DDP averages in the first one after a forward, and "
         "the gradients that the second adds stay on their rank.",
         location=Location.parse(contribution.backward.location or done),
-        evidence=[f"the step runs {', '.join(after)}", f"reduced: the backward at {done}" if done else ""],
+        evidence=[f"the step runs {', '.join(kinds)}", f"reduced: the backward at {done}" if done else ""],
     )

@@ -35,7 +35,7 @@ MIN_DISCARDED_STEPS = 2
 
 @rule
 def judge_zeroed(loop: Loop) -> list[Finding]:
-    """DDP517: gradients zeroed several times between two optimizer steps, on the first such rank."""
+    """DDP517: first rank that zeroes gradients several times between two optimizer steps."""
     entries = itertools.chain(*loop.zeroed)
     zeroed = next((entry for entry in entries if entry.in_a_row == 0 or entry.in_a_row >= MIN_REPEATS), None)
     if zeroed is None:

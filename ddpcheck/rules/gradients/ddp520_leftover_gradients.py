@@ -37,7 +37,7 @@ MIN_STALE_STEPS = 3
 
 @rule
 def judge_stale_gradients(loop: Loop) -> list[Finding]:
-    """DDP520: stale gradients of earlier steps or another loss, on the first such rank."""
+    """DDP520: first rank whose optimizer uses stale gradients of earlier steps or another loss."""
     for entry in itertools.chain(*loop.stale):
         if 0 < entry.in_a_row < MIN_STALE_STEPS:
             continue

@@ -181,21 +181,21 @@ def locate_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], wrapped_at
     if finding.code != "DDP521":
         return finding
     read = [{(use.path, use.location) for use in rank_uses if use.by_torch and not use.writes} for rank_uses in uses]
-    alike = set.intersection(*read)
-    if len({line for _, line in alike}) != 1:
-        drawn_alike = (
+    common_loads = set.intersection(*read)
+    if len({line for _, line in common_loads}) != 1:
+        draw_fix = (
             "Initialise the parameters before fully_shard; or draw each whole parameter under one seed and take the "
             "rank's shard of it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw only "
             "the shard, give each rank a different seed."
         )
-        return replace(finding, location=wrapped_at, fix="" if any(read) else drawn_alike)
-    path, line = min(alike, key=str)
+        return replace(finding, location=wrapped_at, fix="" if any(read) else draw_fix)
+    path, line = min(common_loads, key=str)
     note = f"every rank has loaded {PurePath(path).name} there"
     return replace(finding, location=line, evidence=(note, *finding.evidence))
 
 
 def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """Report an optimizer state of one rank that a recipe loads on all (DDP521)."""
+    """Report one rank's optimizer state that a recipe loads on all ranks (DDP521)."""
     items = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
     return judge_equal_shard_state(
         [item.loaded for item in items],

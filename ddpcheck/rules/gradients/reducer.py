@@ -108,7 +108,7 @@ FROM_AVERAGE = (
 
 
 def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
-    """Return findings on the first faulty compiled step, correct in eager mode (DDP301, 302)."""
+    """Return findings on the first compiled step that eager mode contradicts (DDP301, 302)."""
     for items in group_by(evidence, lambda item: item.step).values():
         if findings := judge_compiled_ranks(items, known) or judge_compiled_average(items, known):
             return findings
@@ -163,17 +163,17 @@ SHARDED_EXPLANATIONS = (
 def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Finding]:
     """Judge backward passes, reductions and steps of each rank (DDP501, 502, 509, 517).
 
-    If not `unequal`, gradients are the ranks' average, and only lost ones and a useless `no_sync` are reported.
+    If not `unequal`, gradients are the ranks' average, and only lost gradients and a useless `no_sync` are reported.
     """
-    ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
+    ledgers = [(item, Ledger(_add_missing_passes(item.events))) for item in evidence]
     findings = judge_discarded_gradients(ledgers)
     if unequal:
         findings += judge_unreduced_steps(ledgers) + judge_bypassed_forward(ledgers) + judge_backward_pairing(ledgers)
     return findings or judge_useless_no_sync(ledgers)
 
 
-def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
-    """Return the events, with the passes that older logs lack under `no_sync`."""
+def _add_missing_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
+    """Return events with forward and backward passes, which older logs lack under `no_sync`."""
     if [event.kind for event in events] == ["enter no_sync", "step"]:
         return events[0], LoopEvent("forward"), LoopEvent("backward"), events[1]
     return events

@@ -81,7 +81,7 @@ _Reports = Mapping[int, Mapping[int, Sequence[RankReport]]]  # by step and rank
 
 def _judge_wrapper(facts: ScriptFacts, wrapper: WrapperTrace) -> list[Finding]:
     info, changes = wrapper.made, wrapper.events(ModuleChanged)
-    reports = _reports(wrapper)
+    reports = _group_reports(wrapper)
     reported, more_buffers = _judge_steps(facts, wrapper, reports)
     values = [replica.state.values for replica in chain.from_iterable(wrapper.captured.values())]
     nonzero = {name for value in values for name, gradient in value.gradients.items() if gradient}
@@ -118,8 +118,8 @@ def _judge_changes(wrapper: WrapperTrace, trained: Collection[str]) -> list[Find
     return findings
 
 
-def _reports(wrapper: WrapperTrace) -> _Reports:
-    """Return reports by step and rank, early ones only of steps that never ended."""
+def _group_reports(wrapper: WrapperTrace) -> _Reports:
+    """Return reports by step and rank; early reports only of steps that never ended."""
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.events(StepsReported), strict=True):
         for entry in entries:
@@ -130,7 +130,7 @@ def _reports(wrapper: WrapperTrace) -> _Reports:
 
 
 def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -> tuple[ReportedCauses, dict[str, int]]:
-    """Judge all steps in order; also return more buffers that differ in later steps."""
+    """Return findings of all steps, and buffers that differ only from a later step."""
     info, entries = wrapper.made, [*chain.from_iterable(wrapper.events(StepsReported))]
 
     def locate(finding: Finding) -> Finding:
@@ -138,7 +138,7 @@ def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -
             return finding
         line = wrapper.loss_line if finding.subjects == ("loss",) else None
         if RULES[finding.code].at_step:
-            line = _step_of(facts, f"{wrapper.number}/{finding.subjects[0]}")
+            line = _optimizer_step_line(facts, f"{wrapper.number}/{finding.subjects[0]}")
         construction_line = line or facts.source.ask(assignment_in_classes, info.classes, finding.subjects[0])
         return replace(finding, location=construction_line or info.location)
 
@@ -170,7 +170,7 @@ def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -
     return reported, more_buffers
 
 
-def _step_of(facts: ScriptFacts, name: str) -> Location | None:
+def _optimizer_step_line(facts: ScriptFacts, name: str) -> Location | None:
     """Return the line that calls `step` of the optimizer of a parameter."""
     return next(
         (opt.steps[0][0].location for opt in facts.optimizers if opt.steps and name in opt.steps[0][0].held), None
@@ -178,7 +178,7 @@ def _step_of(facts: ScriptFacts, name: str) -> Location | None:
 
 
 def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], new: Sequence[Finding], step: int) -> None:
-    """Add to `more` buffers that differ from `step` on, after other buffers were reported."""
+    """Add to `more` buffers that differ only from `step` on, if others were reported."""
     known = {name for finding in reported if RULES[finding.code].buffers_only for name in finding.subjects}
     for finding in new if known else ():
         for name in finding.subjects if RULES[finding.code].buffers_only else ():
@@ -187,7 +187,7 @@ def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], new: Se
 
 
 def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
-    """Add evidence to a finding on buffers: others that differ from a later step."""
+    """Add to a finding on buffers the evidence that further buffers differ later."""
     names = [name for name in more if RULES[finding.code].buffers_only and name not in finding.subjects]
     if not names:
         return finding
@@ -196,7 +196,7 @@ def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
 
 
 def _judge_step(wrapper: WrapperTrace, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
-    """Judge the reports of one step; a missing report means no missing gradients."""
+    """Judge the reports of one step; a rank without a report misses no gradients."""
     findings = []
     ended = {rank.started.rank: rank.counts[wrapper.number][0] > step for rank in wrapper.ranks}
     nothing_missing = {number: RankReport(StepEvidence(number, step, {})) for number in ended if ended[number]}

@@ -144,7 +144,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: LossesByRank) -
 def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
     """Report mismatched gradients that are all one factor times the average (DDP303).
 
-    Runs before hooks and buffers, which do not leave the same factor on every parameter.
+    Runs before explanations by hooks and buffers, which do not leave the same factor on every parameter.
     """
     ratio = constant_ratio(facts.mismatches)
     if ratio is None:
@@ -242,19 +242,19 @@ def judge_rescaled(
 
 
 def explain_by_common_factor(facts: SingleProcessFacts) -> list[Finding]:
-    """Report one factor between all gradients and those of shards or global batch (DDP303).
+    """Report gradients that are all one factor times the shards' or global batch's (DDP303).
 
-    If gradients of shards without a process group have no such factor, loss values show its origin. Runs
+    A factor that shards without a process group lack comes from the world size; else loss values show its origin. Runs
     before explanations by differences between ranks, because the factor is equal on all ranks.
     """
     analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
     if facts.world_changed and facts.is_factor(analysis.against_shards):
-        return _factor_of_the_world(facts, analysis.against_shards.ratio)
+        return _world_size_factor_finding(facts, analysis.against_shards.ratio)
     if not facts.has_common_factor:
         return []
     if facts.losses_are_scaled:
-        return _factor_of_the_world(facts, ratio)
+        return _world_size_factor_finding(facts, ratio)
     if known.local.losses and values_are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
         return facts.new_finding(
             "DDP303",
@@ -323,7 +323,7 @@ def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     )
 
 
-def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
+def _world_size_factor_finding(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
     factor, wrapper = facts.known.factor(ratio), facts.known.wrapper.named
     locations = [term.location for term in facts.analysis.terms]
     return facts.new_finding(
@@ -338,9 +338,9 @@ def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Findin
 
 
 def explain_by_scale(passes: Passes, losses: Losses) -> list[Finding]:
-    """Report a loss whose scale does not suit averaged gradients (DDP303)."""
-    whole = not losses.is_for_sums and not losses.is_partial(passes)
-    scaled = (_judge_scaled_mean(passes, losses.ranks_per_model) or _judge_global_sum(passes)) if whole else []
+    """Report a loss whose scale is wrong for averaged gradients (DDP303)."""
+    is_complete = not losses.is_for_sums and not losses.is_partial(passes)
+    scaled = (_judge_scaled_mean(passes, losses.ranks_per_model) or _judge_global_sum(passes)) if is_complete else []
     return scaled or _judge_counted_twice(passes, losses)
 
 
@@ -379,7 +379,7 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
 
 
 def _judge_global_sum(passes: Passes) -> list[Finding]:
-    """Report sums divided by a number summed over all ranks, though DDP averages, too."""
+    """Report sums divided by a number summed over all ranks, though DDP divides again."""
     divisors = [divided_by(by_rank) for by_rank in passes]
     if not all(divisors):
         return []
@@ -400,7 +400,7 @@ def _judge_global_sum(passes: Passes) -> list[Finding]:
 
 
 def _judge_counted_twice(passes: Passes, losses: Losses) -> list[Finding]:
-    """Report sums divided by a count that has each replica's elements several times.
+    """Report sums whose divisor counts each replica's elements several times.
 
     If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of replicas again.
     """

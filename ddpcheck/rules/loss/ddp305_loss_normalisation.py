@@ -50,21 +50,21 @@ from ddpcheck.trace.losses import FEWEST_PASSES, Passes, UnequalTargets, format_
 LEAST_ERROR = 0.05
 """Relative error of gradients against the global batch from which a mean of means is an error."""
 
-TWICE = 2.0
+MIN_MEDIAN_RATIO = 2.0
 """Ratio of the weights of elements on two ranks, in half of the steps, from which a mean of means is an error."""
 
-ALWAYS_HEAVIER = 1.1
+MIN_AVERAGE_RATIO = 1.1
 """Ratio of average weights, if one rank's are larger in each step, from which a mean of means is an error."""
 
 FEWEST_ORDERED_STEPS = 5
 """Steps in each of which one rank's weights are larger; by chance, one of two ranks leads in all (probability 1/16)."""
 
-UNEQUAL_COUNTS = 0.02  # difference of counts, relative to the smallest
+MIN_COUNT_DIFFERENCE = 0.02  # difference of counts, relative to the smallest
 INTEGER_TOLERANCE = 0.02  # distance from the nearest integer
 LARGEST_COUNT = 1e5  # largest count recognizable as an integer from a float32 inverse
 TERM_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # weights of one term in a loss of several terms
-FEWEST_CONSTANT, FEWEST_DRIFTING = 3, 8  # backward passes with a constant ratio, or a drifting ratio
-CONSTANT = 1e-4  # relative difference below which numbers are equal
+FEWEST_CONSTANT_PASSES, FEWEST_DRIFTING_PASSES = 3, 8  # backward passes with a constant ratio, or a drifting ratio
+CONSTANT_TOLERANCE = 1e-4  # relative difference below which numbers are equal
 SMALLEST_LOG_RATIO = 0.01
 LARGEST_DRIFT = 0.25  # relative change of the log ratio between passes
 
@@ -140,12 +140,12 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         f"by {facts.known.count_of_replicas}."
         if is_summed[0]
         else "",
-        severity=None if any(is_summed) else _severity(facts),
+        severity=None if any(is_summed) else _severity_by_error(facts),
         tags=(BY_SAMPLE,) if by_sample else (),
     )
 
 
-def _severity(facts: SingleProcessFacts) -> Severity | None:
+def _severity_by_error(facts: SingleProcessFacts) -> Severity | None:
     return None if facts.largest_error_of_steps >= LEAST_ERROR else Severity.WARNING
 
 
@@ -169,7 +169,7 @@ def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm
         "a shard gives these gradients in a single process too, and no count of its samples explains them",
         "the gradients of samples do not change with the outputs of the model for others",
         location=next((term.location for term in terms if term.location), None) or facts.known.loss_location,
-        severity=_severity(facts),
+        severity=_severity_by_error(facts),
         fix="all_reduce the values that the weights are computed from (such as the number of samples of each class), "
         "or compute the weights once for the dataset.",
     )
@@ -183,11 +183,11 @@ def normalising_line(facts: SingleProcessFacts) -> list[Finding]:
         "gradients is not the gradient of the global batch.",
         f"the result of {facts.analysis.coupling.line} for a sample has a different scale in the global batch",
         location=facts.analysis.coupling.line,
-        severity=_severity(facts),
+        severity=_severity_by_error(facts),
     )
 
 
-def _unequal_counts(passes: Passes, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
+def _counts_finding(passes: Passes, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
     line = _line_of_sums(*next(pair for pair in zip(passes, all_counts, strict=True) if pair[1]))
     number = "a number that is summed over some of the ranks only" if line else "its own number of elements"
     return new_finding(
@@ -231,9 +231,9 @@ def judge_rank_weights(passes: Passes) -> list[Finding]:
     shapes = {tuple(term.kind for term in loss.terms) for by_rank in passes for loss in by_rank}
     for index in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
         terms = [[loss.terms[index] for loss in by_rank] for by_rank in passes]
-        weights = [[_weight(term) for term in by_rank] for by_rank in terms]
+        weights = [[_known_weight(term) for term in by_rank] for by_rank in terms]
         elements = [[abs(t.factor) / ((t.kind == "mean" and t.count) or 1) for t in by_rank] for by_rank in terms]
-        if not all(map(all, weights)) or not all(_persists(numbers) for numbers in (weights, elements)):
+        if not all(map(all, weights)) or not all(_keeps_ratio(numbers) for numbers in (weights, elements)):
             continue
         first, first_loss = terms[0][0], passes[0][0]
         text = ", ".join(f"by {weight:.4g} on rank {rank}" for rank, weight in enumerate(weights[-1]))
@@ -250,20 +250,20 @@ def judge_rank_weights(passes: Passes) -> list[Finding]:
     return []
 
 
-def _weight(term: ScaledTerm) -> float:
+def _known_weight(term: ScaledTerm) -> float:
     """Return a term's factor if it is a product of known numbers, else 0."""
     known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
-    return known if abs(known - abs(term.factor)) < CONSTANT * known else 0.0
+    return known if abs(known - abs(term.factor)) < CONSTANT_TOLERANCE * known else 0.0
 
 
-def _persists(numbers: Sequence[Sequence[float]]) -> bool:
-    """Check if a rank's numbers stay above or below rank 0's by similar ratios."""
+def _keeps_ratio(numbers: Sequence[Sequence[float]]) -> bool:
+    """Return True if some rank's numbers keep a similar ratio to rank 0's."""
     for rank in range(1, len(numbers[0])):
         ratios = [math.log(by_rank[rank] / by_rank[0]) for by_rank in numbers]
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
         typical, fewest = (
             median(map(abs, ratios)),
-            FEWEST_CONSTANT if max(changes, default=0.0) < CONSTANT else FEWEST_DRIFTING,
+            FEWEST_CONSTANT_PASSES if max(changes, default=0.0) < CONSTANT_TOLERANCE else FEWEST_DRIFTING_PASSES,
         )
         if len(ratios) >= fewest and typical > SMALLEST_LOG_RATIO and len({ratio > 0 for ratio in ratios}) == 1:
             if median(changes) < LARGEST_DRIFT * typical:
@@ -301,17 +301,17 @@ def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
 
 
 def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
-    """Return the severity of unequal weights by step and rank; each step's scale cancels."""
+    """Return the severity of unequal weights (by step and rank), whatever each step's scale."""
     steps = [step for step in steps if step and min(step) > 0]
     if not steps:
         return Severity.WARNING
-    if median(max(step) / min(step) for step in steps) >= TWICE:
+    if median(max(step) / min(step) for step in steps) >= MIN_MEDIAN_RATIO:
         return Severity.ERROR
     shares = [[weight / sum(step) for weight in step] for step in steps]
     average = [sum(rank_weights) / len(shares) for rank_weights in zip(*shares, strict=True)]
     heaviest, lightest = average.index(max(average)), average.index(min(average))
     always = len(shares) >= FEWEST_ORDERED_STEPS and all(share[heaviest] > share[lightest] for share in shares)
-    return Severity.ERROR if always and average[heaviest] >= ALWAYS_HEAVIER * average[lightest] else Severity.WARNING
+    return Severity.ERROR if always and average[heaviest] >= MIN_AVERAGE_RATIO * average[lightest] else Severity.WARNING
 
 
 def judge_counts(passes: Passes) -> list[Finding]:
@@ -325,7 +325,7 @@ def judge_counts(passes: Passes) -> list[Finding]:
             and 2 * len(unequal) > len(passes)
             and (weight == 1.0 or distinct >= FEWEST_PASSES)
         ):
-            return _unequal_counts(passes, all_counts, unequal)
+            return _counts_finding(passes, all_counts, unequal)
     return []
 
 
@@ -336,7 +336,7 @@ def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[fl
         if any(term.head in sample_heads for term in terms):
             continue
         counts = [_divisor(term, weight, terms[0].factor) for term in terms]
-        if min(counts) >= 1 and max(counts) > min(counts) * (1 + UNEQUAL_COUNTS):
+        if min(counts) >= 1 and max(counts) > min(counts) * (1 + MIN_COUNT_DIFFERENCE):
             if max(counts) < LARGEST_COUNT and all(abs(count - round(count)) < INTEGER_TOLERANCE for count in counts):
                 return counts
     return []
@@ -349,7 +349,7 @@ def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
-    """Return the divisor of a sum, or of a mean relative to `factor`."""
+    """Return a sum's divisor, or a mean's relative to `factor`; 0 if unknown."""
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0

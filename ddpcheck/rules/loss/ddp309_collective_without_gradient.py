@@ -44,7 +44,7 @@ from ddpcheck.trace.unwrapped_params import param_name
 def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Requires `MIN_GATHERS` steps in which all ranks do so; one, if parameters get no gradient (DDP raises in the next).
+    Requires `MIN_GATHERS` steps with that on all ranks, or one if parameters get no gradient (DDP then raises).
     """
     uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]
@@ -94,7 +94,7 @@ def judge_local_parts(losses: Losses) -> list[Finding]:
             f"The loss of each rank depends on the features of all ranks, gathered by {first.operation}, and its "
             "gradient reaches the rank's own features only: the gradient from the losses of other ranks is lost.",
             location=first.location,
-            evidence=[f"the gradient of the gathered rows differs between ranks, {_steps_of(losses)}"],
+            evidence=[f"the gradient of the gathered rows differs between ranks, {_step_text(losses)}"],
             severity=Severity.WARNING,
             fix=_fix_of_gather(first),
         )
@@ -104,22 +104,22 @@ def judge_local_parts(losses: Losses) -> list[Finding]:
 
 
 def describe_lost_factor(losses: Losses) -> dict[str, Any]:
-    """Return arguments of `new_finding`: the loss covers all ranks, and DDP averages its gradient."""
+    """Return arguments of `new_finding` for a loss over all ranks whose gradient DDP averages."""
     first, size, is_mixed = losses.local_parts[0][0], len(losses.parts), losses.uses_features_directly
     phrase = "its part of the gradients is" if is_mixed else "gradients are"
-    besides = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
+    mixed_note = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
     return {
         "message": f"Each rank computes the loss of the rows of all ranks, gathered by {first.operation}, but the "
         "gradient of this loss reaches the rank's own features only. DDP averages over the ranks: "
         f"{phrase} 1/{size} of what the loss asks for.",
         "location": first.location,
-        "evidence": [f"the gradient of the gathered rows is the same on every rank, {_steps_of(losses)}", besides],
+        "evidence": [f"the gradient of the gathered rows is the same on every rank, {_step_text(losses)}", mixed_note],
         "severity": Severity.WARNING,
         "fix": f"Multiply {'these terms' if is_mixed else 'the loss'} by the world size. Or: {_fix_of_gather(first)}",
     }
 
 
-def _steps_of(losses: Losses) -> str:
+def _step_text(losses: Losses) -> str:
     return f"in {counted(len(losses.local_parts), 'compared step')}"
 
 
@@ -149,7 +149,7 @@ def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Fi
             usage = "and each rank computes the loss over the parts of all ranks, of which only its own has a gradient"
             fix = (
                 "Use torch.distributed.nn.functional.all_gather, whose backward sums, and put no part back; or "
-                f"multiply the loss by the world size; or {_IGNORE}"
+                f"multiply the loss by the world size; or {_IGNORE_ADVICE}"
             )
         return facts.new_finding(
             "DDP309",
@@ -171,15 +171,15 @@ def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Fi
     )
 
 
-_IGNORE = (
+_IGNORE_ADVICE = (
     "ignore DDP309 if the learning rate is set with this factor in mind, or the optimizer does not depend on it (LARS, "
     "Adam)."
 )
 
-FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE}"
+FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE_ADVICE}"
 """Fix for a non-differentiable sum that all ranks use in the same way."""
 
-_WITH_GRADIENT = (
+_DIFFERENTIABLE_CALLS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -194,7 +194,7 @@ _WITH_GRADIENT = (
 def fix_without_gradient(calls: Sequence[Call]) -> str:
     """Return advice on non-differentiable collectives, or '' if torch has no replacement."""
     names = dict.fromkeys(call.operation for call in calls)
-    replacements = [next((op for op in _WITH_GRADIENT if name.startswith(op)), "") for name in names]
+    replacements = [next((op for op in _DIFFERENTIABLE_CALLS if name.startswith(op)), "") for name in names]
     if not all(replacements):
         return ""
     functions = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(replacements)])
@@ -219,7 +219,7 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
         if use.elements == 1 and (not scaled or loop.accumulates):
             continue
         gradients = {uses[index].gradient if len(uses) > index else 0 for uses in loop.reduced_in_place}
-        alike = bool(use.gradient) and gradients == {use.gradient}
+        are_equal = bool(use.gradient) and gradients == {use.gradient}
         severity, evidence, fix = None, [f"{use.elements} elements"], ""
         message = f"Backward passes through a tensor that {use.operation} has overwritten"
         if scaled:
@@ -229,9 +229,9 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
             )
             evidence = [f"the gradient of the reduced loss is {use.factor:.6g}"]
             fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)."
-        elif alike and use.is_average:
+        elif are_equal and use.is_average:
             continue
-        elif alike:
+        elif are_equal:
             severity = Severity.WARNING
             message += (
                 ", and all ranks compute the same from it: DDP averages gradients that should be summed, so they are "

@@ -112,7 +112,7 @@ def judge_accumulated(losses: LossesByRank) -> list[Finding]:
 
 
 def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
-    """Check if backward passes are micro-batches whose losses are undivided means.
+    """Return True if backward passes are micro-batches whose losses are undivided means.
 
     `before`: batches taken when the step began; larger than later counts if a new epoch has begun.
     """
@@ -132,12 +132,12 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
     return all(abs(weight - 1.0) < SCALE_TOLERANCE for weight in weights) or (
         not divided
         and len(scales) == 1
-        and all(factors and not _divides(factors, len(passes)) for factors in scales.pop() or ((),))
+        and all(factors and not _has_division_by(factors, len(passes)) for factors in scales.pop() or ((),))
     )
 
 
 def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
-    """Return the factors of a mean or a sum divided by rows, if known."""
+    """Return known factors of a mean (or sum divided by rows), else ()."""
     rows = next((div for div in term.divisors if div > 1 and not term.count % div), 1.0) if term.kind == "sum" else 1.0
     divisors = [div for div in term.divisors if div not in (rows, 0.0)]
     known = is_near(math.prod(term.multipliers) / math.prod(divisors) / rows, abs(term.factor))
@@ -146,8 +146,8 @@ def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
     )
 
 
-def _divides(scales: Sequence[float], count: int) -> bool:
-    """Check if a product of some scales is 1 / `count`."""
+def _has_division_by(scales: Sequence[float], count: int) -> bool:
+    """Return True if a product of some scales is 1 / `count`."""
     subsets = itertools.chain.from_iterable(itertools.combinations(scales[:8], n) for n in range(1, 9))
     return any(is_near(1 / count, math.prod(subset)) for subset in subsets)
 
@@ -155,7 +155,7 @@ def _divides(scales: Sequence[float], count: int) -> bool:
 def explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
     """Report accumulation without dividing by the number of micro-batches (DDP514).
 
-    Runs before other factors, because the counted backward passes match the factor.
+    Runs before explanations of other factors, because the number of backward passes gives this factor.
     """
     expected, actual = facts.known.local.backwards
     ratio = facts.analysis.against_global.ratio

@@ -42,24 +42,24 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
         fitted = []
     if all(term.coupled and not term.count and not term.is_sum for term in wrong):
         fitted = []  # one weight per shard also fits the root of a mean
-    rest = [term for term in wrong if term not in fitted]
-    fitted += [term for term in rest if term.doubles_with_batch and not facts.world_changed]
+    others = [term for term in wrong if term not in fitted]
+    fitted += [term for term in others if term.doubles_with_batch and not facts.world_changed]
     findings = judge_normalisation(facts, fitted) if fitted else []
-    counts_fit = bool(wrong) and not rest and not analysis.frozen  # then modules that mix samples change no gradients
+    counts_fit = bool(wrong) and not others and not analysis.frozen  # then modules that mix samples change no gradients
     if facts.known.local.drew_from:
         return findings  # random numbers drawn per sample look like coupling
     coupling = analysis.coupling
     mixes_samples = coupling.module_class and not counts_fit
     gathers = facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
-    has_coupled = any(term.coupled for term in rest)
+    has_coupled = any(term.coupled for term in others)
     if mixes_samples or (has_coupled and not gathers):  # if ranks gather samples, coupling changes no gradient
-        findings += judge_coupling(facts, rest)
+        findings += judge_coupling(facts, others)
     elif not counts_fit and coupling.line is not None and not facts.world_changed:
-        findings += normalising_line(facts) if coupling.scaled and rest else judge_coupling(facts, rest)
+        findings += normalising_line(facts) if coupling.scaled and others else judge_coupling(facts, others)
     is_explained = (coupling.module_class and not analysis.frozen) or has_coupled or coupling.line
-    if not rest or is_explained:
+    if not others or is_explained:
         return findings
-    return findings + (explain_by_batch_weights(facts, rest) or (judge_unexplained(facts) if findings else []))
+    return findings + (explain_by_batch_weights(facts, others) or (judge_unexplained(facts) if findings else []))
 
 
 def judge_single_process(

@@ -46,7 +46,7 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
     passes, in which a schedule has different rates.
     """
     for number, rank_steps in enumerate(() if steps and are_local(steps) else steps):
-        first, options = rank_steps[0], _without_ranks([step.options for step in rank_steps])
+        first, options = rank_steps[0], _drop_rank_options([step.options for step in rank_steps])
         if len({step.reductions for step in rank_steps}) > 1:
             continue
         for finding in judge_options("DDP223", options, "The optimizer"):
@@ -59,8 +59,8 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
     return []
 
 
-def _without_ranks(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Drop options whose value is the rank itself."""
+def _drop_rank_options(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Drop options whose value on every rank is the rank."""
     numbers = {name for name in options[0] if all(opts.get(name) == str(rank) for rank, opts in enumerate(options))}
     return [{name: value for name, value in opts.items() if name not in numbers} for opts in options]
 

@@ -36,7 +36,7 @@ from ddpcheck.trace.optimizers import OptimizedParameters
 from ddpcheck.trace.script_facts import PartSteps, WrapperTrace
 from ddpcheck.trace.unwrapped_params import Steps, param_name
 
-FEWEST_UNMOVED = 3  # steps in which a parameter has a gradient and does not change
+FEWEST_UNMOVED_STEPS = 3  # steps in which a parameter has a gradient and does not change
 _ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 
@@ -86,12 +86,12 @@ def judge_params_without_optimizer(optimized: OptimizedParameters) -> list[Findi
 
 def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
     """DDP504: parameters that a custom optimizer holds and never updates."""
-    if len(steps) < FEWEST_UNMOVED or steps[0][0].options.get("module", "").startswith("torch."):
+    if len(steps) < FEWEST_UNMOVED_STEPS or steps[0][0].options.get("module", "").startswith("torch."):
         return []
     first, options = steps[0][0], [rank_steps[0].options for rank_steps in steps]
     rates = {name for step_options in options for name in step_options if name.endswith(" lr")}
     counts = Counter(name for by_rank in steps for name in first.held if all(step.norms.get(name) for step in by_rank))
-    names = [name for name, times in counts.items() if name in moved and times >= FEWEST_UNMOVED]
+    names = [name for name, times in counts.items() if name in moved and times >= FEWEST_UNMOVED_STEPS]
     stuck = [param_name(name) for name in names if not moved[name]]
     if not stuck or len(stuck) == len(names) or any({opts.get(name) for opts in options} <= _ZERO for name in rates):
         return []
@@ -117,11 +117,11 @@ def judge_optimizer(
     Skips parameters that change: an optimizer may keep its own copies and write the values back.
     """
 
-    def stays(name: str, item: DdpStepEvidence) -> bool:
+    def is_unchanged(name: str, item: DdpStepEvidence) -> bool:
         before, after = item.parameters_after_backward.get(name), item.parameters.get(name)
         return before is not None and before == after and bool(item.gradients.get(name, 0))
 
-    unheld = [n for n in wrapped[0].not_in_optimizer if evidence and all(stays(n, item) for item in evidence)]
+    unheld = [n for n in wrapped[0].not_in_optimizer if evidence and all(is_unchanged(n, item) for item in evidence)]
     if not unheld:
         return []
     foreign = wrapped[0].foreign_tensors
@@ -156,7 +156,7 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
 def with_model(
     findings: Sequence[Finding], wrappers: Sequence[WrapperTrace], moved: Mapping[str, bool]
 ) -> list[Finding]:
-    """Name the wrapped module in findings on parameters that never change."""
+    """Name the wrapped module in findings on unchanged parameters, if there are several wrappers."""
     named = []
     for finding in findings:
         origins = [

@@ -56,7 +56,7 @@ def judge_states(states: OptimizerStates) -> list[Finding]:
 
 @rule
 def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
-    """Judge options, pace, gradients and schedule of each optimizer."""
+    """Judge options, numbers of steps, gradients and schedule of each optimizer."""
     facts = optimizers.facts
     findings: list[Finding] = []
     clips = facts.events(GradientsClipped)
@@ -125,7 +125,7 @@ def judge_unsynchronized(
     sharded_at: Location | None = None,
     assigned: Sequence[ModuleChanged] = (),
 ) -> list[Finding]:
-    """Detect unaveraged parameters, trained separately per rank (DDP111, 208, 306, 501, 503)."""
+    """Detect parameters trained on unaveraged gradients (DDP111, 208, 306, 501, 503)."""
     aligned = (step and all(entry.alone.keys() == step[0].alone.keys() for entry in step) for step in steps)
     if len(steps) < 2 or not all(aligned) or not steps[0][0].alone:
         return []
@@ -155,7 +155,7 @@ def judge_unsynchronized(
 
 
 def reduces_in_step(steps: Sequence[Steps]) -> bool:
-    """Check if optimizer steps use local gradients, but change parameters equally on ranks."""
+    """Return True if steps use local gradients, but change parameters equally on all ranks."""
     return len(steps) > 1 and any(
         all(is_equal(step, name) and gradients_differ(step, name) for step in steps)
         and steps[-1][0].alone[name] != value

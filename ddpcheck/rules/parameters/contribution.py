@@ -25,10 +25,10 @@ from ddpcheck.trace.parameters import ConditionalUse, MissingGroup, MissingOn, P
 
 
 def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
-    """Report each family of parameters missing on some ranks or in some steps.
+    """Report parameters missing on some ranks or in some steps, one finding per module.
 
-    `find_unused_parameters` tolerates missing gradients except sparse gradients; `fully_shard` tolerates parameters
-    missing on all ranks, or reduces zeros instead if configured.
+    `find_unused_parameters` tolerates missing gradients, except sparse gradients. `fully_shard` tolerates parameters
+    missing on all ranks and, if configured to reduce missing gradients as zeros, on some ranks.
     """
     names = facts.sometimes_missing
     if facts.wrapper.tolerates_absence:
@@ -39,13 +39,13 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
     families = group_by(names, lambda name: "" if all_at_once else facts.family_of(name, missing))
     findings = []
     for family in families.values():
-        use = ConditionalUse(family, _absences(family, facts), all_at_once, facts)
+        use = ConditionalUse(family, _group_absences(family, facts), all_at_once, facts)
         by_step = judge_static_graph if facts.wrapper.static_graph else judge_step_dependence
         findings += judge_rank_dependence(use) or ([] if facts.wrapper.sharded else by_step(use))  # a hang first
     return findings
 
 
-def _absences(names: Sequence[str], facts: ParameterFacts) -> list[MissingOn]:
+def _group_absences(names: Sequence[str], facts: ParameterFacts) -> list[MissingOn]:
     """Group parameters that are missing on the same ranks in the same steps."""
     places: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for name in names:
@@ -64,7 +64,7 @@ def judge_parameters(
     zero_ends: Mapping[str, PathEnd] | None = None,
     ends_here: bool = True,
 ) -> list[Finding]:
-    """Judge all parameters of a module."""
+    """Judge all parameters of a module (`ends_here`: no forward pass follows the evidence)."""
     changed = judge_changed_in_forward(evidence, wrapper, names)
     explained = {name for finding in changed for name in finding.subjects}
     facts = ParameterFacts.from_evidence(evidence, wrapper, names, ends_here=ends_here, explained=explained)
@@ -82,7 +82,7 @@ def judge_parameters(
 
 
 def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
-    """Report parameters that never contribute, one finding per cause and place."""
+    """Report parameters that never contribute, one finding per cause and line."""
     names = [name for name in facts.trainable if len(facts.missing.get(name, ())) == len(facts.evidence)]
     missing = frozenset(names)
 
@@ -101,7 +101,7 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
 def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
     """Report parameters that backward reaches without computing a gradient.
 
-    Compiled code also returns None for parameters that do not contribute in eager mode.
+    Compiled code returns None, too, for parameters that do not contribute in eager mode.
     """
     lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
     for name in facts.trainable:

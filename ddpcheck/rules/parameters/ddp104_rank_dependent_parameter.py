@@ -65,7 +65,7 @@ def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, verb
 
 
 def judge_skipped_reductions(absent: Mapping[tuple[int, int], frozenset[str]]) -> list[Finding]:
-    """DDP104: ranks that skip the all-reduces of different parameters; names by step and rank."""
+    """DDP104: ranks that skip all-reduces of different parameters (`absent`: by step and rank)."""
     for step, keys in group_by(sorted(absent), lambda key: key[0]).items():
         first = absent[keys[0]]
         odd = [key[1] for key in keys if absent[key] != first]

@@ -51,19 +51,19 @@ def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
 
     findings = []
     for (created_in_forward, _, on_ranks), leaves in group_by(tensors.values(), holder_and_ranks).items():
-        names, by = [leaf.name for leaf in leaves], facts.wrapper.named
+        names, wrapper_name = [leaf.name for leaf in leaves], facts.wrapper.named
         is_created, receives = plural_verb("is", "are", names), plural_verb("receives", "receive", names)
         text = f"{join_names(names)} {receives} gradient without being registered as a parameter of the model"
         if created_in_forward:
-            call = "called" if by == "fully_shard" else "constructed"
-            text = f"{join_names(names)} {is_created} created in the forward pass, after {by} has been {call}"
+            call = "called" if wrapper_name == "fully_shard" else "constructed"
+            text = f"{join_names(names)} {is_created} created in the forward pass, after {wrapper_name} has been {call}"
         elif len(leaves) == 1 and leaves[0].kind:
             text = f"The {leaves[0].kind} {text}"
         elements = sum(math.prod(leaf.shape) for leaf in leaves)
         findings += new_finding(
             "DDP106",
             names,
-            f"{text}, so {by} never synchronises {plural_verb('it', 'them', names)}.",
+            f"{text}, so {wrapper_name} never synchronises {plural_verb('it', 'them', names)}.",
             ranks=ranks_or_all(on_ranks, facts.world_size),
             location=next((leaf.location for leaf in leaves if leaf.location), None),
             evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),

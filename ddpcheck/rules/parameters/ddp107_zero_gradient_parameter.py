@@ -32,7 +32,7 @@ from ddpcheck.trace.parameters import ParameterFacts
 def judge_zero_gradients(
     facts: ParameterFacts, nonzero_when_perturbed: frozenset[str], ends: Mapping[str, PathEnd]
 ) -> list[Finding]:
-    """DDP107: gradients that are exactly zero, also for perturbed parameters.
+    """DDP107: gradients that are exactly zero, even for perturbed parameters.
 
     Nothing is reported if every gradient is zero, which DDP307 reports.
     """
@@ -62,7 +62,7 @@ def judge_zero_gradients(
 
 
 def is_refuted(finding: Finding, nonzero: Collection[str]) -> bool:
-    """Check if a parameter of a DDP107 has a nonzero gradient in another step."""
+    """Return True if `finding` is a DDP107 on a parameter in `nonzero`."""
     return finding.code == "DDP107" and not set(finding.subjects).isdisjoint(nonzero)
 
 

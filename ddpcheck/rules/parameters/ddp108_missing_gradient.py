@@ -34,7 +34,7 @@ from ddpcheck.trace.parameters import MissingGroup
 
 
 def judge_lost_gradient(group: MissingGroup) -> list[Finding]:
-    """DDP108: parameters that backward reaches, for which a function returns None."""
+    """DDP108: parameters for which an autograd function returns None in backward."""
     end = group.end
     fn = end.reason or "a custom autograd Function between it and the loss"
     return group.facts.names.new_finding(

@@ -23,13 +23,13 @@ _MOST_STEPS = 8
 def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settled: bool) -> list[Finding]:
     """Return findings on parameters, parameter changes and the loop since the last reports.
 
-    `reports`: of every rank that answered. `settled`: True if there were enough steps for findings that later steps may
+    `reports`: one for each rank that answered. `settled`: True after enough steps for findings that later steps may
     refute.
     """
     if context.wrapper.find_unused_parameters:  # temporarily frozen (GAN) is unused to DDP
         reports = [replace(r, changes={n: w for n, w in r.changes.items() if w != "frozen"}) for r in reports]
     changed = {name for report in reports for name in report.changes}
-    evidence = _evidence(reports, context, changed, settled=settled)
+    evidence = _to_step_evidence(reports, context, changed, settled=settled)
     wrapper = context.wrapper
     opaque = any(report.probed.output_type for report in reports)  # reported before backward, without other facts
     if reports[0].step == 0 and not opaque:  # static_graph does not tolerate gradients that DDP awaits here
@@ -43,7 +43,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
             continue
         if rule.no_gradient and not finding.steps and not (context.wrapper.goes_on_without and settled):
             finding = replace(finding, steps=missing_steps)
-        if not settled and reports[0].step < _FEW:
+        if not settled and reports[0].step < _FIRST_STEPS:
             finding = reword_in_first_steps(finding, missing_steps or (0,))
         findings.append(finding)
     if changed:
@@ -55,13 +55,13 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     return findings + judge_target_weights([report.micro_batches for report in reports])
 
 
-_FEW = 4  # first steps: a parameter not read by forward may belong to an idle branch or expert
+_FIRST_STEPS = 4  # first steps: a parameter not read by forward may belong to an idle branch or expert
 
 
-def _evidence(
+def _to_step_evidence(
     reports: Sequence[RankReport], context: WatchContext, changed: set[str], *, settled: bool
 ) -> list[StepEvidence]:
-    """Convert reports to evidence on every rank in each step with a missing parameter."""
+    """Return the evidence of every rank in each step with a missing parameter."""
     trainable = [name for name in context.trainable if name not in changed]
     steps = sorted({step for report in reports for step in report.missing})[:_MOST_STEPS]
     if context.wrapper.goes_on_without and settled:

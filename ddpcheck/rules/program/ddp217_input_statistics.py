@@ -44,21 +44,22 @@ ROUNDING = 1e-5  # relative to the divisor of the inputs
 def judge_statistics(statistics: Statistics) -> list[Finding]:
     """DDP217: running statistics of a rank's own samples that normalise forward inputs.
 
-    Ignored if equal on all ranks at any forward call, or passed to a collective: inputs are then normalised equally.
+    Statistics equal on all ranks at a forward call, or passed to a collective, are ignored: they normalise equally.
     """
-    by_name = [group_by(map(_explained, stats), lambda stat: (stat.wrapper, stat.name)) for stats in statistics.by_rank]
+    by_name = [group_by(map(_discount, stats), lambda stat: (stat.wrapper, stat.name)) for stats in statistics.by_rank]
     for name in by_name[0] if len(by_name) > 1 else ():
         by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
         calls = aligned(by_forward)
         if not calls or not all(map(_follows_samples, by_forward)) or any(stat.exchanged for stat in calls[-1]):
             continue
-        distances = [_distance(stats) for stats in calls]
+        distances = [_largest_difference(stats) for stats in calls]
         if min(distances) > ROUNDING:
-            return _finding(calls, max(distances[-MIN_CALLS:]))
+            return _statistics_finding(calls, max(distances[-MIN_CALLS:]))
     return []
 
 
-def _explained(stat: RunningStatistic) -> RunningStatistic:
+def _discount(stat: RunningStatistic) -> RunningStatistic:
+    """Return `stat`, without equations if most of the statistic's changes are unexplained."""
     return stat if stat.unexplained <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
 
 
@@ -73,14 +74,14 @@ def _follows_samples(stats: dict[int, RunningStatistic]) -> bool:
     )
 
 
-def _distance(stats: Sequence[RunningStatistic]) -> float:
-    """Return the largest distance between ranks, in units of the inputs' divisor."""
+def _largest_difference(stats: Sequence[RunningStatistic]) -> float:
+    """Return the largest difference from the first rank, in units of the inputs' divisor."""
     first = stats[0]
     rows = [row for stat in stats[1:] for row in zip(stat.values, first.values, first.scale, strict=False)]
     return max((abs(value - base) / scale for value, base, scale in rows if scale > 0), default=0.0)
 
 
-def _finding(calls: Sequence[Sequence[RunningStatistic]], distance: float) -> list[Finding]:
+def _statistics_finding(calls: Sequence[Sequence[RunningStatistic]], distance: float) -> list[Finding]:
     stat = calls[-1][0]
     fitting = [stats[0] for stats in calls if stats[0].equations]
     return new_finding(

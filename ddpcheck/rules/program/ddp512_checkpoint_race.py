@@ -78,7 +78,7 @@ def judge_files(program: Program) -> list[Finding]:
 
 
 def _concurrent_uses(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
-    """Yield each write with each use by another rank that no collective separates."""
+    """Yield pairs of a write and another rank's use with no collective between them."""
     by_path: dict[str, dict[int, list[FileUsed]]] = {}
     for rank, rank_uses in enumerate(uses):
         for use in sorted(rank_uses, key=lambda use: use.began):
@@ -94,7 +94,7 @@ def _concurrent_uses(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, 
 
 
 def _has_marker_file(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
-    """Return True if the writer makes another file next, as a marker.
+    """Return True if the writer uses another file, perhaps a marker, before `read` ends.
 
     A reader may wait for the marker, whose existence says that the first file is complete.
     """
@@ -107,13 +107,13 @@ def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     """DDP512: tensors that a rank loaded onto the GPU of another rank."""
     for rank, rank_uses in enumerate(uses):
         for use in rank_uses:
-            elsewhere = [device for device in use.devices if device.startswith("cuda") and device != use.device]
-            if elsewhere and not use.writes and not use.mapped and use.device.startswith("cuda"):
+            other_devices = [device for device in use.devices if device.startswith("cuda") and device != use.device]
+            if other_devices and not use.writes and not use.mapped and use.device.startswith("cuda"):
                 name = PurePath(use.path).name
                 return new_finding(
                     "DDP512",
                     (name,),
-                    f"Rank {rank} loads {name} onto {elsewhere[0]}, which belongs to another rank: there is no "
+                    f"Rank {rank} loads {name} onto {other_devices[0]}, which belongs to another rank: there is no "
                     "map_location.",
                     ranks=(rank,),
                     location=use.location,

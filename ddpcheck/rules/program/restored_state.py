@@ -14,7 +14,7 @@ from ddpcheck.trace.replicas import common_values
 
 
 def locate_restored_file(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
-    """Add to findings on diverged state that the ranks loaded different files.
+    """Explain findings on diverged state by different files that the ranks loaded.
 
     Skipped if all ranks read one common file with `torch.load`: the other files are then probably per rank on purpose
     (generator states, shards).

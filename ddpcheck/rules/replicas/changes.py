@@ -17,7 +17,7 @@ _CALLS = ("load_state_dict", "apply")  # load_state_dict sets values, apply may;
 def locate_reduction(
     kinds: Sequence[str], finding: Finding, changes: Changes, _wrapped_at: Location | None = None
 ) -> Finding:
-    """Relocate to the last call of `kinds`, which decides how gradients are reduced."""
+    """Relocate a finding to the last call of `kinds`, which determines the gradient reduction."""
     calls = changes_of_kind(changes, *kinds)
     calls = [call for call in calls if call.what != "scale" or not set(call.names).isdisjoint(finding.subjects)]
     if not calls:
@@ -29,7 +29,7 @@ def locate_reduction(
 def locate_values(
     finding: Finding, changes: Changes, _wrapped_at: Location | None = None, *, after_forward: bool
 ) -> Finding:
-    """Relocate to a line that sets parameter values, preferably on some ranks only.
+    """Relocate a finding to a write of parameter values, preferably on some ranks only.
 
     `after_forward`: consider changes after the first forward pass, instead of changes before it.
     """
@@ -41,8 +41,8 @@ def locate_values(
         return is_relevant and not subjects.isdisjoint(change.names)
 
     ranks = ranks_by_call(changes, sets_subjects)
-    some = {call: callers for call, callers in ranks.items() if len(callers) < len(changes)}
-    if after_forward and ranks and not some:  # calls made by all ranks explain no difference, except writes by hand
+    partial_calls = {call: callers for call, callers in ranks.items() if len(callers) < len(changes)}
+    if after_forward and ranks and not partial_calls:  # of calls on all ranks, only writes by hand explain differences
         for change in filter(sets_subjects, chain.from_iterable(changes)):
             if change.how not in _CALLS:
                 names.setdefault((change.how, change.location), set()).update(change.names)
@@ -53,7 +53,7 @@ def locate_values(
         if len(written) != 1:
             return finding
         ranks = {written[0]: ranks[written[0]]}
-    calls = some or ranks
+    calls = partial_calls or ranks
     if not calls:
         return finding
     how, location = min(calls, key=lambda call: _CALLS.index(call[0]) if call[0] in _CALLS else len(_CALLS))

@@ -98,8 +98,8 @@ def judge_initial_values(code: str, values: Sequence[Mapping[str, int]]) -> list
     )
 
 
-def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
-    """Compare the options of a wrapper or of an optimizer (`what`) between ranks."""
+def judge_options(code: str, options: Sequence[Mapping[str, str]], noun: str) -> list[Finding]:
+    """Compare the options of a wrapper or of an optimizer (`noun`) between ranks."""
     names = sorted(set(itertools.chain.from_iterable(options)))
     values = differing_values(
         [{name: rank_options.get(name, "(not set)") for name in names} for rank_options in options]
@@ -112,15 +112,15 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
     return new_finding(
         code,
         mismatches,
-        f"{what} is not the same on every rank: {', '.join(mismatches)}.",
+        f"{noun} is not the same on every rank: {', '.join(mismatches)}.",
         ranks=minority_of_any(values[name] for name in mismatches),
-        evidence=format_by_rank({name: _differences(name, values[name]) for name in mismatches}),
+        evidence=format_by_rank({name: _shorten_lists(name, values[name]) for name in mismatches}),
         severity=Severity.WARNING if are_harmless(mismatches, options) else None,
     )
 
 
-def _differences(name: str, values: Sequence[str]) -> list[str]:
-    """Shorten parameter lists to the differing names or the first differing position."""
+def _shorten_lists(name: str, values: Sequence[str]) -> list[str]:
+    """Shorten lists of parameters to differing names, or to the first differing position."""
     if not name.endswith((" parameters", " order")):
         return list(values)
     lists = [value.split(", ") for value in values]

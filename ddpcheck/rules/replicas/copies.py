@@ -36,7 +36,7 @@ def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes 
     A copy is not reported if a rank neither changes nor calls it (e.g. an EMA that only rank 0 updates). The finding
     is at the line that made the copy or, if once equal on all ranks, at the line that writes the copy.
     """
-    by_name = [_by_name(rank_states) for rank_states in states]
+    by_name = [_states_by_name(rank_states) for rank_states in states]
     findings: list[Finding] = []
     for name, histories in common_values(by_name).items():
         steps = aligned(histories)
@@ -45,7 +45,7 @@ def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes 
             continue
         last = steps[-1]
         in_use = all(
-            state.used or len({str(look.values) for look in history.values()}) > 1
+            state.used or len({str(state_then.values) for state_then in history.values()}) > 1
             for state, history in zip(last, histories, strict=True)
         )
         kept = all(not state.other or state.values == end.values for state, end in zip(steps[-2], last, strict=True))
@@ -89,13 +89,13 @@ def _distance_of_means(uses: Sequence[StateUsed]) -> float:
     return max((max(means) - min(means)) / math.sqrt(max(*variances, 1e-12)) for means, variances in pairs)
 
 
-def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
+def _states_by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
     by_name = group_by(states, lambda state: (state.optimizer, state.name))
     return {name: {state.count: state for state in group} for name, group in by_name.items()}
 
 
 def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: WriteFacts) -> list[Finding]:
-    """Report a module that differs between ranks from index `first` of `steps` on."""
+    """Report a module that differs between ranks from `steps[first]` on."""
     states, state = steps[first], steps[first][0]
     names = [name for name in state.values if len({peer.values.get(name) for peer in states}) > 1]
     ranks = minority_ranks([tuple(peer.values.items()) for peer in states]) if len(states) > 2 else ()
@@ -103,10 +103,10 @@ def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: Wri
     summary += f": {join_names(names[:3])}{' ...' if len(names) > 3 else ''}"
     if state.other:
         return unequal_module_finding(state, ranks, summary)
-    before = f"before step {steps[first - 1][0].count} they were" if first else "they were not compared before"
+    history = f"before step {steps[first - 1][0].count} they were" if first else "they were not compared before"
     if state.copies:
-        return diverged_copy_finding(state, ranks, [summary, before], written if first else (None, [], ()))
-    return outer_buffers_finding(state, names, ranks, [summary, before])
+        return diverged_copy_finding(state, ranks, [summary, history], written if first else (None, [], ()))
+    return outer_buffers_finding(state, names, ranks, [summary, history])
 
 
 def _use_finding(

@@ -42,10 +42,10 @@ judge_initial_parameters = partial(judge_initial_values, "DDP208")
 relocate = partial(locate_values, after_forward=False)
 
 
-def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
+def judge_values_before_sharding(before: Sequence[Mapping[str, int]], current: Mapping[str, int]) -> list[Finding]:
     """DDP208: parameters built with different values per rank before `fully_shard`."""
     mismatches = differing_values(before)
-    remaining = {name: values for name, values in mismatches.items() if now.get(name) not in values}
+    remaining = {name: values for name, values in mismatches.items() if current.get(name) not in values}
     if not remaining:
         return []
     names = sorted(remaining)

@@ -50,7 +50,7 @@ def judge_drifted_buffers(facts: ReplicaFacts) -> list[Finding]:
 
 
 def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
-    """Relocate to the line that writes the buffer, and add the writing ranks."""
+    """Relocate a finding to the write of the buffer, and add the writing ranks."""
     for name in finding.subjects:
         writes = buffer_writes(changes, name)
         if 0 < len(writes) < len(changes):

@@ -86,7 +86,7 @@ def judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool)
 
 
 def _ranks_in_rarer_mode(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
-    """Return the ranks in the rarer mode; on a tie, in eval mode."""
+    """Return the ranks in the rarer mode or, on a tie, in eval mode."""
     odd = set(minority_of_any(modes_by_name))
     for modes in modes_by_name:
         if 2 * modes.count("evaluating") == len(modes):
@@ -99,13 +99,13 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
     """Relocate to the last `eval` call on the finding's ranks, else on all ranks."""
     if MODE not in finding.message:
         return finding
-    until = finding.steps[0] if finding.steps else 0
+    last_step = finding.steps[0] if finding.steps else 0
     calls = group_by(
         (
             (rank, change)
             for rank, rank_changes in enumerate(changes)
             for change in rank_changes
-            if change.what == "mode" and change.step <= until and _covers(change.names[0], finding.subjects)
+            if change.what == "mode" and change.step <= last_step and _contains_all(change.names[0], finding.subjects)
         ),
         lambda call: call[1].location,
     )
@@ -119,7 +119,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
     return replace(finding, location=line, evidence=(*finding.evidence, message))
 
 
-def _covers(path: str, subjects: Iterable[str]) -> bool:
+def _contains_all(path: str, subjects: Iterable[str]) -> bool:
     """Return True if all `subjects` are inside the module `path`."""
     return not path or all(subject == path or subject.startswith(f"{path}.") for subject in subjects)
 

@@ -165,7 +165,7 @@ def _is_uniform(scales: Sequence[float]) -> bool:
 
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306: optimizer state (e.g. momentum) that differs although gradients are equal."""
-    alike: int | None = None  # last step in which all ranks had equal state
+    equal_step: int | None = None  # last step in which all ranks had equal state
     for rank_steps in steps:
         if any_gradient_differs(rank_steps):
             return []  # ranks train separately, and may average parameters
@@ -174,14 +174,14 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             continue  # sharded
         names = differing(states)
         if not names:
-            alike = rank_steps[0].count if all(states) else alike
+            equal_step = rank_steps[0].count if all(states) else equal_step
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
         ranks = minority_of(states, names)
         orders = [step.held for step in rank_steps]
         reordered = len(set(orders)) > 1 and len({frozenset(order) for order in orders}) == 1
         restored = {} if reordered else restored_on_some(rank_steps)
-        between = alike is not None and not reordered and not any(step.restored_at for step in rank_steps)
+        diverged_later = equal_step is not None and not reordered and not any(step.restored_at for step in rank_steps)
         return new_finding(
             "DDP306",
             keys,
@@ -192,8 +192,8 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             location=next(iter(restored.values()), (reordered and rank_steps[0].made) or rank_steps[0].location),
             evidence=[
                 describe_loads(restored) if restored else "",
-                f"it did not differ in step {alike}: in a later step, the ranks used different gradients"
-                if between
+                f"it did not differ in step {equal_step}: in a later step, the ranks used different gradients"
+                if diverged_later
                 else "",
                 *(
                     f"the optimizer of rank {rank} holds {join_names([*map(param_name, order)])}, in this order"
@@ -211,7 +211,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             if reordered
             else "Average the gradients in every step, and wait for every asynchronous collective (work.wait()) before "
             "the optimizer steps."
-            if between
+            if diverged_later
             else LOAD_EVERYWHERE,
         )
     return []
@@ -247,7 +247,7 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[LocalSgdEnd]]) -> list[Fi
     if not names or set.intersection(*(set(entry.marks[1:]) for entry in last)):
         return []
     count = min(len(entry.marks) for entry in last) - 1
-    return new_finding("DDP306", names, never_averaged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
+    return new_finding("DDP306", names, describe_unaveraged(names, count, last[0].step, last[0].hook), fix=AVERAGE_FIX)
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
@@ -265,7 +265,7 @@ def reword_as_never_averaged(finding: Finding) -> Finding:
 
 
 def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
-    """Reword a DDP306 whose first step and cause are unknown (`step`: of this comparison)."""
+    """Reword a DDP306 whose first step and cause are unknown, found after `step` steps."""
     if finding.code != "DDP306":
         return finding
     diverged = differing_names([item.parameters for item in values])
@@ -277,7 +277,7 @@ def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], 
 
 
 def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
-    """DDP306: gradients that each rank scales by a norm of only its own parts."""
+    """DDP306: gradients that each rank of a split model scales by its parts' norm."""
     scaled = [(rank_steps, factors) for rank_steps in steps if (factors := gradient_factors(rank_steps)) is not None]
     if not scaled or 2 * len(scaled) <= len(steps):
         return []
@@ -304,7 +304,7 @@ def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> l
 def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[Sequence[int]]) -> list[Finding]:
     """DDP306: gradients clipped by a norm that counts replicated parameters once per rank.
 
-    The wrong norm is then the same in all clipped steps, and the norm of the whole model is not.
+    This wrong norm then equals the clipping limit in all clipped steps, and the norm of the whole model varies.
     """
     wrong, right = [], []
     size = len(ranks[0])
@@ -354,19 +354,19 @@ def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
     return facts.known.names.new_finding(
         "DDP306",
         names,
-        never_averaged(names, len(local_steps), min(local_steps), facts.known.wrapper.comm_hook),
+        describe_unaveraged(names, len(local_steps), min(local_steps), facts.known.wrapper.comm_hook),
         steps=ranks_or_all(sorted(local_steps), len(facts.by_step)),
-        fix=AVERAGE_THEM,
+        fix=AVERAGE_FIX,
     )
 
 
-AVERAGE_THEM = (
+AVERAGE_FIX = (
     "Call average_parameters of a PeriodicModelAverager after each step of the optimizer, or wrap the optimizer in "
     "PostLocalSGDOptimizer."
 )
 
 
-def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
+def describe_unaveraged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
     """Describe parameters that differ after each of `steps` steps starting at `first`."""
     reason = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
     return (
@@ -431,7 +431,7 @@ def unequal_module_finding(state: StateHeld, ranks: Sequence[int], evidence: str
 def diverged_copy_finding(
     state: StateHeld, ranks: Sequence[int], evidence: Sequence[str], written: WriteFacts
 ) -> list[Finding]:
-    """Report a copy of the wrapped module, such as an EMA."""
+    """Report an unequal copy of the wrapped module, such as an EMA."""
     location, how_written, writers = written
     return new_finding(
         "DDP306",

@@ -35,9 +35,9 @@ from ddpcheck.trace.replicas import Changes, changes_of_kind
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps, gradients_agree, gradients_differ
 
-_FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
+_MIN_EQUAL_STEPS = 2  # optimizer steps with the same nonzero gradient on all ranks
 
-_CHANGES = {
+_EFFECTS = {
     "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
     "removed": "DDP still waits for {its} gradient",
     "frozen": "DDP still waits for {its} gradient",
@@ -71,7 +71,7 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
             "DDP503",
             subjects,
             f"{join_names(subjects)} {action} in the forward pass of step {step}, after DDP had been constructed: "
-            f"{_CHANGES[change.kind].format(**words)}.",
+            f"{_EFFECTS[change.kind].format(**words)}.",
             ranks=ranks_or_all(sorted(set().union(*group.values())), world_size),
             location=change.location or names.location(list(group)),
             fix="Make the change in __init__; keep values that each forward pass computes in a variable, as a plain "
@@ -89,13 +89,13 @@ def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False
         return []
     ranks = tuple(rank for rank, rank_changes in enumerate(changes) if rank_changes)
     changed = [f"{join_names([*n])} {plural_verb('was', 'were', [*n])} {kind}" for kind, n in names_by_kind.items()]
-    still = "after wrapping; the reducer still has the old ones"
+    consequence = "after wrapping; the reducer still has the old ones"
     if sharded:
-        still = "after fully_shard, whose groups still gather the old ones"
+        consequence = "after fully_shard, whose groups still gather the old ones"
     return new_finding(
         "DDP503",
         list(dict.fromkeys(itertools.chain.from_iterable(names_by_kind.values()))),
-        f"{join_names(changed)} {still}.",
+        f"{join_names(changed)} {consequence}.",
         ranks=ranks_or_all(ranks, len(changes)),
     )
 
@@ -152,10 +152,10 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
         if matches or change.how in subjects or (change.what == "requires_grad" and not change.names):
             finding = replace(finding, location=change.location)
             break
-    return replace(finding, fix=_LOAD) if finding.location in {load.location for load in loads} else finding
+    return replace(finding, fix=_FIX_OF_LOAD) if finding.location in {load.location for load in loads} else finding
 
 
-_LOAD = "Load before wrapping, or without assign=True, which replaces the parameters by other tensors."
+_FIX_OF_LOAD = "Load before wrapping, or without assign=True, which replaces the parameters by other tensors."
 
 
 def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Finding]:
@@ -172,12 +172,12 @@ def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Fi
 
 
 def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Return True if parameters changed after wrapping get equal gradients on all ranks."""
+    """Return True for a DDP503 on parameters with equal gradients on all ranks."""
     if finding.code != "DDP503":
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
         steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].alone]
         agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
-        if agree < _FEWEST_AGREE or any(gradients_differ(rank_steps, name) for rank_steps in steps):
+        if agree < _MIN_EQUAL_STEPS or any(gradients_differ(rank_steps, name) for rank_steps in steps):
             return False
     return True

@@ -33,19 +33,19 @@ from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
 from ddpcheck.trace.replicas import VALUE_CHANGES, Changes, Divergence, ReplicaFacts, changes_of_kind, differing_names
 
 
-def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
+def judge_values_changed(start: Sequence[Mapping[str, int]], current: Sequence[Mapping[str, int]]) -> list[Finding]:
     """DDP515: parameters that some ranks changed after DDP had synchronized them."""
-    known = [name for name in differing_names(now) if all(name in values for values in start)]
+    known = [name for name in differing_names(current) if all(name in values for values in start)]
     names = [name for name in known if len({values[name] for values in start}) == 1]
     if not names:
         return []
-    changed = [rank for rank, before in enumerate(start) if any(before[name] != now[rank][name] for name in names)]
+    changed = [rank for rank, before in enumerate(start) if any(before[name] != current[rank][name] for name in names)]
     return new_finding(
         "DDP515",
         names,
         f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had synchronised "
         "them; nothing makes the ranks equal again.",
-        ranks=ranks_or_all(changed, len(now)),
+        ranks=ranks_or_all(changed, len(current)),
         tags=(IN_STEP,),
     )
 
@@ -86,9 +86,9 @@ def judge_local_writes(changes: Changes, kept: Sequence[Mapping[str, int]]) -> l
             ranks.setdefault(name, set()).add(rank)
     names = [*ranks]
     writers = sorted(ranks[names[0]]) if names else []
-    rest = [values for rank, values in enumerate(kept) if rank not in writers]
-    are_written_alike = writers and all(sorted(ranks[name]) == writers for name in names)
-    if not are_written_alike or not rest or any(name not in values for values in rest for name in names):
+    others_kept = [values for rank, values in enumerate(kept) if rank not in writers]
+    have_same_writers = writers and all(sorted(ranks[name]) == writers for name in names)
+    if not have_same_writers or not others_kept or any(name not in values for values in others_kept for name in names):
         return []
     first = early[0][1]
     return new_finding(

@@ -36,7 +36,7 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
     if descriptions.count(descriptions[0]) == len(descriptions):
         return []
     compiled = judge_compiled_modules(descriptions)
-    descriptions = [*map(_without_prefixes, descriptions)] if compiled else descriptions
+    descriptions = [*map(_strip_prefixes, descriptions)] if compiled else descriptions
     tensors = compare_parameters(descriptions) + compare_buffers(descriptions)
     modules = judge_modules(descriptions, explained=bool(tensors))
     return [*compiled, *tensors, *modules, *judge_plain_tensors([description.state for description in descriptions])]
@@ -46,14 +46,14 @@ def compare_parameters(descriptions: Sequence[ModuleDescription]) -> list[Findin
     """Compare ties, names, order and attributes of parameters, each in one finding at most."""
     parameters = [description.parameters for description in descriptions]
     findings = judge_ties([description.ties for description in descriptions])
-    untied = _without_subjects(parameters, findings)
+    untied = _drop_subjects(parameters, findings)
     findings += judge_parameter_set(untied) or judge_parameter_order(untied)
     for judge in (judge_shape, judge_dtype, judge_device, judge_stride, judge_requires_grad):
-        findings += judge(_without_subjects(parameters, findings))
+        findings += judge(_drop_subjects(parameters, findings))
     return findings
 
 
-def _without_subjects(records: Records, findings: Sequence[Finding]) -> Records:
+def _drop_subjects(records: Records, findings: Sequence[Finding]) -> Records:
     subjects = {subject for finding in findings for subject in finding.subjects}
     return [[record for record in rank_records if record.name not in subjects] for rank_records in records]
 
@@ -77,7 +77,7 @@ def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broad
     ]
 
 
-def _without_prefixes(description: ModuleDescription) -> ModuleDescription:
+def _strip_prefixes(description: ModuleDescription) -> ModuleDescription:
     """Return the description without `_orig_mod`, which torch.compile adds to names."""
     return replace(
         description,
@@ -126,19 +126,19 @@ def judge_construction(wrappers: Sequence[WrapperBegun]) -> list[Finding]:
     options = [replace(finding, location=wrappers[(finding.ranks or (0,))[0]].location) for finding in options]
     descriptions = [wrapper.description for wrapper in wrappers]
     if judge_compiled_modules(descriptions):
-        descriptions = [*map(_without_prefixes, descriptions)]
+        descriptions = [*map(_strip_prefixes, descriptions)]
     findings = compare_parameters(descriptions)
     if any(wrapper.options.get("broadcast_buffers") != "False" for wrapper in wrappers):
         findings += compare_buffers(descriptions)
-    return options + [_explained(finding, wrappers) for finding in findings]
+    return options + [_add_cause(finding, wrappers) for finding in findings]
 
 
-def _explained(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
+def _add_cause(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     """Add the cause, if known, and the source line to a finding."""
     explain = next((_EXPLANATIONS[tag] for tag in finding.tags if tag in _EXPLANATIONS), None)
     reason = explain(finding, wrappers) if explain else None
     path = _outermost_difference(finding, wrappers) if explain else ""
-    construction_line = next((line for wrapper in wrappers if (line := _line_of(wrapper, path))), None)
+    construction_line = next((line for wrapper in wrappers if (line := _registration_line(wrapper, path))), None)
     variable = reason.variable if reason else None
     location = (variable and variable.location) or construction_line or wrappers[(finding.ranks or (0,))[0]].location
     if reason is None:
@@ -155,24 +155,24 @@ COUNTED = "counted by a variable"
 """Tag of a mismatch caused by the variable named in the next tag. The location is a line after the assignment."""
 
 
-def _paths_to(name: str) -> list[str]:
-    """Return the names of the modules around a name, outermost first, and the name."""
+def _prefixes_of(name: str) -> list[str]:
+    """Split "a.b.c" into ["a", "a.b", "a.b.c"]."""
     return [*accumulate(name.split("."), "{}.{}".format)]
 
 
-def _line_of(wrapper: WrapperBegun, name: str) -> Location | None:
-    """Return the line that registers a module or tensor, else its nearest parent."""
+def _registration_line(wrapper: WrapperBegun, name: str) -> Location | None:
+    """Return the line that registers a module or tensor, else its nearest parent's line."""
     description = wrapper.description
     names = {tensor.name for tensor in (*description.parameters, *description.buffers)}
     if name not in names.union(module[0] for module in description.modules):
         return None
-    return next((wrapper.lines[path] for path in reversed(_paths_to(name)) if path and path in wrapper.lines), None)
+    return next((wrapper.lines[path] for path in reversed(_prefixes_of(name)) if path and path in wrapper.lines), None)
 
 
 def _outermost_difference(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
-    """Return the outermost differing module around the first subject, else the subject."""
+    """Return the outermost module around the first subject whose class differs, else the subject."""
     kinds = [{path: kind for path, kind, *_ in wrapper.description.modules} for wrapper in wrappers]
-    *parents, name = _paths_to(finding.subjects[0])
+    *parents, name = _prefixes_of(finding.subjects[0])
     return next((path for path in parents if len({by_path.get(path) for by_path in kinds}) > 1), name)
 
 
@@ -183,7 +183,7 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
         shapes = [next(t.shape for t in records if t.name == name) for records in tensors]
         if len({len(shape) for shape in shapes}) == 1:
             for dimension, sizes in enumerate(zip(*shapes, strict=True)):
-                if len(set(sizes)) > 1 and (reason := _counted(sizes, wrappers, f"dimension {dimension} of {name}")):
+                if len(set(sizes)) > 1 and (reason := _reason_for(sizes, wrappers, f"dimension {dimension} of {name}")):
                     return reason
     return None
 
@@ -191,15 +191,15 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
 def explain_set(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
     """Explain missing modules by a variable that counts them, or by differing classes."""
     path = _outermost_difference(finding, wrappers)
-    above = path.rpartition(".")[0]
-    counts = [sum(m[0].rpartition(".")[0] == above and m[0] != "" for m in w.description.modules) for w in wrappers]
-    if len(set(counts)) > 1 and (reason := _counted(counts, wrappers, f"the number of modules in {above or 'it'}")):
+    parent = path.rpartition(".")[0]
+    counts = [sum(m[0].rpartition(".")[0] == parent and m[0] != "" for m in w.description.modules) for w in wrappers]
+    if len(set(counts)) > 1 and (reason := _reason_for(counts, wrappers, f"the number of modules in {parent or 'it'}")):
         return reason
     kinds = [next((m[1] for m in wrapper.description.modules if m[0] == path), "not there") for wrapper in wrappers]
     if len(set(kinds)) == 1:
         return None
     return Reason(
-        f"{path} is {_by_rank(kinds)}",
+        f"{path} is {_format_by_rank(kinds)}",
         fix=f"Put {path} into the model on every rank, or on none, before wrapping: not under a condition that the "
         "ranks answer differently.",
     )
@@ -221,8 +221,8 @@ def explain_order(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason 
 _EXPLANATIONS = {SET: explain_set, ORDER: explain_order, SHAPE: explain_size}
 
 
-def _counted(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
-    """Explain `sizes`, by rank, by a variable with equal sizes up to a constant."""
+def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
+    """Explain `sizes`, by rank, by a variable of these sizes minus a constant."""
     by_name = [group_by(wrapper.sizes, lambda variable: variable.name) for wrapper in wrappers]
     candidates: list[tuple[int, bool, int, SizedVariable, str]] = []
     for index, (name, variables) in enumerate(by_name[0].items()):
@@ -235,20 +235,20 @@ def _counted(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) 
             if offset >= 0 and all(matches):
                 plain = first.kind == "int"
                 words = [str(v.size) if plain else f"a {v.kind} of {counted(v.size, 'item')}" for v in matches if v]
-                candidates.append((offset, plain, index, first, _by_rank(words)))
+                candidates.append((offset, plain, index, first, _format_by_rank(words)))
     if not candidates:
         return None
     offset, _, _, variable, text = min(candidates, key=lambda candidate: candidate[:3])
-    more = f" plus {offset}" if offset else ""
+    plus_offset = f" plus {offset}" if offset else ""
     return Reason(
-        f"{noun} is the size of {variable.name}{more}; {variable.name} is {text}",
+        f"{noun} is the size of {variable.name}{plus_offset}; {variable.name} is {text}",
         f"Make {variable.name} the same on every rank before the model is built: from all the data and not from this "
         "rank's part, or on rank 0 with dist.broadcast_object_list.",
         variable,
     )
 
 
-def _by_rank(values: Sequence[str]) -> str:
+def _format_by_rank(values: Sequence[str]) -> str:
     """Format values by rank: "a on rank 0 and b on rank 1"."""
     groups = group_by(range(len(values)), lambda rank: values[rank])
     return " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())

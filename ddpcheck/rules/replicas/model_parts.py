@@ -73,9 +73,9 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
             by_step.setdefault(item.step, {})[item.rank] = PartStep(
                 0, item.step, item.updated_at, split=item.split, norms=item.norms, sharded=item.sharded
             )
-    whole = [ranks for ranks in by_step.values() if all(rank in ranks for model in models for rank in model)]
-    groups = [[[by_rank[rank] for rank in model] for by_rank in whole] for model in models]
-    return judge_counted_norms(groups, models) if whole and models else []
+    complete_steps = [ranks for ranks in by_step.values() if all(rank in ranks for model in models for rank in model)]
+    groups = [[[by_rank[rank] for rank in model] for by_rank in complete_steps] for model in models]
+    return judge_counted_norms(groups, models) if complete_steps and models else []
 
 
 @rule
@@ -101,7 +101,7 @@ def _merge_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Findin
     """Return one group's findings, adding the ranks of other groups with equal codes."""
     first = next(filter(None, findings_by_group), ())
     codes = {finding.code for finding in first}
-    alike = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
-    ranks = tuple(sorted({rank for findings in alike for finding in findings for rank in finding.ranks}))
-    more = [f"so it is in {counted(len(alike), 'group')} of ranks"] if len(alike) > 1 else []
-    return [replace(finding, ranks=ranks, evidence=(*finding.evidence, *more)) for finding in first]
+    equal_groups = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
+    ranks = tuple(sorted({rank for findings in equal_groups for finding in findings for rank in finding.ranks}))
+    group_note = [f"so it is in {counted(len(equal_groups), 'group')} of ranks"] if len(equal_groups) > 1 else []
+    return [replace(finding, ranks=ranks, evidence=(*finding.evidence, *group_note)) for finding in first]

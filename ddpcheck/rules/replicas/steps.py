@@ -83,7 +83,7 @@ def _judge_divergence(facts: ReplicaFacts) -> list[Finding]:
 def judge_replica_states(
     states: Sequence[ReplicaState], context: WatchContext, step: int, *, after_backward: bool, first: bool
 ) -> list[Finding]:
-    """Compare the replicas of a module in a step (`first`: the first comparison)."""
+    """Compare a module's replicas in a step (`first`: it is the first comparison)."""
     values = [item.values for item in states]
     facts = JudgeContext(
         context.names,
@@ -103,8 +103,8 @@ def judge_replica_states(
             replace(finding, evidence=("before the first forward: a checkpoint that was loaded there, say",))
             for finding in judge_values_changed([s.constructed for s in states], [s.at_first_forward for s in states])
         ]
-        start += judge_initial_parameters(_without_subjects([state.at_first_forward for state in states], start))
-        changed_later = _without_subjects([item.parameters for item in values], start)  # in forward or backward
+        start += judge_initial_parameters(_drop_subjects([state.at_first_forward for state in states], start))
+        changed_later = _drop_subjects([item.parameters for item in values], start)  # in forward or backward
         changed = [
             replace(item, parameters_before_optimizer=parameters, parameters={})
             for item, parameters in zip(values, changed_later, strict=True)
@@ -128,13 +128,13 @@ def judge_replica_states(
     return findings
 
 
-def _without_subjects(values: Sequence[Mapping[str, int]], findings: Sequence[Finding]) -> list[dict[str, int]]:
+def _drop_subjects(values: Sequence[Mapping[str, int]], findings: Sequence[Finding]) -> list[dict[str, int]]:
     subjects = {name for finding in findings for name in finding.subjects}
     return [{name: value for name, value in by_name.items() if name not in subjects} for by_name in values]
 
 
 def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
-    """Judge a step captured on all ranks (`first`: the first captured step)."""
+    """Judge a step captured on all ranks (`first`: it is the first captured step)."""
     if replicas[0].shard >= 0:
         return _judge_shards(entry, step, replicas, first=first)
     if len({frozenset(replica.eps) for replica in replicas}) > 1:  # only some ranks have compiled the module
@@ -157,9 +157,9 @@ def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCapt
 
 def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
     """Judge `fully_shard`: state common to all ranks, reduced gradients, replicated shards."""
-    whole = with_values(replicas, lambda values: replace(values, gradients={}, parameters={}))
-    whole = [replace(replica, shard=-1, own={}) for replica in whole]
-    findings = judge_captured(entry, step, whole, first=first)
+    unsharded = with_values(replicas, lambda values: replace(values, gradients={}, parameters={}))
+    unsharded = [replace(replica, shard=-1, own={}) for replica in unsharded]
+    findings = judge_captured(entry, step, unsharded, first=first)
     values = [
         DdpStepEvidence(replica.state.values.rank, step, against_local=tuple(against))
         for replica, against in zip(replicas, compare_with_average(replicas), strict=True)
@@ -188,11 +188,11 @@ def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptu
 
 def locate_change(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
     """Relocate a finding to the change of the wrapped module, by its rule's `relocate`."""
-    relocate: Callable[..., Finding] | None = getattr(_file_of(finding.code), "relocate", None)
+    relocate: Callable[..., Finding] | None = getattr(_rule_module(finding.code), "relocate", None)
     return relocate(finding, changes, wrapped_at) if relocate else finding
 
 
 @functools.cache
-def _file_of(code: str) -> ModuleType:
+def _rule_module(code: str) -> ModuleType:
     (file,) = Path(__file__).parents[1].glob(f"*/{code.lower()}_*.py")
     return importlib.import_module(f"ddpcheck.rules.{file.parent.name}.{file.stem}")
