@@ -89,11 +89,11 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self.ledger.events.clear()
 
 
-def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:
+def _note_method_of(wrapper: nn.Module) -> Callable[[str], None] | None:
     return next((record.note for record in reversed([*_records]) if record._wrapper() is wrapper), None)
 
 
-_records = Followers(lambda: [Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_of)).undo])
+_records = Followers(lambda: [Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_method_of)).undo])
 
 
 switch_calls: deque[LoopEvent] = deque(maxlen=16)
@@ -182,14 +182,14 @@ class Snapshot(Struct):
         self,
         module: nn.Module,
         missing: Mapping[str, torch.Tensor],
-        around: Callable[[], contextlib.AbstractContextManager[Any]],
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> dict[str, PathEnd]:
         """Rerun forward on this rank; return where each missing parameter's path to loss ends.
 
         Restores the module's buffers and attributes, the generators and `.grad`. Side effects outside of the module
         happen twice. Compiled code runs eagerly.
 
-        `around` returns a context manager in which a framework does not count or log the rerun.
+        `context` returns a context manager in which a framework does not count or log the rerun.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
             return dict.fromkeys(missing, PathEnd("unknown"))  # a rerun would consume data of the run
@@ -215,7 +215,7 @@ class Snapshot(Struct):
         state = capture_state(module, parameters=False)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
-            with around(), fake_collectives(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
+            with context(), fake_collectives(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # already shown by the first run
                 ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
         except Exception:  # report the finding without a cause
