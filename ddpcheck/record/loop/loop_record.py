@@ -69,7 +69,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(step_location() or "")))
 
     def report(self, step: int) -> None:
-        """Request a report after `step` of the events so far, which show a fault."""
+        """Request a report of the events so far, which show a fault, after `step`."""
         if not self.to_report:
             events = (*self._last_step, *self.ledger.events)
             is_off = any(event.kind == "forward" and not event.synchronises for event in events)

@@ -97,12 +97,12 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._loop.add(STEP)
             return
         if self._tracker.parameters.is_sharded:
-            self._step_without_gradients(no_reduction=not reductions)
+            self._step_unreduced_shards(no_reduction=not reductions)
         else:
             self._step_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
 
     def _count_missing_reduction(self) -> None:
-        """Report replaced parameters, which DDP may wait for, after 3, 6, 12, ... steps."""
+        """Count a missing prepared reduction; report replaced parameters after 3, 6, 12, ..."""
         self._missing_reductions += 1
         times, rest = divmod(self._missing_reductions, _FEWEST)
         if not rest and is_probed(times) and self._has_others():
@@ -141,7 +141,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         if times == _FEWEST and not grad_ids & parameters_in_wrappers(but=self._tracker.wrapper):  # else wrapped again
             self._report_unreduced(from_forward[-1] if from_forward else None)
 
-    def _step_without_gradients(self, *, no_reduction: bool) -> None:
+    def _step_unreduced_shards(self, *, no_reduction: bool) -> None:
         """Record a step on shards without reduction (`no_reduction`), or with gradients added afterwards.
 
         Gradients that are not reduced never reach `.grad` of the shards.
@@ -168,7 +168,7 @@ _GradientMarks = list[tuple[int, int] | None]
 
 
 class BypassRecorder(Recorder, subjects=("loop",)):
-    """Recorder of backward passes that bypass one wrapper, whose gradients are not reduced."""
+    """Recorder of backward passes that bypass DDP's forward, so that gradients are not reduced."""
 
     def __init__(
         self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
@@ -184,7 +184,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Record versions of two gradients when any backward begins; `reductions`: number so far."""
+        """Record the versions of two gradients at the start of any backward pass."""
         self._in_forward = in_forward
         self._marks, self.reductions = self._read_marks(), reductions
 

@@ -186,7 +186,7 @@ class StepRecorder(StepListener):
         return wrapper is not None and uses_join(wrapper)
 
     def report_unaveraged(self, used: Contribution | None) -> None:
-        """Report optimizer steps on unreduced gradients; `used`: last from the wrapper's forward, if any."""
+        """Report steps on unreduced gradients; `used`: the last from the wrapper's forward, or None."""
         if self.uses_join:  # under Join, a rank without batches steps a sharded optimizer for the others
             return
         if used is not None and used.after is not None:

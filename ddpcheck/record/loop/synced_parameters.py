@@ -92,7 +92,7 @@ class SyncedParameters:
         return self.all if all(reached) else {index for index, is_reached in enumerate(reached) if is_reached}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """Return indices whose new AccumulateGrad node (after a cast) is reached, unknown to DDP."""
+        """Return indices reached by a new AccumulateGrad node (after a cast), unknown to DDP."""
         reached = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
