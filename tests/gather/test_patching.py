@@ -222,7 +222,7 @@ class Shard:
 
 
 def test_what_stands_in_the_place_of_a_function_is_not_blamed_for_what_that_raises() -> None:
-    with Patch(Shard, "parse", constructions._noting), pytest.raises(ValueError) as of_function:
+    with Patch(Shard, "parse", constructions._recording_constructor), pytest.raises(ValueError) as of_function:
         Shard.parse("x")
     with Patch(Shard, "data", wrapper_checks._recording_property), pytest.raises(AttributeError) as of_property:
         Shard().data = 1  # which has no setter
