@@ -124,7 +124,7 @@ def sort_out(
         else:
             kept.append(finding)
     hidden = [finding.code for finding in findings if finding not in chosen]
-    unmatched = _gone(baseline, findings, target, hidden) if baseline is not None else ()
+    unmatched = _mismatches(baseline, findings, target, hidden) if baseline is not None else ()
     loose = (
         _note_on_suppression(rule, findings, kept)
         for rule in rules
@@ -189,7 +189,7 @@ def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
     return all(known.get(mark, 99) <= rank for mark, rank in marks([finding]).items())
 
 
-def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Sequence[str]) -> Iterable[str]:
+def _mismatches(baseline: Report, findings: Sequence[Finding], target: str, hidden: Sequence[str]) -> Iterable[str]:
     """Yield sentences on a baseline that does not match the findings."""
     if baseline.target != target:
         yield f"the baseline was made of {baseline.target}"

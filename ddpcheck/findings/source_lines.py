@@ -49,12 +49,12 @@ _working_folder = os.sep
 
 @functools.cache
 def _relative_path(path: str, working_folder: str) -> str:
-    shown = _shown(os.path.realpath(path), working_folder)
+    shown = _path_in_reports(os.path.realpath(path), working_folder)
     _files.setdefault(shown, os.path.abspath(path))
     return shown
 
 
-def _shown(real: str, working_folder: str) -> str:
+def _path_in_reports(real: str, working_folder: str) -> str:
     if real.startswith(_REAL_OWN_FOLDER):
         return Path("ddpcheck", real[len(_REAL_OWN_FOLDER) :]).as_posix()
     working_prefix = os.path.realpath(working_folder) + os.sep
@@ -168,12 +168,12 @@ def variables_of(frame: FrameType) -> dict[str, object]:
     values = frame.f_locals
     variables = dict(values)
     is_func = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getprofile() is sys.gettrace() is None
-    if is_func and type(values) is dict and sys.getrefcount(values) <= _ONLY_THE_FRAME:  # else the program refers to it
+    if is_func and type(values) is dict and sys.getrefcount(values) <= _MOST_REFS:  # else the program refers to it
         values.clear()
     return variables
 
 
-_ONLY_THE_FRAME = 3  # references: the frame, `values`, and the argument of `getrefcount`
+_MOST_REFS = 3  # references: the frame, `values`, and the argument of `getrefcount`
 
 
 def is_called_by_a_package() -> bool:
@@ -277,7 +277,7 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     if hasattr(holder, first):
         return assignment_in_classes({"": _classes_of(holder)}, first)
     file = getattr(getattr(beside, "__code__", None), "co_filename", "")
-    return _assigned(parsed_source(file).body, variable, file) if is_user_file(file) else None
+    return _first_assignment(parsed_source(file).body, variable, file) if is_user_file(file) else None
 
 
 def making_of(module: nn.Module, name: str) -> Location | None:
@@ -314,7 +314,7 @@ def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | Non
         if node is not None:
             definitions = (child for child in ast.walk(node) if isinstance(child, ast.ClassDef | ast.FunctionDef))
             node = next((child for child in definitions if child is not node and child.name == part), None)
-    return None if node is None else _assigned(ast.walk(node), f"self.{attribute}", file)
+    return None if node is None else _first_assignment(ast.walk(node), f"self.{attribute}", file)
 
 
 def last_assignment(at: Location, name: str) -> Location | None:
@@ -409,7 +409,7 @@ def assignment_targets(node: ast.AST) -> list[ast.expr]:
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) else []
 
 
-def _assigned(nodes: Iterable[ast.AST], wanted: str, path: str) -> Location | None:
+def _first_assignment(nodes: Iterable[ast.AST], wanted: str, path: str) -> Location | None:
     """Return the line of the first node that assigns `wanted`."""
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and wanted in map(ast.unparse, assignment_targets(node)):

@@ -22,7 +22,7 @@ _Value = TypeVar("_Value")
 def may_average_by_hand(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
     """Return True if the script may average gradients that a comm hook leaves different.
 
-    The evidence is that parameters are equal on all ranks. In step 0, they show nothing, and True is returned.
+    The evidence is that parameters are equal on all ranks. In step 0, this shows nothing: return True.
     """
     if not (context.wrapper.comm_hook and differing_names([item.gradients for item in values])):
         return False
@@ -30,7 +30,7 @@ def may_average_by_hand(values: Sequence[DdpStepEvidence], context: WatchContext
     return not step or (len(parameters) == len(values) and not differing_names(parameters))
 
 
-_ROUNDINGS = 16  # in units of machine epsilon: rounding of two sums per step, and of a sketch
+_ROUNDING_UNITS = 16  # in units of machine epsilon: rounding of two sums per step, and of a sketch
 _EPS = 2.0**-23  # of float32
 _TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many elements
 
@@ -41,7 +41,7 @@ def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCap
     For example, SAM moves parameters by a rank-local `e` and back before the optimizer's step, and `p + e - e` is not
     exactly `p`. Rounding accumulates over the steps like a random walk.
     """
-    growth = _ROUNDINGS * math.sqrt(replicas[0].step + 1)
+    growth = _ROUNDING_UNITS * math.sqrt(replicas[0].step + 1)
     rounded = {}
     for name in differing_names([replica.state.values.parameters for replica in replicas]):
         values = [replica.values[name] for replica in replicas if name in replica.values]

@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.evaluation import (
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
 
-_SAME = 2e-6  # relative tolerance, of float32
+_TOLERANCE = 2e-6  # relative tolerance, of float32
 _FEWEST_DIGITS = 3  # printed digits needed to identify a number by its text
 
 
@@ -79,7 +79,7 @@ class Gathered:
     values: Sequence[Sequence[tuple[float, ...]]] = ()
 
 
-def _lines(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
+def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
     """Yield, for each line that calls a collective, its calls by rank.
 
     Lines that ranks call different numbers of times are omitted.
@@ -93,9 +93,9 @@ def _lines(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchange
 
 def shard_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]:
     """Yield numbers that every rank passed to a collective, summed over a loop's batches."""
-    for calls in _lines(evals):
+    for calls in _calls_by_line(evals):
         first = calls[0][0]
-        if "gather" in first.operation and _are_of_samples(evals, calls):
+        if "gather" in first.operation and _have_label_per_sample(evals, calls):
             continue
         numbers = [
             [(*call.numbers, *(() if call.total is None or len(call.rows) else (call.total,))) for call in rank_calls]
@@ -109,7 +109,7 @@ def shard_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]
                 yield ExchangedNumbers(list(zip(*call_numbers, strict=True)), first)
 
 
-def _are_of_samples(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
+def _have_label_per_sample(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
     """Return True if the ranks pass one label per sample."""
     pairs = [(len(rank_calls[0].rows), ev) for rank_calls, ev in zip(calls, evals, strict=True)]
     return all(1 < rows and rows in (ev.samples, min(ev.batch, ev.samples)) for rows, ev in pairs)
@@ -122,10 +122,10 @@ def gathered_labels(evals: Sequence[RankEvaluation]) -> list[Gathered]:
         for call in ev.exchanged:
             if "gather" in call.operation and len(call.rows):
                 lines.setdefault((call.operation, call.location), [[] for _ in evals])[number].append(call)
-    return [gathered for calls in lines.values() for gathered in _gathered_at(evals, calls)]
+    return [gathered for calls in lines.values() for gathered in _gathered_rows(evals, calls)]
 
 
-def _gathered_at(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+def _gathered_rows(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
     """Return the gathered rows of the calls of one line."""
     during = [[call for call in rank_calls if call.during] for rank_calls in calls]
     if any(during):
@@ -155,8 +155,8 @@ def _join_alternating(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[
     """
     quantities = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
     gathered = []
-    for turn in range(quantities if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, quantities) == 0 else 0):
-        chunks = [rank_calls[turn::quantities] for rank_calls in calls]
+    for start in range(quantities if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, quantities) == 0 else 0):
+        chunks = [rank_calls[start::quantities] for rank_calls in calls]
         rows = [[row for call in rank_calls for row in call.rows] for rank_calls in chunks]
         if any(len(rank_rows) != ev.samples for rank_rows, ev in zip(rows, evals, strict=True)):
             return []
@@ -223,7 +223,7 @@ def significant_digits(text: str) -> int:
 
 def is_close(a: float, b: float) -> bool:
     """Return True if two numbers are equal to float32 precision."""
-    return math.isclose(a, b, rel_tol=_SAME)
+    return math.isclose(a, b, rel_tol=_TOLERANCE)
 
 
 def exchange_line(exchanged: ResultExchanged, function: str) -> Location | None:

@@ -68,7 +68,7 @@ class Evaluations(View):
         traced, untraced = 0, dict[Location | None, str]()
         for rank, rank_shown in enumerate(self.shown):
             for output, number in ((item, number) for item in rank_shown for number in item.numbers):
-                if _is_traced(self.evaluations, len(self.shown), rank, output, number):
+                if _covers_all_samples(self.evaluations, len(self.shown), rank, output, number):
                     traced += 1
                 else:
                     value = number.text or f"{number.values[0]:.6g}"
@@ -81,7 +81,7 @@ class Evaluations(View):
             raise NotRecorded(f"not compared: no number was seen that the script shows {loops}")
 
 
-def _is_traced(
+def _covers_all_samples(
     evaluations: Sequence[Evaluation], world_size: int, rank: int, shown: MetricShown, number: ShownNumber
 ) -> bool:
     """Return True if a shown number is a metric of all samples."""

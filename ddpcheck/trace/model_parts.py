@@ -23,12 +23,12 @@ def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[
     """Map groups of ranks that compute one model to their differentiable collective's line."""
     first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
     ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
-    alike = all(
+    is_same_module = all(
         wrapper.made.context.sharded is None
         and (wrapper.made.module, wrapper.made.context.trainable) == (first.module, first.context.trainable)
         for wrapper in wrappers
     )
-    if len(wrappers) < 2 or not alike or len(ranks) < world_size:
+    if len(wrappers) < 2 or not is_same_module or len(ranks) < world_size:
         return {}
     used = [use for rank in ranks.values() for use in entries_of(rank, GroupUsed)]
     lines = {use.members: use.differentiated_at for use in used if use.differentiated_at is not None}
@@ -36,12 +36,12 @@ def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[
         members: line
         for members, line in lines.items()
         if 1 < len(members) == len({indices.get(n) for n in members})
-        and _given_alike([ranks[n] for n in members], wrappers[0].number)
+        and _get_equal_inputs([ranks[n] for n in members], wrappers[0].number)
     }
     return across if sorted(itertools.chain(*across)) == sorted(ranks) else {}
 
 
-def _given_alike(ranks: Sequence[RankTrace], wrapper: int) -> bool:
+def _get_equal_inputs(ranks: Sequence[RankTrace], wrapper: int) -> bool:
     samples = [[inputs.samples for inputs in entries_of(rank, Inputs) if inputs.wrapper == wrapper] for rank in ranks]
     return min(map(len, samples)) >= _FEWEST_INPUTS and all(rank_samples == samples[0] for rank_samples in samples)
 

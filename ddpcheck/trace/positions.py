@@ -115,10 +115,10 @@ def described_call(call: Call) -> str:
 
 def op_name(call: Call) -> str:
     """Return the display name of a call."""
-    return _NAMES.get(call.operation, call.operation)
+    return _DISPLAY_NAMES.get(call.operation, call.operation)
 
 
-_NAMES = {
+_DISPLAY_NAMES = {
     DDP_BACKWARD: "backward",
     DDP_FORWARD: "the forward of DistributedDataParallel",
     SHARD_FORWARD: "the forward of the sharded module",

@@ -157,10 +157,10 @@ def steps_with_equal_end(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> li
 def differing_program_data(data: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Return variables whose text differs between ranks, unless they hold the rank number."""
     values = differing_values(data) if data else {}
-    return {name: by_rank for name, by_rank in values.items() if not _is_the_rank(by_rank)}
+    return {name: by_rank for name, by_rank in values.items() if not _differ_by_rank_number(by_rank)}
 
 
-def _is_the_rank(values: Sequence[str]) -> bool:
+def _differ_by_rank_number(values: Sequence[str]) -> bool:
     """Return True if values differ only by the rank number that they contain ("cuda:1")."""
     spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
     return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)

@@ -205,7 +205,7 @@ def attribute_digests(dataset: Any) -> dict[str, int]:
 
 
 def sliced_array_rows(dataset: Any) -> int:
-    """Return the rows of the array that a dataset slices; 0 if none, -1 for texts."""
+    """Return the row count of the array that a dataset slices; -1 for texts."""
     for value in getattr(dataset, "__dict__", {}).values():
         for part in value if isinstance(value, tuple) else (value,):
             base = getattr(part, "_base", None) if isinstance(part, torch.Tensor) else getattr(part, "base", None)
