@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings import named_functions
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.wording import LONGEST_TRACEBACK, shortened
+from ddpcheck.findings.wording import LONGEST_TRACEBACK, shorten
 
 if TYPE_CHECKING:
     from torch import nn
@@ -260,7 +260,7 @@ def format_traceback(error: BaseException, *, whole: bool = False) -> str:
             frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
             frame.filename = frame.filename if frame.filename.startswith("<") else relative_path(frame.filename)
         pending += [current.__cause__, current.__context__, *(current.exceptions or ())]
-    return shortened("".join(exception.format()).rstrip(), LONGEST_TRACEBACK)
+    return shorten("".join(exception.format()).rstrip(), LONGEST_TRACEBACK)
 
 
 def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:

@@ -1,7 +1,7 @@
 """Exceptions of a target: whose fault they are, exceptions of workers, traceback text.
 
 An exception is the fault of the owner of its innermost frame that belongs to neither torch nor Python. ddpcheck owns
-frames of its hooks and modes, even if called by the target. The target owns frames of functions marked `for_target` and
+frames of its hooks and modes, even if called by the target. The target owns frames of functions marked `runs_target`,
 of signal handlers, and errors that a public function of ddpcheck raises to the target.
 
 `torch._utils.ExceptionWrapper` re-raises an exception of a data loader worker or thread at the line that waited: an
@@ -26,7 +26,7 @@ from ddpcheck.findings.errors import BugError, DDPCheckError
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import OWN_FOLDER, format_traceback, is_user_file
 from ddpcheck.findings.stacks import frames_of, innermost_line
-from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.findings.wording import format_count, join_names
 
 BUG = "this is a bug in ddpcheck"
 _LONGEST = 150  # characters of a foreign message
@@ -36,19 +36,19 @@ _forwarding_code: set[CodeType] = {ddpcheck.__getattr__.__code__}  # unknown att
 _target_code: set[CodeType] = set()
 
 
-def passes_on(function: _Function) -> _Function:
+def forwards_calls(function: _Function) -> _Function:
     """Mark a ddpcheck function that forwards calls: its frames count as torch's."""
     _forwarding_code.add(function.__code__)
     return function
 
 
-def for_target(function: _Function) -> _Function:
+def runs_target(function: _Function) -> _Function:
     """Mark a function that runs the target: its frames count as the target's."""
     _target_code.add(function.__code__)
     return function
 
 
-def is_ours(error: BaseException) -> bool:
+def is_own_bug(error: BaseException) -> bool:
     """Check if `error`, or an exception in its chain, is a bug of ddpcheck."""
     seen: set[int] = set()
     current: BaseException | None = error
@@ -194,7 +194,7 @@ def fold_traceback(text: str) -> str:
             continue
         frames = [(owners[i], frame["indent"]) for i in run if (frame := _FRAME.match(lines[i]))]
         names = join_names(list(dict.fromkeys(owner for owner, _ in frames)))
-        result.append(f"{frames[0][1]}... {counted(len(frames), 'frame')} of {names}")
+        result.append(f"{frames[0][1]}... {format_count(len(frames), 'frame')} of {names}")
     return "\n".join(result)
 
 

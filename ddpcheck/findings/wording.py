@@ -46,7 +46,7 @@ def suggests_names(what: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Return `text`, cut in the middle if longer than `most` characters."""
     left_out = len(text) - most
     if left_out <= 0:
@@ -55,9 +55,9 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:beginning]} ... {left_out} characters left out ... {text[beginning - most :]}"
 
 
-def limited(value: Value) -> Value:
+def shorten_texts(value: Value) -> Value:
     """Return a report, or part of a report, with every text shortened."""
-    return cast(Value, _map_texts(value, lambda text, name: shortened(text, _LONGEST_BY_FIELD.get(name, _LONGEST))))
+    return cast(Value, _map_texts(value, lambda text, name: shorten(text, _LONGEST_BY_FIELD.get(name, _LONGEST))))
 
 
 def _map_texts(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
@@ -168,7 +168,7 @@ def format_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
     return [f"{name}: {'; '.join(group_by_value(by_rank))}" for name, by_rank in values.items()]
 
 
-def counted(number: object, noun: str) -> str:
+def format_count(number: object, noun: str) -> str:
     """Format a count: "1 step", "3 steps", "2 passes", "2 batches"."""
     return f"{number} {noun}{'' if str(number) == '1' else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
@@ -276,7 +276,7 @@ def _returning_list(make: Callable[_Args, Finding]) -> Callable[_Args, list[Find
 new_finding = _returning_list(make_finding)  # `make_finding` as a list, the return type of judges
 
 
-def phrase(failure: RankFailure) -> str:
+def message_without_rank(failure: RankFailure) -> str:
     """Return the message of a failure without its "rank N" prefix."""
     return failure.message.removeprefix(f"rank {failure.rank} ")
 
@@ -284,8 +284,8 @@ def phrase(failure: RankFailure) -> str:
 _PLURAL_VERBS = {"was": "were", "is": "are", "has": "have", "waits": "wait"}
 
 
-def agreeing(phrase: str, ranks: Sequence[int]) -> str:
-    """Put the verb of `phrase` in the plural for several ranks: "was" to "were"."""
+def pluralize_verb(phrase: str, ranks: Sequence[int]) -> str:
+    """Put the verb of `message_without_rank` in the plural for several ranks: "was" to "were"."""
     if len(ranks) == 1:
         return phrase
     verb, space, rest = phrase.partition(" ")
@@ -295,4 +295,4 @@ def agreeing(phrase: str, ranks: Sequence[int]) -> str:
 def format_by_text(texts: Iterable[tuple[int, str]]) -> list[str]:
     """Group ranks by equal text: "ranks 1 and 2 have ended"."""
     groups = {text: [rank for rank, _ in pairs] for text, pairs in group_by(texts, lambda pair: pair[1]).items()}
-    return [f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in groups.items()]
+    return [f"{format_ranks(ranks)} {pluralize_verb(text, ranks)}" for text, ranks in groups.items()]

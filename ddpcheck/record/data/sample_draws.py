@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from ddpcheck.findings.source_lines import defined_at
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.record.data.constructions import (
     available_generators,
     digest_of_generators,
@@ -81,7 +81,7 @@ class SampleDraws:
         """Return digests of the states of the generators that augmentations use."""
         return [digest_of_generators(self._generators), *(generator_state(name)[0] for name in available_generators())]
 
-    @passes_on
+    @forwards_calls
     def _begin_worker(self, worker: int) -> None:
         if self._init_worker is not None:
             self._init_worker(worker)
@@ -89,7 +89,7 @@ class SampleDraws:
             self._generators = [g for _, g in generator_attributes(getattr(get_worker_info(), "dataset", None))]
             self._begin_batches(list(range(worker * self._most_batches, (worker + 1) * self._most_batches)))
 
-    @passes_on
+    @forwards_calls
     def _recording_collate(self, samples: Any) -> Any:
         with contextlib.suppress(Exception):
             self._record_states()
