@@ -185,7 +185,7 @@ def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
 
 
 def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
-    """Check if `known` has each mark of a finding with at least its severity."""
+    """Check if `known` has each mark of a finding, at least as severe."""
     return all(known.get(mark, 99) <= rank for mark, rank in marks([finding]).items())
 
 

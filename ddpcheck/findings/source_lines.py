@@ -162,8 +162,8 @@ _MOST_LINES = 16  # of a stack
 def variables_of(frame: FrameType) -> dict[str, object]:
     """Return the local variables of a frame without extending their lifetime.
 
-    Before Python 3.13 (PEP 667), a function frame keeps the `f_locals` dictionary until the function returns, and reads
-    variables back after a call of a profile or trace function: the dictionary is not cleared if one is set.
+    Before Python 3.13 (PEP 667), a function frame keeps the `f_locals` dictionary until the function returns, so the
+    dictionary is cleared, unless a profile or trace function is set: the frame would read the variables back.
     """
     values = frame.f_locals
     variables = dict(values)

@@ -285,7 +285,7 @@ _PLURAL_VERBS = {"was": "were", "is": "are", "has": "have", "waits": "wait"}
 
 
 def pluralize_verb(phrase: str, ranks: Sequence[int]) -> str:
-    """Put the verb of `message_without_rank` in the plural for several ranks: "was" to "were"."""
+    """Put the verb of `phrase` in the plural for several ranks: "was" to "were"."""
     if len(ranks) == 1:
         return phrase
     verb, space, rest = phrase.partition(" ")

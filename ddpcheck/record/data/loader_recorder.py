@@ -102,7 +102,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._opening_pass = pass_ = self._begin_pass(loader)
         draws = SampleDraws(loader, _MOST_BATCHES) if pass_.map_style and pass_.entry.number < _MOST_PASSES else None
         try:
-            with contextlib.nullcontext() if draws is None else draws.followed(loader):
+            with contextlib.nullcontext() if draws is None else draws.recording(loader):
                 iterator = yield
         finally:
             self._opening_pass = outer
@@ -267,7 +267,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         ended = replace(pass_.entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
         ended = replace(ended, shuffles=shuffles, wrappers=self._run.wrappers, **samples)
         if trains:
-            self._resumes.goes_on(ended.restored)
+            self._resumes.forget(ended.restored)
         self._run.add(ended)
         self._on_pass(ended, pass_.dataset)
         pass_.batches, pass_.dataset, pass_.sampler, self._run.samples = [], None, None, []

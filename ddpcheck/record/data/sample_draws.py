@@ -52,7 +52,7 @@ class SampleDraws:
         self._states_before: Sequence[int] = ()
 
     @contextlib.contextmanager
-    def followed(self, loader: Any) -> Iterator[None]:
+    def recording(self, loader: Any) -> Iterator[None]:
         """Replace `collate_fn` and `worker_init_fn` while the `with` block creates an iterator."""
         loader.collate_fn, loader.worker_init_fn = self._recording_collate, self._begin_worker
         try:

@@ -68,13 +68,13 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         if not inside:
             self._tracker.settle()
             if not has_closure:
-                self.passes_ended(optimizer)
+                self.record_step(optimizer)
 
     def after_step(self, optimizer: Any, has_closure: bool) -> None:
         if has_closure and not in_backward():  # the closure has run the last passes
-            self.passes_ended(optimizer)
+            self.record_step(optimizer)
 
-    def passes_ended(self, optimizer: Any) -> None:
+    def record_step(self, optimizer: Any) -> None:
         """Record an optimizer step, once its forward and backward passes have ended."""
         last, self._last_reductions = self._last_reductions, self._tracker.number
         if last == self._last_reductions and self._loop.ledger.prepared is not None:
@@ -195,7 +195,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
             if self._in_forward:
                 self.event = LoopEvent("backward inside", location=str(user_location() or ""))
             else:
-                self.listen()
+                self.locate_bypass()
             self._sink(self.event)
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
             marks.append(None if gradient is None else (id(gradient), version_counter(gradient)))
         return marks
 
-    def listen(self) -> None:
+    def locate_bypass(self) -> None:
         """Hook the inner module and submodules, to find the line that calls them directly."""
         if self._may_hook and not self._handles and not self.event.location:
             hook = OutsideOfCompiledCode(UnpickledHook(self._note_call))

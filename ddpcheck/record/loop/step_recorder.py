@@ -144,7 +144,7 @@ class StepRecorder(StepListener):
             lambda: self.has_others,
             self.report_unaveraged,
             self.report_replaced,
-            self.bypass.listen,
+            self.bypass.locate_bypass,
         )
 
     def attach(self) -> None:
@@ -193,7 +193,7 @@ class StepRecorder(StepListener):
             self.report_unpaired()
             return
         self.steps_on_local_grads |= used is not None and used.under is not None
-        self.bypass.listen()
+        self.bypass.locate_bypass()
         bypassing = self.bypass.event, LoopEvent("step", location=str(step_location() or ""))
         switches = switch_calls if self.is_sharded else ()
         self.report_now(*switches, *(bypassing if used is None else used.events))

@@ -337,8 +337,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def _expected_later(self, reached: Set[int]) -> set[int]:
         """Return indices that a later backward pass may reach, through an output unused now.
 
-        If such an output also depends on a parameter that is reduced now, the later pass comes too late: its parameters
-        are added to `late` if the graph is kept, since both passes share a part of the graph.
+        If such an output also depends on a parameter reduced now, the later pass comes too late, and is possible only
+        if the graph is kept: its parameters are added to `late`.
         """
         later: set[int] = set()
         late: set[int] = set()

@@ -165,7 +165,7 @@ def _notify_recorders(
     recorder, listeners, optimizers, taken = recorders
     if not accumulate_grad:
         gradients = yield
-        taken.taken(arguments[3] if len(arguments) > 3 else (), gradients)
+        taken.note_results(arguments[3] if len(arguments) > 3 else (), gradients)
         return
     losses = tensors[0] if isinstance(tensors, tuple) and len(tensors) == 1 else tensors
     for listener in listeners:

@@ -190,7 +190,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self._known: WeakKeyDictionary[Any, _TrackedOptimizer] = WeakKeyDictionary()
         self.follows = False  # True if any parameter is followed
 
-    def begins_to_step(self, optimizer: Any, number: int) -> bool:
+    def note_step_begin(self, optimizer: Any, number: int) -> bool:
         """Handle a step's start; return True if the optimizer is no longer followed."""
         tracked = self._known.get(optimizer)
         if tracked is None:
@@ -204,7 +204,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self._note_zeroed(tracked)
         return tracked.steps >= _MOST_TRACKED_STEPS
 
-    def has_stepped(self, optimizer: Any, steps: int) -> None:
+    def note_step_end(self, optimizer: Any, steps: int) -> None:
         """Record gradients after an optimizer step; `steps`: steps of all optimizers so far."""
         self._steps = steps
         living = self._tracked_optimizers()
@@ -250,7 +250,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         for _, tracked in self._tracked_optimizers():
             tracked.last_gradient = _gradient_of(tracked)
 
-    def zeroes(self, optimizer: Any) -> None:
+    def note_zero_grad(self, optimizer: Any) -> None:
         """Count a `zero_grad` call that zeroes nonzero gradients of an optimizer, by line."""
         tracked = self._known.get(optimizer)
         if tracked is None or tracked.steps >= _MOST_TRACKED_STEPS:
@@ -317,9 +317,9 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
 
     def __init__(self, run: Recording) -> None:
         # line of the last all_reduce of the gradient of a parameter that only this rank has
-        self.of_a_part: Location | None = None
+        self.part_line: Location | None = None
         # line of the largest collective over all ranks before the first backward pass (of parameters, possibly)
-        self.before: Location | None = None
+        self.line_before_backward: Location | None = None
         self._largest: tuple[int, str] = (0, "")  # (elements, line)
         self._has_backward = False
         self._run = run
@@ -337,14 +337,14 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
             return
         if (part := part_of_gradient(tensor)) is not None:
             self._reduction_counts[id(part)] += 1
-            self.of_a_part = Location.parse(call.location)
+            self.part_line = Location.parse(call.location)
         if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._inputs) < _MOST_INPUTS:
             if next(iter(self._run.watches), None) is None:  # no wrapper: the script averages gradients
                 self._inputs.append((tensor.numel(), fingerprint(tensor)))
 
     def backward_begins(self) -> None:
         if not self._has_backward:
-            self._has_backward, self.before = True, self.largest
+            self._has_backward, self.line_before_backward = True, self.largest
         self._largest = (0, "")
 
     @property
@@ -387,7 +387,7 @@ class AutogradGradRecorder(Recorder, subjects=("loop",)):
             if followed.calls and followed.location is not None:
                 self._write_entry(watch, followed, {}, followed.location)
 
-    def taken(self, inputs: Any, gradients: Any) -> None:
+    def note_results(self, inputs: Any, gradients: Any) -> None:
         if not isinstance(inputs, tuple) or not isinstance(gradients, tuple):
             return
         pairs = [(p, g) for p, g in zip(inputs, gradients, strict=False) if isinstance(p, torch.nn.Parameter)]

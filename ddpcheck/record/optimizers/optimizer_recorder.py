@@ -156,14 +156,14 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._by_number.append(known)
             self._inspect_parameters(optimizer, known)
         known.is_stepping = True
-        known.schedule = self._schedules.state_of(optimizer) if self._schedules.followed else None
+        known.schedule = self._schedules.state_of(optimizer) if self._schedules.followed_types else None
         watches = self._watches_of(optimizer, known)
         if watches and in_backward():
             self._lines.note_step_in_backward(optimizer)
         if watches and inside:
             return
         if not known.is_settled:
-            known.is_settled = self._zeroings.begins_to_step(optimizer, known.number)
+            known.is_settled = self._zeroings.note_step_begin(optimizer, known.number)
         for watch in watches:
             known.may_diverge |= watch.may_diverge
             watch.optimizer_steps()
@@ -188,7 +188,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         if (known := self._known.get(optimizer)) is not None:
             known.is_stepping = False
             if self._zeroings.follows or not known.is_settled:
-                self._zeroings.has_stepped(optimizer, self._run.steps)
+                self._zeroings.note_step_end(optimizer, self._run.steps)
 
     def _step_entry(self, optimizer: Any, known: _Optimizer, watches: list[WrapperRecorder]) -> OptimizerStep:
         params = optimizer_params(optimizer)
@@ -268,8 +268,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             norm_at=known.norm_at,
             changed_at=known.changed_at,
             reduced_at=self.allreduce_inputs.largest,
-            broadcast_at=self.allreduce_inputs.before,
-            parts_reduced_at=self.allreduce_inputs.of_a_part,
+            broadcast_at=self.allreduce_inputs.line_before_backward,
+            parts_reduced_at=self.allreduce_inputs.part_line,
         )
 
     def _unwrapped_sketches(self) -> dict[int, tuple[float, ...]]:
@@ -374,7 +374,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         for watch in self._watches_of(optimizer, known):
             watch.gradients_zeroed()
         if not known.is_settled:
-            self._zeroings.zeroes(optimizer)
+            self._zeroings.note_zero_grad(optimizer)
 
     def _before_module_zero_grad(self, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         module_ids = {id(p) for p in module.parameters()}

@@ -70,14 +70,14 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         self._numbers = itertools.count()
         self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, metrics so far]
         self._known: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
-        self.followed: set[type] = set()
+        self.followed_types: set[type] = set()
         for base in (LRScheduler, ReduceLROnPlateau):
             patched(base, "__init__", self._note_construction)
         patched(ReduceLROnPlateau, "step", self._note_plateau_metric)
 
     def state_of(self, optimizer: Any) -> ScheduleState | None:
         """Return the state of an optimizer's schedule with the most steps, or None."""
-        if not self.followed:
+        if not self.followed_types:
             return None
         groups = optimizer.param_groups  # shared with wrappers around the optimizer
         schedules = [s for s in list(self._known.values()) if getattr(s.optimizer(), "param_groups", None) is groups]
@@ -103,8 +103,8 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
     def _follow_schedule(self, schedule: Any, known: _Schedule) -> None:
         self._known[schedule] = known
         kind = next(cls for cls in type(schedule).__mro__ if "step" in vars(cls))
-        if kind not in self.followed:
-            self.followed.add(kind)
+        if kind not in self.followed_types:
+            self.followed_types.add(kind)
             patched(kind, "step", self._record_step)
 
     def _note_plateau_metric(self, schedule: Any, metrics: Any, *_arguments: Any, **_named: Any) -> None:
@@ -287,7 +287,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
     """Recorder of optimizer steps and epochs in the states that `load_state_dict` restores."""
 
     def __init__(self, steps_of: Callable[[Any], int]) -> None:
-        self.restored: Restored | None = None  # the last restored optimizer state since `goes_on`, or None
+        self.restored: Restored | None = None  # the last restored optimizer state since `forget`, or None
         self._steps_of = steps_of  # returns the step count of an optimizer
         self._step_offsets: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # step offset of a restored optimizer
         self._states: dict[int, tuple[Any, int, int]] = {}  # (param_groups, steps, epochs) by id of param_groups
@@ -299,7 +299,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         patched(torch, "load", self._note_load)
         patched(DistributedSampler, "set_epoch", self._note_epoch)
 
-    def goes_on(self, restored: Restored | None) -> None:
+    def forget(self, restored: Restored | None) -> None:
         """Forget state `restored`, since training has continued from that state."""
         if self.restored is restored:
             self.restored = None
