@@ -262,9 +262,9 @@ def _skippable_rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]
     """Yield the statements skipped by each `if` that ends in a jump."""
     for index, stmt in enumerate(statements[:-1]):
         if isinstance(stmt, ast.If) and not stmt.orelse and isinstance(jump := stmt.body[-1], _JUMPS):
-            rest = statements[index + 1 :]
+            skipped = statements[index + 1 :]
             word = type(jump).__name__.lower()
-            yield Block("rest", "", jump.lineno, rest[0].lineno, _last_line(rest), word, varies=stmt in varying)
+            yield Block("rest", "", jump.lineno, skipped[0].lineno, _last_line(skipped), word, varies=stmt in varying)
 
 
 def _exit_lines(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:

@@ -125,12 +125,12 @@ def sort_out(
             kept.append(finding)
     hidden = [finding.code for finding in findings if finding not in chosen]
     unmatched = _mismatches(baseline, findings, target, hidden) if baseline is not None else ()
-    loose = (
+    unused = (
         _note_on_suppression(rule, findings, kept)
         for rule in rules
         if all(is_selected(c, select, ignore) for c in rule.codes)
     )
-    sentences = dict.fromkeys(filter(None, (*useless, *loose)))
+    sentences = dict.fromkeys(filter(None, (*useless, *unused)))
     return Selection(tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(sentences), tuple(unmatched))
 
 
@@ -161,10 +161,10 @@ def _note_on_suppression(suppression: Suppression, findings: Sequence[Finding], 
     if any(finding not in kept for finding in matched):
         return ""
     first = matched[0]
-    rest = [subject for subject in first.subjects if subject not in suppression.matched(first)]
+    unmatched = [subject for subject in first.subjects if subject not in suppression.matched(first)]
     return (
-        f"the suppression of {suppression} does not match {join_names(rest)}, which {first.code} is about as well, so "
-        "the finding counts"
+        f"the suppression of {suppression} does not match {join_names(unmatched)}, which {first.code} is about as "
+        "well, so the finding counts"
     )
 
 

@@ -270,10 +270,10 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     function whose globals have the variable if `module` has no such attribute.
     """
     holder = module
-    first, *rest = re.split(r"[.\[]", name)
+    first, *path = re.split(r"[.\[]", name)
     variable = first
-    while rest and (inner := dict(holder._modules.items()).get(first)) is not None:
-        holder, first, rest = inner, rest[0], rest[1:]
+    while path and (inner := dict(holder._modules.items()).get(first)) is not None:
+        holder, first, path = inner, path[0], path[1:]
     if hasattr(holder, first):
         return assignment_in_classes({"": _classes_of(holder)}, first)
     file = getattr(getattr(beside, "__code__", None), "co_filename", "")
@@ -409,9 +409,9 @@ def assignment_targets(node: ast.AST) -> list[ast.expr]:
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) else []
 
 
-def _first_assignment(nodes: Iterable[ast.AST], wanted: str, path: str) -> Location | None:
-    """Return the line of the first node that assigns `wanted`."""
+def _first_assignment(nodes: Iterable[ast.AST], target: str, path: str) -> Location | None:
+    """Return the line of the first node that assigns `target`."""
     for node in nodes:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and wanted in map(ast.unparse, assignment_targets(node)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and target in map(ast.unparse, assignment_targets(node)):
             return Location(relative_path(path), node.lineno)
     return None

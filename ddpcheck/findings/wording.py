@@ -288,8 +288,8 @@ def pluralize_verb(phrase: str, ranks: Sequence[int]) -> str:
     """Put the verb of `phrase` in the plural for several ranks: "was" to "were"."""
     if len(ranks) == 1:
         return phrase
-    verb, space, rest = phrase.partition(" ")
-    return _PLURAL_VERBS.get(verb, verb) + space + rest.replace("before its work", "before their work")
+    verb, space, remainder = phrase.partition(" ")
+    return _PLURAL_VERBS.get(verb, verb) + space + remainder.replace("before its work", "before their work")
 
 
 def format_by_text(texts: Iterable[tuple[int, str]]) -> list[str]:

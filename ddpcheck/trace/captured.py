@@ -116,7 +116,7 @@ def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[D
     names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
     local_sketches = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
     scales = {name: math.hypot(*chain.from_iterable(local_sketches[name])) / math.sqrt(len(replicas)) for name in names}
-    wanted = {
+    averages = {
         name: [sum(numbers) / len(replicas) for numbers in zip(*local_sketches[name], strict=True)] for name in names
     }
     diffs: list[list[Difference]] = []
@@ -127,15 +127,15 @@ def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[D
             if (peer.averaged, peer.eps, peer.hook) == (replica.averaged, replica.eps, replica.hook)
         )
         rank_diffs = next(cached, None)
-        diffs.append(_differences_of(replica, wanted, scales, len(replicas)) if rank_diffs is None else rank_diffs)
+        diffs.append(_differences_of(replica, averages, scales, len(replicas)) if rank_diffs is None else rank_diffs)
     return diffs
 
 
 def _differences_of(
-    replica: ReplicaCaptured, wanted: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
+    replica: ReplicaCaptured, averages: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
 ) -> list[Difference]:
     differences = []
-    for name, want in wanted.items():
+    for name, want in averages.items():
         scale = scales[name]
         if replica.hook:  # hooks may round away near-zero gradients, e.g. of a bias before BatchNorm
             scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])

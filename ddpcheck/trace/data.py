@@ -88,8 +88,8 @@ def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 
 def have_same_data(passes: Sequence[LoaderPass]) -> bool:
     """Return True if the same index is the same sample on every rank."""
-    first, *rest = passes
-    return all(_has_equal_contents(first, loader) or _has_equal_samples(first, loader) for loader in rest)
+    first, *others = passes
+    return all(_has_equal_contents(first, loader) or _has_equal_samples(first, loader) for loader in others)
 
 
 def _has_equal_contents(first: LoaderPass, second: LoaderPass) -> bool:

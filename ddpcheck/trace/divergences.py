@@ -193,8 +193,8 @@ def _gradient_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     if parity.noise is not None:
         evidence.append(f"rounding, random numbers and another order of the samples change them by {size.noise:.1g}")
     clip, expected = rank_steps[0].clip, single.clip
-    near = max(EQUAL, MULTIPLE * size.noise)
-    if clip and expected and clip[1] != expected[1] and math.isclose(clip[0], expected[0], rel_tol=near):
+    tolerance = max(EQUAL, MULTIPLE * size.noise)
+    if clip and expected and clip[1] != expected[1] and math.isclose(clip[0], expected[0], rel_tol=tolerance):
         evidence.append(
             f"they are clipped to {clip[1]:.6g} and {expected[1]:.6g}; the norm before is {clip[0]:.6g} in both"
         )
@@ -253,8 +253,8 @@ def _format_factor(ratios: Sequence[float], world_size: int) -> str:
 def _loss_line(rank: RankTrace, step: ParityStep) -> Location | None:
     """Return the line that computes the loss in the step nearest to `step`."""
     losses = [loss for loss in entries_of(rank, LossDifferentiated) if loss.made is not None]
-    near = sorted(losses, key=lambda loss: abs(loss.step - step.count))
-    return near[0].made if near else None
+    by_distance = sorted(losses, key=lambda loss: abs(loss.step - step.count))
+    return by_distance[0].made if by_distance else None
 
 
 def _step_divergences(parity: Parity) -> Iterator[ParityDivergence]:

@@ -44,8 +44,8 @@ class RankEvaluation:
 
 def data_differ(evals: Sequence[RankEvaluation]) -> bool:
     """Return True if the same dataset index is a different sample on another rank."""
-    first, *rest = (ev.loader for ev in evals)
-    for loader in rest:
+    first, *others = (ev.loader for ev in evals)
+    for loader in others:
         if first.digest and loader.digest and first.digest != loader.digest:
             return True
         common_value = [
@@ -130,7 +130,7 @@ def _gathered_rows(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[Res
     during = [[call for call in rank_calls if call.during] for rank_calls in calls]
     if any(during):
         # A prefetching loader ends before its last batch is processed.
-        whole = [
+        extended = [
             [
                 call
                 for call in rank_calls
@@ -138,7 +138,7 @@ def _gathered_rows(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[Res
             ]
             for rank_calls, ev in zip(calls, evals, strict=True)
         ]
-        return _join_alternating(evals, whole) or _join_alternating(evals, during)
+        return _join_alternating(evals, extended) or _join_alternating(evals, during)
     if len(set(map(len, calls))) > 1:
         return []
     return [

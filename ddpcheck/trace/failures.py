@@ -109,9 +109,9 @@ class FailureFacts:
     def new_ended_finding(self, code: str, **more: Any) -> list[Finding]:
         """Create a finding on the first rank that ended, and ranks with equal failures."""
         first = self.ended[0]
-        alike = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
-        ranks, outcome = [failure.rank for failure in alike], message_without_rank(first)
-        if any(message_without_rank(failure) != outcome for failure in alike):  # messages differ between ranks
+        equal_failures = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
+        ranks, outcome = [failure.rank for failure in equal_failures], message_without_rank(first)
+        if any(message_without_rank(failure) != outcome for failure in equal_failures):  # messages differ between ranks
             kind, colon, words = outcome.partition(":")
             outcome = f"{kind}; on rank {first.rank}:{words}" if colon else outcome
         if len(ranks) == len(self.logs) > 1:

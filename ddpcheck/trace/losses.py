@@ -82,7 +82,9 @@ class Losses(View):
     def is_partial(self, passes: Passes) -> bool:
         """Check if each rank computes only part of the gradient of a global loss."""
         steps = [{part.step for part in rank_parts} for rank_parts in self.parts]
-        return any(loss.step in whole for by_rank in passes for loss, whole in zip(by_rank, steps, strict=False))
+        return any(
+            loss.step in rank_steps for by_rank in passes for loss, rank_steps in zip(by_rank, steps, strict=False)
+        )
 
     @cached_property
     def local_parts(self) -> list[list[OwnPartPutBack]]:
@@ -90,9 +92,9 @@ class Losses(View):
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
-        every = [*itertools.chain(*steps)]
-        unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in every)
-        return steps if len(steps) >= MIN_GATHERS and unscaled and len({p.by_function for p in every}) == 1 else []
+        all_parts = [*itertools.chain(*steps)]
+        unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in all_parts)
+        return steps if len(steps) >= MIN_GATHERS and unscaled and len({p.by_function for p in all_parts}) == 1 else []
 
     @property
     def gathered_gradients_differ(self) -> bool:
@@ -175,10 +177,10 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
 
     Each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
     """
-    every = [loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.put_off]
-    micro_batches = {loss.step: loss.number + 1 for loss in every}  # by step
+    own_losses = [loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.put_off]
+    micro_batches = {loss.step: loss.number + 1 for loss in own_losses}  # by step
     terms: dict[tuple[int, int], list[ScaledTerm]] = {}
-    for entry in every:
+    for entry in own_losses:
         terms.setdefault((entry.step, entry.number), []).extend(entry.terms)
     passes = [(micro_batches[step], pass_terms) for (step, _), pass_terms in terms.items() if pass_terms]
     return bool(passes) and all(_is_for_sums(pass_terms, count * len(losses)) for count, pass_terms in passes)
@@ -228,8 +230,8 @@ def _contains_near(number: float, numbers: Sequence[float]) -> bool:
 
 def _has_known_factor(term: ScaledTerm) -> bool:
     """Check if a term's factor is its known multipliers divided by its known divisors."""
-    known = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
-    return bool(term.divisors) and is_near(abs(known), abs(term.factor))
+    factor = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
+    return bool(term.divisors) and is_near(abs(factor), abs(term.factor))
 
 
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:

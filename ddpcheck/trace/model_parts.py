@@ -32,13 +32,13 @@ def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[
         return {}
     used = [use for rank in ranks.values() for use in entries_of(rank, GroupUsed)]
     lines = {use.members: use.differentiated_at for use in used if use.differentiated_at is not None}
-    across = {
+    model_lines = {
         members: line
         for members, line in lines.items()
         if 1 < len(members) == len({indices.get(n) for n in members})
         and _get_equal_inputs([ranks[n] for n in members], wrappers[0].number)
     }
-    return across if sorted(itertools.chain(*across)) == sorted(ranks) else {}
+    return model_lines if sorted(itertools.chain(*model_lines)) == sorted(ranks) else {}
 
 
 def _get_equal_inputs(ranks: Sequence[RankTrace], wrapper: int) -> bool:

@@ -95,13 +95,13 @@ def _make_curve(
     name: str, label: str, points: Sequence[tuple[int, Quantity]], location: Location | None, *, is_marked: bool = True
 ) -> ParityCurve:
     first = next((n for n, (_, quantity) in enumerate(points) if quantity.differs), None) if is_marked else None
-    kept = [points[n] for n in _drawn_indices(len(points), first)]
+    drawn_points = [points[n] for n in _drawn_indices(len(points), first)]
     return ParityCurve(
         name,
         label,
-        tuple(x for x, _ in kept),
-        tuple(_drawable(quantity.ranks) for _, quantity in kept),
-        tuple(_drawable(quantity.single) for _, quantity in kept),
+        tuple(x for x, _ in drawn_points),
+        tuple(_drawable(quantity.ranks) for _, quantity in drawn_points),
+        tuple(_drawable(quantity.single) for _, quantity in drawn_points),
         None if first is None else points[first][0],
         location,
     )

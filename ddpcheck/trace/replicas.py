@@ -67,13 +67,13 @@ def ranks_by_call(
 def written_at(changes: Changes, copy: str) -> WriteFacts:
     """Return line, evidence and ranks of the only line that writes a copy.
 
-    Lines at which only some ranks write are preferred. Without exactly one line: (None, [], ()).
+    Lines at which only writers_by_call ranks write are preferred. Without exactly one line: (None, [], ()).
     """
     ranks = ranks_by_call(changes, lambda change: copy in change.names)
-    some = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
-    if len({line for _, line in some}) != 1:
+    writers_by_call = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
+    if len({line for _, line in writers_by_call}) != 1:
         return None, [], ()
-    (how, location), writers = next(iter(some.items()))
+    (how, location), writers = next(iter(writers_by_call.items()))
     if len(writers) == len(changes):
         return location, [f"it is written there ({how}), on every rank"], ()
     return location, [f"it is written there ({how}), on {format_ranks(writers)}"], tuple(writers)

@@ -209,8 +209,8 @@ class ScriptFacts:
                 if models[rank] is not models[peer] and not _share_gradient(by_number[rank], by_number[peer]):
                     models[rank] |= models[peer]
                     models |= dict.fromkeys(models[peer], models[rank])
-        whole = {tuple(sorted(model)) for model in models.values()}
-        return sorted(whole) if len(whole) < len(received) else []
+        model_ranks = {tuple(sorted(model)) for model in models.values()}
+        return sorted(model_ranks) if len(model_ranks) < len(received) else []
 
     @cached_property
     def moved(self) -> Mapping[str, bool]:

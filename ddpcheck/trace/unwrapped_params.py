@@ -24,12 +24,12 @@ def differing(values: Sequence[Mapping[str, float]]) -> list[str]:
 
 def are_close(values: Sequence[float | None]) -> bool:
     """Check if values agree within rounding, or one has overflowed."""
-    known = [value for value in values if value is not None]
-    if any(not math.isfinite(value) for value in known):
+    numbers = [value for value in values if value is not None]
+    if any(not math.isfinite(value) for value in numbers):
         return True  # GradScaler skips the step on overflow
-    if len(known) < len(values):
-        return not known or max(known) <= LEAST
-    return relative(max(known) - min(known), max(known)) <= _TOLERANCE
+    if len(numbers) < len(values):
+        return not numbers or max(numbers) <= LEAST
+    return relative(max(numbers) - min(numbers), max(numbers)) <= _TOLERANCE
 
 
 def is_equal(steps: Steps, name: str) -> bool:
@@ -89,8 +89,8 @@ def any_gradient_differs(steps: Steps) -> bool:
 
 def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
     """Return ranks whose values of `names` differ from most ranks'; () for two ranks."""
-    known = [[(name, rank_values.get(name)) for name in names] for rank_values in values]
-    rounded = [tuple((n, f"{value:.3g}") for n, value in rank_values if value is not None) for rank_values in known]
+    by_rank = [[(name, rank_values.get(name)) for name in names] for rank_values in values]
+    rounded = [tuple((n, f"{value:.3g}") for n, value in rank_values if value is not None) for rank_values in by_rank]
     return minority_ranks(rounded) if len(values) > 2 else ()
 
 
@@ -111,8 +111,8 @@ def are_local(steps: Sequence[Steps]) -> bool:
 
 def diverge_for_good(optimizers: Sequence[Sequence[Steps]]) -> bool:
     """Check if each rank trains a separate model: different initial values and gradients."""
-    known = [steps for steps in optimizers if steps]
-    return bool(known) and all(are_local(steps) and not params_equal(steps[0]) for steps in known)
+    stepped = [steps for steps in optimizers if steps]
+    return bool(stepped) and all(are_local(steps) and not params_equal(steps[0]) for steps in stepped)
 
 
 def params_equal(steps: Steps) -> bool:

@@ -130,10 +130,10 @@ class WaitGraph:
     def _delayed_peers(self, rank: int, call: RecordedCall) -> frozenset[int]:
         """Return the peers of a call whose first open call is a different one."""
         peers = {call.peer} if call.between_two else {*self.group(rank, call)[1]}
-        before = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
+        first_calls = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
         return frozenset(
             peer
-            for peer, first in before.items()
+            for peer, first in first_calls.items()
             if first.group != call.group or (first.peer != rank if call.between_two else first.between_two)
         )
 
@@ -231,7 +231,7 @@ def _positions(
     """Yield (rank, (number of its next collective, True if already entered))."""
     present = {rank: dumps[rank] for rank in members if rank in dumps}
     by_rank = {rank: dump.collectives(name) for rank, dump in present.items()}
-    most = max((call.number for calls in by_rank.values() for call in calls), default=0)
+    largest = max((call.number for calls in by_rank.values() for call in calls), default=0)
     yield from ((rank, (0, False)) for rank in members if rank not in present)
     for rank, calls in by_rank.items():
         dump = present[rank]
@@ -240,7 +240,7 @@ def _positions(
         if (first := next((call.number for call in calls if not call.ended), None)) is not None:
             yield rank, (first, True)
         elif calls or not dump.wrapped or name in dump.enqueued:
-            yield rank, (last + 1 if last <= most else 1, False)
+            yield rank, (last + 1 if last <= largest else 1, False)
 
 
 def _op_name(call: RecordedCall) -> str:
@@ -252,5 +252,5 @@ def _format_few(ranks: Collection[int]) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    rest = len(lines) - _MOST_LINES
-    return [*lines[:_MOST_LINES], f"and {rest} more"] if rest > 1 else [*lines]
+    num_left = len(lines) - _MOST_LINES
+    return [*lines[:_MOST_LINES], f"and {num_left} more"] if num_left > 1 else [*lines]

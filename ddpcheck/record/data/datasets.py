@@ -343,9 +343,9 @@ def noise_sketch(samples: Sequence[torch.Tensor], inputs: Any) -> tuple[float, .
                 x, y = (t.detach().cpu().double().flatten(1) for t in (sample, tensor))
                 x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
                 factors = (x * y).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp_min(1e-300)
-                rest = y - factors * x
-                rest -= rest.mean(0)
-                return tuple(sketch(rest).tolist()) if rest.norm() > _ROUNDING * y.norm() else ()
+                noise = y - factors * x
+                noise -= noise.mean(0)
+                return tuple(sketch(noise).tolist()) if noise.norm() > _ROUNDING * y.norm() else ()
     return ()
 
 

@@ -256,8 +256,8 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         if self._open.get(pass_.entry.loader) is pass_:
             del self._open[pass_.entry.loader]
         self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
-        taken = pass_.batches[: pass_.entry.batches]
-        indices = tuple(_base_index(pass_.dataset, index) for batch in taken for index in batch)
+        batches = pass_.batches[: pass_.entry.batches]
+        indices = tuple(_base_index(pass_.dataset, index) for batch in batches for index in batch)
         order = int.from_bytes(pass_.order.digest(), "big") if pass_.map_style and exhausted else 0
         # a validation batch now and then, from an iterator that stays open, is not training
         steps = (self._run.steps if pass_.until < 0 else pass_.until) - pass_.steps
@@ -305,10 +305,10 @@ def _note_batch(pass_: _Pass, batch: Any) -> None:
         states = *entry.held, *(drawn[name][0] for name in drawn if name == HELD)
         draws = {**entry.draws, **dict(drawn.values())}
         pass_.entry = replace(entry, draws=draws, seeded=line, restored_by=by, held=states, held_at=source.held_at)
-    taken = pass_.entry.batches
-    if taken >= len(pass_.batches):
+    batch_number = pass_.entry.batches
+    if batch_number >= len(pass_.batches):
         return
-    indices = pass_.batches[taken]
+    indices = pass_.batches[batch_number]
     base_indices = [_base_index(pass_.dataset, index) for index in indices]
     contents: dict[str, dict[int, int]] = {key: {**known} for key, known in pass_.entry.contents.items()}
     for index, tensor in enumerate(tree_tensors(batch)):

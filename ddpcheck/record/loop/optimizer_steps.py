@@ -76,8 +76,8 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
 
     def record_step(self, optimizer: Any) -> None:
         """Record an optimizer step, once its forward and backward passes have ended."""
-        last, self._last_reductions = self._last_reductions, self._tracker.number
-        if last == self._last_reductions and self._loop.ledger.prepared is not None:
+        last_reductions, self._last_reductions = self._last_reductions, self._tracker.number
+        if last_reductions == self._last_reductions and self._loop.ledger.prepared is not None:
             self._count_missing_reduction()
         else:
             self._missing_reductions = 0
@@ -104,8 +104,8 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
     def _count_missing_reduction(self) -> None:
         """Count a missing prepared reduction; report replaced parameters after 3, 6, 12, ..."""
         self._missing_reductions += 1
-        times, rest = divmod(self._missing_reductions, _FEWEST)
-        if not rest and is_probed(times) and self._has_others():
+        times, remainder = divmod(self._missing_reductions, _FEWEST)
+        if not remainder and is_probed(times) and self._has_others():
             self._report_replaced()
 
     def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
@@ -190,8 +190,8 @@ class BypassRecorder(Recorder, subjects=("loop",)):
 
     def backward_ended(self) -> None:
         """Report a bypass if the two gradients changed in a backward pass without reduction."""
-        marks, before = self._read_marks(), self._marks
-        if any(mark is not None and mark != previous for mark, previous in zip(marks, before, strict=False)):
+        marks, last_marks = self._read_marks(), self._marks
+        if any(mark is not None and mark != previous for mark, previous in zip(marks, last_marks, strict=False)):
             if self._in_forward:
                 self.event = LoopEvent("backward inside", location=str(user_location() or ""))
             else:

@@ -77,8 +77,8 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
     def measured(self) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of the last measured optimizer steps."""
-        kept = sorted({measured[0] for measured in self._measured})[-_STEPS_KEPT:]
-        self._measured = [measured for measured in self._measured if measured[0] in kept]
+        last_steps = sorted({measured[0] for measured in self._measured})[-_STEPS_KEPT:]
+        self._measured = [measured for measured in self._measured if measured[0] in last_steps]
         return tuple(
             MicroBatch(index, step, head, position, sequences, *values.tolist())
             for index, step, head, position, sequences, values in self._measured
@@ -163,10 +163,10 @@ def _original_output(logits: torch.Tensor) -> tuple[Any, int]:
     node: Any = node_of(logits)
     index = logits.output_nr
     while node.name() in ("ToCopyBackward0", "_DDPSinkBackward"):
-        below = node.next_functions[index if len(node.next_functions) > index else 0]
-        if below[0] is None:
+        edge = node.next_functions[index if len(node.next_functions) > index else 0]
+        if edge[0] is None:
             break
-        node, index = below
+        node, index = edge
     return node, index
 
 

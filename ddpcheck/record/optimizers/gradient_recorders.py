@@ -207,12 +207,12 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
     def note_step_end(self, optimizer: Any, steps: int) -> None:
         """Record gradients after an optimizer step; `steps`: steps of all optimizers so far."""
         self._steps = steps
-        living = self._tracked_optimizers()
-        self.follows = bool(living)
-        for known, tracked in living:
-            tracked.steps += known is optimizer
-            if tracked.is_plain and (known is optimizer or not tracked.stale):
-                tracked.stale, tracked.is_own = _grad_mark(tracked.sample()), known is optimizer
+        tracked_pairs = self._tracked_optimizers()
+        self.follows = bool(tracked_pairs)
+        for tracked_optimizer, tracked in tracked_pairs:
+            tracked.steps += tracked_optimizer is optimizer
+            if tracked.is_plain and (tracked_optimizer is optimizer or not tracked.stale):
+                tracked.stale, tracked.is_own = _grad_mark(tracked.sample()), tracked_optimizer is optimizer
 
     def backward_begins(self, loss: Any) -> None:
         """Detect gradients not zeroed since the last step; called before a backward pass."""
@@ -288,7 +288,11 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
     def _tracked_optimizers(self) -> list[tuple[Any, _TrackedOptimizer]]:
         if not self.follows or self._steps >= _MOST_STEPS:
             return []
-        return [(known, tracked) for known, tracked in list(self._known.items()) if tracked.steps < _MOST_TRACKED_STEPS]
+        return [
+            (optimizer, tracked)
+            for optimizer, tracked in list(self._known.items())
+            if tracked.steps < _MOST_TRACKED_STEPS
+        ]
 
 
 def _repeats(zeroed: dict[Location | None, int]) -> bool:

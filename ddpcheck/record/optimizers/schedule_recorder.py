@@ -100,8 +100,8 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
             uses_world_size = frame is not None and _takes_world_size(frame, optimizer)
             self._follow_schedule(schedule, _Schedule(ref(optimizer), ScheduleState(user_location()), uses_world_size))
 
-    def _follow_schedule(self, schedule: Any, known: _Schedule) -> None:
-        self._known[schedule] = known
+    def _follow_schedule(self, schedule: Any, entry: _Schedule) -> None:
+        self._known[schedule] = entry
         kind = next(cls for cls in type(schedule).__mro__ if "step" in vars(cls))
         if kind not in self.followed_types:
             self.followed_types.add(kind)
@@ -119,44 +119,44 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         count[1] += 1
 
     def _record_step(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
-        known = self._known.get(schedule)
+        entry = self._known.get(schedule)
         ready = not isinstance(schedule, LRScheduler) or hasattr(schedule, "_last_lr")
-        if known is None or known.is_stepping or not ready:  # skip super().step() and the constructor's step
+        if entry is None or entry.is_stepping or not ready:  # skip super().step() and the constructor's step
             yield
             return
-        if not known.state.steps:  # numbers before stepping
+        if not entry.state.steps:  # numbers before stepping
             numbers = tuple(itertools.islice(_numbers_of(schedule), _MOST_NUMBERS))
-            known.state = replace(known.state, numbers=numbers)
-        before, known.is_stepping = getattr(schedule, "last_epoch", None), True
+            entry.state = replace(entry.state, numbers=numbers)
+        before, entry.is_stepping = getattr(schedule, "last_epoch", None), True
         try:
             yield
-            self._update_schedule(schedule, known, before)
+            self._update_schedule(schedule, entry, before)
         finally:
-            known.is_stepping = False
+            entry.is_stepping = False
 
-    def _update_schedule(self, schedule: Any, known: _Schedule, before: Any) -> None:
-        state, now, passes = known.state, getattr(schedule, "last_epoch", None), self._count_passes()
+    def _update_schedule(self, schedule: Any, entry: _Schedule, before: Any) -> None:
+        state, now, passes = entry.state, getattr(schedule, "last_epoch", None), self._count_passes()
         steps = state.steps + (now - before if type(now) is type(before) is int and now > before else 1)
         if state.location is None:
             state = replace(state, location=user_location(), by_package=is_called_by_a_package())
-        if passes != known.passes:
+        if passes != entry.passes:
             state = replace(state, turns=state.turns + 1)
-        elif state.turns == 2 and not known.uses_world_size:
+        elif state.turns == 2 and not entry.uses_world_size:
             state = replace(state, by_world=state.by_world or _repeats_by_world_size(next(program_frames(), None)))
-        known.state, known.passes = replace(state, steps=steps), passes
-        optimizer = known.optimizer()
+        entry.state, entry.passes = replace(state, steps=steps), passes
+        optimizer = entry.optimizer()
         rate = math.nan if optimizer is None else optimizer.param_groups[0]["lr"]
         if not isinstance(rate, float | int):  # a tensor, possibly on a GPU
             return
-        last, highest, lowest = known.rates
+        last, highest, lowest = entry.rates
         settled, lowest_at = state.ends
         if rate != last:
             settled = steps
         highest = max(highest, abs(rate))
         if abs(rate) < lowest - _RATE_TOLERANCE * highest:
             lowest, lowest_at = abs(rate), steps
-        known.rates = [rate, highest, lowest]
-        known.state = replace(known.state, ends=(settled, lowest_at))
+        entry.rates = [rate, highest, lowest]
+        entry.state = replace(entry.state, ends=(settled, lowest_at))
 
 
 def _numbers_of(schedule: Any) -> Iterator[float]:
