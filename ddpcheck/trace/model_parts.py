@@ -36,12 +36,12 @@ def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[
         members: line
         for members, line in lines.items()
         if 1 < len(members) == len({indices.get(n) for n in members})
-        and _get_equal_inputs([ranks[n] for n in members], wrappers[0].number)
+        and _have_equal_inputs([ranks[n] for n in members], wrappers[0].number)
     }
     return model_lines if sorted(itertools.chain(*model_lines)) == sorted(ranks) else {}
 
 
-def _get_equal_inputs(ranks: Sequence[RankTrace], wrapper: int) -> bool:
+def _have_equal_inputs(ranks: Sequence[RankTrace], wrapper: int) -> bool:
     samples = [[inputs.samples for inputs in entries_of(rank, Inputs) if inputs.wrapper == wrapper] for rank in ranks]
     return min(map(len, samples)) >= _FEWEST_INPUTS and all(rank_samples == samples[0] for rank_samples in samples)
 

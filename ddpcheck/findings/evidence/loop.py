@@ -149,7 +149,7 @@ class GradientsTaken(Entry, frozen=True):
     # sketch of each gradient; empty at the end of the script
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters of the wrapper
-    marks: tuple[int, ...] = ()  # fingerprint of a small gradient at each call since the last entry
+    marks: tuple[int, ...] = ()  # fingerprint of the smallest parameter at each call since the last entry
 
 
 MAX_PACE_RUNS = 1024  # recorded per wrapper and rank; reached only without a regular pace
