@@ -220,7 +220,7 @@ def bits_of(number: float) -> float:
 def _forms(
     key: str, name: str, values: Sequence[float], pooled: float, bits: Sequence[float], tries: int
 ) -> Iterator[RankMetric]:
-    """Yield a mean unchanged, in percent, subtracted from 1, and its exp and sqrt."""
+    """Yield forms of a mean: x, 100*x, 1-x, exp(x), sqrt(x)."""
     numbers = [*values, pooled]
     forms = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
     if name != _SHARE and all(0 <= number <= 1 for number in numbers):

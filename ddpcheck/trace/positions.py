@@ -20,7 +20,7 @@ def backwards_of(rank: RankAtEnd) -> list[Backward]:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of a rank at the divergence: its collective, if any, and its lines."""
+    """Position of a rank at the divergence: collective, or None, and program lines."""
 
     state: RankAtEnd
     call: Call | None

@@ -57,7 +57,7 @@ def is_averaged(steps: Sequence[Steps], name: str) -> bool:
 
 
 def are_near(sketches: Sequence[Sequence[float]]) -> bool:
-    """Check if sketches are of the same gradient."""
+    """Check if gradient sketches agree within rounding."""
     first, *others = sketches
     scale = max(math.hypot(*sketch) for sketch in sketches)
     return all(relative(math.dist(first, sketch), scale) <= _TOLERANCE for sketch in others)

@@ -90,7 +90,7 @@ class GatheredConstant(Entry, frozen=True):
 
 
 class OwnPartPutBack(Entry, frozen=True):
-    """Loss on gathered features: only this rank's own part of them carries a gradient.
+    """Loss on gathered features, of which only this rank's part carries a gradient.
 
     If every rank computes the whole loss, the gradients of the own parts add up over the ranks.
     """

@@ -106,7 +106,7 @@ OF_A_LIST = ".index()"  # suffix of the table name of a list
 
 
 class DerivedTable(Entry, frozen=True):
-    """Dictionary of plain values, or positions of texts in a list made from a set."""
+    """Dictionary of plain values, or positions of texts in a set-ordered list."""
 
     name: str
     values: Mapping[str, str]
