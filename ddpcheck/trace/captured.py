@@ -135,17 +135,17 @@ def _differences_of(
     replica: ReplicaCaptured, averages: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
 ) -> list[Difference]:
     differences = []
-    for name, want in averages.items():
+    for name, expected in averages.items():
         scale = scales[name]
         if replica.hook:  # hooks may round away near-zero gradients, e.g. of a bias before BatchNorm
             scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
-        got = replica.averaged.get(name) or [0.0] * len(want)
-        if not all(map(math.isfinite, (*want, *got))):
+        actual = replica.averaged.get(name) or [0.0] * len(expected)
+        if not all(map(math.isfinite, (*expected, *actual))):
             return []  # overflow: a gradient scaler skips the step
         tolerance = max(_TOLERANCE, (8 + world_size) * replica.eps.get(name, 0.0))
-        delta, norm = math.dist(got, want), math.hypot(*want)
-        ratio = sum(map(mul, got, want)) / power if (power := norm * norm) else 0.0
-        residual = math.dist(got, [ratio * number for number in want])
+        delta, norm = math.dist(actual, expected), math.hypot(*expected)
+        ratio = sum(map(mul, actual, expected)) / power if (power := norm * norm) else 0.0
+        residual = math.dist(actual, [ratio * number for number in expected])
         differences.append(
             Difference(
                 name,
@@ -153,7 +153,7 @@ def _differences_of(
                 tolerance,
                 ratio=ratio,
                 residual=relative(residual, scale),
-                elements=len(want),
+                elements=len(expected),
                 absolute_error=delta,
                 reference_norm=norm,
             )

@@ -76,8 +76,8 @@ class Losses(View):
     def passes(self) -> list[Passes]:
         """Backward passes that DDP averages, grouped by line; groups with few passes are omitted."""
         indexed = [{(loss.step, loss.number): loss for loss in losses if loss.wrappers} for losses in self.by_rank]
-        of_losses = group_by(aligned(indexed), lambda losses: tuple(loss.location for loss in losses)).values()
-        return [passes for passes in of_losses if len(passes) >= FEWEST_PASSES]
+        by_line = group_by(aligned(indexed), lambda losses: tuple(loss.location for loss in losses)).values()
+        return [passes for passes in by_line if len(passes) >= FEWEST_PASSES]
 
     def is_partial(self, passes: Passes) -> bool:
         """Check if each rank computes only part of the gradient of a global loss."""

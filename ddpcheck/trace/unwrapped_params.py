@@ -68,11 +68,12 @@ def are_scaled(names: Sequence[str], steps: Steps) -> list[str]:
     sketches = {name: [entry.gradients.get(name, ()) for entry in steps] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in by_rank] for name, by_rank in sketches.items()}
     factors = [[norm / by_rank[0] for norm in by_rank] for by_rank in norms.values() if min(by_rank) > LEAST]
-    usual = [*map(median, zip(*factors, strict=True))]
+    median_factors = [*map(median, zip(*factors, strict=True))]
     return [
         name
         for name, by_rank in sketches.items()
-        if usual and are_near([[x / factor for x in sketch] for sketch, factor in zip(by_rank, usual, strict=True)])
+        if median_factors
+        and are_near([[x / factor for x in sketch] for sketch, factor in zip(by_rank, median_factors, strict=True)])
     ]
 
 

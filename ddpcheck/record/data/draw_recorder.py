@@ -38,7 +38,7 @@ _CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "ran
 NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._dynamo", "torch._inductor")
 _FORWARDING_PACKAGE = "ddpcheck.record.parity."  # patches torch's functions and passes calls on
 _WRAPPER = "torch.nn.parallel.distributed"
-_KEYS = 624  # state size of a Mersenne Twister, regenerated when used up
+_STATE_SIZE = 624  # state size of a Mersenne Twister, regenerated when used up
 
 _State = tuple[int, int]  # digest of the state, index of the next number
 _Pair = tuple[_State, _State]  # before and after
@@ -138,7 +138,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
 
     def _add_draw(self, generator: str, kind: str, states: _Pair, frame: FrameType | None, *, in_forward: bool) -> None:
         before, after = states
-        count = 0 if not generator or generator == "cuda" else (after[1] - before[1]) % _KEYS or _KEYS
+        count = 0 if not generator or generator == "cuda" else (after[1] - before[1]) % _STATE_SIZE or _STATE_SIZE
         location = None if frame is None else user_location(frame)
         name, step = {"cuda": "torch"}.get(generator, generator), self._run.steps
         origin = location, seed_line(name), restored_by(name)

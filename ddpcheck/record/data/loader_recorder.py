@@ -61,13 +61,13 @@ class _Pass:
     map_style: bool
     order: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
     batches: list[array[int]] = field(default_factory=list)
-    kept: int = 0
+    num_indices: int = 0
     dataset: Any = None
     sampler: Any = None
     draws: SampleDraws | None = None  # first passes only
     rows: SampleRows = field(default_factory=SampleRows)
-    until: int = -1  # optimizer steps when a pass of another loader began after the last batch; -1 if none
-    used: int = -1  # optimizer steps plus forward passes when the pass began; -1 once a batch is used
+    steps_until: int = -1  # optimizer steps when a pass of another loader began after the last batch; -1 if none
+    uses_before: int = -1  # optimizer steps plus forward passes when the pass began; -1 once a batch is used
     unused: list[ref[Any]] = field(default_factory=list)  # one tensor of each batch before the first use
 
 
@@ -145,8 +145,8 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         is_sampled = self._num_copied < _MOST_KEPT and any(watch.is_sampled for watch in self._run.watches)
         self._num_copied += is_sampled
         self._run.samples = copied_samples(batch) if is_sampled else []
-        pass_.until = -1
-        if pass_.used >= 0:
+        pass_.steps_until = -1
+        if pass_.uses_before >= 0:
             self._follow_unused(pass_, batch)
         pass_.entry = replace(pass_.entry, batches=pass_.entry.batches + 1)
         self._run.position = pass_.entry.loader, pass_.entry.number, pass_.entry.batches
@@ -158,11 +158,11 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         """Count batches freed before any forward or step, except the last (perhaps copied)."""
 
         def note_freed(_batch: object) -> None:
-            if self._count_uses() == pass_.used:
+            if self._count_uses() == pass_.uses_before:
                 pass_.entry = replace(pass_.entry, skipped=pass_.entry.skipped + 1)
 
-        if self._count_uses() != pass_.used:
-            pass_.used, pass_.unused = -1, []
+        if self._count_uses() != pass_.uses_before:
+            pass_.uses_before, pass_.unused = -1, []
             pass_.entry = replace(pass_.entry, skipped=min(pass_.entry.skipped, pass_.entry.batches - 1))
         elif (tensor := next(tree_tensors(batch), None)) is not None:
             pass_.unused.append(ref(tensor, guarded(note_freed)))
@@ -225,7 +225,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             for table in tables_of(base, location):
                 self._run.add(table)
         self._open[counts[0]] = pass_ = _Pass(
-            entry, self._run.steps, map_style, dataset=loader.dataset, sampler=sampler, used=self._count_uses()
+            entry, self._run.steps, map_style, dataset=loader.dataset, sampler=sampler, uses_before=self._count_uses()
         )
         self._run.add(entry)
         self._on_pass(entry, loader.dataset)
@@ -236,7 +236,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         if (previous := self._open.pop(loader, None)) is not None:
             self._end_pass(previous, exhausted=False)
         for open_pass in self._open.values():
-            open_pass.until = self._run.steps if open_pass.until < 0 else open_pass.until
+            open_pass.steps_until = self._run.steps if open_pass.steps_until < 0 else open_pass.steps_until
 
     def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
         """Return True if a dataset changed its samples since its workers were started."""
@@ -260,7 +260,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         indices = tuple(_base_index(pass_.dataset, index) for batch in batches for index in batch)
         order = int.from_bytes(pass_.order.digest(), "big") if pass_.map_style and exhausted else 0
         # a validation batch now and then, from an iterator that stays open, is not training
-        steps = (self._run.steps if pass_.until < 0 else pass_.until) - pass_.steps
+        steps = (self._run.steps if pass_.steps_until < 0 else pass_.steps_until) - pass_.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, pass_.entry.batches)
         samples: dict[str, Any] = {n: tuple(getattr(pass_.rows, n)) for n in ("rows", "labels", "classes", "targets")}
         shuffles = pass_.entry.shuffles or (trains and self._would_shuffle(pass_, order))
@@ -291,8 +291,8 @@ def _note_index(pass_: _Pass, index: Any) -> None:
         pass_.draws.begin(pass_.entry.batches)
     numbers = array("q", map(int, batch))
     pass_.order.update(numbers.tobytes())
-    if pass_.kept < _MOST_INDICES and pass_.entry.number < _MOST_ORDERS:
-        pass_.kept += len(numbers)
+    if pass_.num_indices < _MOST_INDICES and pass_.entry.number < _MOST_ORDERS:
+        pass_.num_indices += len(numbers)
         pass_.batches.append(numbers)
 
 

@@ -53,7 +53,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
     _report_unreduced: Callable[[Contribution | None], object]
     _report_replaced: Callable[[], object]  # called if a prepared reduction is missing for several steps
     _locate_bypass: Callable[[], object]  # called after the first step on gradients without a forward pass
-    _known: WeakKeyDictionary[Any, _OptimizerEntry] = field(default_factory=WeakKeyDictionary, init=False)
+    _entries: WeakKeyDictionary[Any, _OptimizerEntry] = field(default_factory=WeakKeyDictionary, init=False)
     _steps_without_reduction = 0  # consecutive steps without a reduction since the optimizer's last step
     _bypassing_steps = 0  # steps on gradients of backward passes that bypass the wrapper
     _last_reductions = 0  # number of reductions at the last step of any optimizer
@@ -62,7 +62,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
     @property
     def has_stepped(self) -> bool:
         """Return True if an optimizer with parameters of the wrapper has stepped."""
-        return any(entry.has_parameters for entry in self._known.values())
+        return any(entry.has_parameters for entry in self._entries.values())
 
     def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
         if not inside:
@@ -81,9 +81,9 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._count_missing_reduction()
         else:
             self._missing_reductions = 0
-        entry = self._known.get(optimizer)
+        entry = self._entries.get(optimizer)
         if entry is None or entry.num_groups != len(optimizer.param_groups):
-            entry = self._known.setdefault(optimizer, _OptimizerEntry())
+            entry = self._entries.setdefault(optimizer, _OptimizerEntry())
             entry.num_groups = len(optimizer.param_groups)
             entry.has_parameters = not {*map(id, optimizer_params(optimizer))}.isdisjoint(
                 map(id, self._tracker.parameters.tensors)

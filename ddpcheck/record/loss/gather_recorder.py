@@ -193,8 +193,8 @@ def _contains_rows(constant: torch.Tensor, rows: torch.Tensor) -> bool:
 
 
 def _normed(rows: torch.Tensor) -> torch.Tensor:
-    wide = rows.cpu().double()
-    normed: torch.Tensor = wide / torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+    rows64 = rows.cpu().double()
+    normed: torch.Tensor = rows64 / torch.linalg.vector_norm(rows64, dim=1, keepdim=True)
     return normed
 
 

@@ -43,7 +43,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
         self._parameters = parameters
         self._sampled_params = parameters[:: -(-len(parameters) // _MOST_PARAMS) | 1]  # odd stride: weights and biases
         self._optimizer_step = 0  # optimizer step
-        self._reduced = False
+        self._has_reduced = False
         self._version_sum = 0
         self._has_moved = False
         self._across_reductions = False
@@ -54,8 +54,8 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
     def forward_returned(self, step: int, output: Any) -> None:
         """Hook the `output` of a forward pass with gradients enabled."""
-        if self._reduced:
-            self._reduced = False
+        if self._has_reduced:
+            self._has_reduced = False
             self._across_reductions = self._is_accumulating()
             if not self._across_reductions:  # first forward of an optimizer step
                 self._optimizer_step += 1
@@ -72,7 +72,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
             self._num_forwards += 1
 
     def step_ended(self) -> None:
-        self._reduced = True
+        self._has_reduced = True
         self._version_sum = sum(map(version_counter, self._sampled_params))
 
     def measured(self) -> tuple[MicroBatch, ...]:

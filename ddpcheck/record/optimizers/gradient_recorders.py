@@ -149,7 +149,7 @@ def _total_norm(parameters: Any, rows: InRows | None = None) -> float | None:
 
 _MOST_TRACKED_STEPS = 16  # max steps per optimizer
 _MOST_STEPS = 1024  # max steps of all optimizers
-_SOME_PARAMETERS = 8  # of an optimizer, read at each zero_grad in its first steps
+_MOST_READ_PARAMS = 8  # of an optimizer, read at each zero_grad in its first steps
 
 _GradientState = tuple[Callable[[], Any], int]  # weak reference to a gradient, and its version
 _NO_GRADIENT: _GradientState = (lambda: None, 0)
@@ -158,12 +158,12 @@ _NO_GRADIENT: _GradientState = (lambda: None, 0)
 @dataclass(slots=True)
 class _TrackedOptimizer:
     number: int
-    sample: Callable[[], Any]  # weak reference to a sample parameter
+    sample_ref: Callable[[], Any]  # weak reference to a sample parameter
     is_plain: bool  # True if the gradient is a plain tensor, no shard
     steps: int = 0
     last_gradient: _GradientState = _NO_GRADIENT  # gradient after the last backward pass or clip
 
-    stale: int = 0  # gradient fingerprint after a step, 0 if zero or None
+    stale_mark: int = 0  # gradient fingerprint after a step, 0 if zero or None
     is_own: bool = False  # True if recorded after a step of this optimizer
     backward_line: Location | None = None  # of the last backward pass that changed the gradient
     mixed_lines: tuple[Location | None, Location | None] | None = None  # lines of two accumulated backward passes
@@ -211,24 +211,24 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self.follows = bool(tracked_pairs)
         for tracked_optimizer, tracked in tracked_pairs:
             tracked.steps += tracked_optimizer is optimizer
-            if tracked.is_plain and (tracked_optimizer is optimizer or not tracked.stale):
-                tracked.stale, tracked.is_own = _grad_mark(tracked.sample()), tracked_optimizer is optimizer
+            if tracked.is_plain and (tracked_optimizer is optimizer or not tracked.stale_mark):
+                tracked.stale_mark, tracked.is_own = _grad_mark(tracked.sample_ref()), tracked_optimizer is optimizer
 
     def backward_begins(self, loss: Any) -> None:
         """Detect gradients not zeroed since the last step; called before a backward pass."""
         leaves: Iterable[Any] | None = None
         for optimizer, tracked in self._tracked_optimizers():
             tracked.last_gradient = _gradient_of(tracked)
-            if (tracked.stale or tracked.mixed_lines) and not (value := _grad_mark(tracked.sample())):
-                tracked.stale, tracked.mixed_lines = 0, None  # zeroed
+            if (tracked.stale_mark or tracked.mixed_lines) and not (value := _grad_mark(tracked.sample_ref())):
+                tracked.stale_mark, tracked.mixed_lines = 0, None  # zeroed
                 if (
                     tracked.steps == 1
                     and (p := next(filter(_grad_mark, optimizer_params(optimizer)), None)) is not None
                 ):
-                    tracked.sample, tracked.is_plain = tensor_ref(p), type(p.grad) is torch.Tensor  # was not zeroed
-            elif tracked.stale and value != tracked.stale:
-                tracked.stale = 0
-            elif tracked.stale:
+                    tracked.sample_ref, tracked.is_plain = tensor_ref(p), type(p.grad) is torch.Tensor  # was not zeroed
+            elif tracked.stale_mark and value != tracked.stale_mark:
+                tracked.stale_mark = 0
+            elif tracked.stale_mark:
                 tracked.stale_params = [tensor_ref(p) for p in optimizer_params(optimizer) if _grad_mark(p)]
             if _repeats(tracked.zeroed_before) and not tracked.is_for_inputs and isinstance(loss, torch.Tensor):
                 leaves = LossGraph([loss]).leaves if leaves is None else leaves
@@ -237,11 +237,11 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
     def backward_ended(self) -> None:
         location: Location | None = None
         for _, tracked in self._tracked_optimizers():
-            if not tracked.is_plain or getattr(tracked.sample(), "grad", None) is None or _is_unchanged(tracked):
+            if not tracked.is_plain or getattr(tracked.sample_ref(), "grad", None) is None or _is_unchanged(tracked):
                 continue
             location = location or user_location()
-            if tracked.stale:
-                tracked.mixed_lines, tracked.stale = (tracked.backward_line, location), 0
+            if tracked.stale_mark:
+                tracked.mixed_lines, tracked.stale_mark = (tracked.backward_line, location), 0
             tracked.backward_line = location
         self.note_changed()
 
@@ -256,7 +256,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         if tracked is None or tracked.steps >= _MOST_TRACKED_STEPS:
             return
         gradients = [p.grad for p in optimizer_params(optimizer) if p.grad is not None]
-        if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:_SOME_PARAMETERS])):
+        if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:_MOST_READ_PARAMS])):
             location = user_location()
             tracked.zeroed[location] = tracked.zeroed.get(location, 0) + 1
 
@@ -300,12 +300,12 @@ def _repeats(zeroed: dict[Location | None, int]) -> bool:
 
 
 def _gradient_of(tracked: _TrackedOptimizer) -> _GradientState:
-    gradient = getattr(tracked.sample(), "grad", None)
+    gradient = getattr(tracked.sample_ref(), "grad", None)
     return _NO_GRADIENT if gradient is None else (tensor_ref(gradient), version_counter(gradient))
 
 
 def _is_unchanged(tracked: _TrackedOptimizer) -> bool:
-    gradient, (gradient_ref, version) = getattr(tracked.sample(), "grad", None), tracked.last_gradient
+    gradient, (gradient_ref, version) = getattr(tracked.sample_ref(), "grad", None), tracked.last_gradient
     return gradient is not None and gradient_ref() is gradient and version_counter(gradient) == version
 
 

@@ -81,7 +81,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._run = run
         self._lines = lines  # locates optimizer constructors
         self._writes = writes  # gets each step
-        self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
+        self._entries: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._by_number: list[_Optimizer] = []  # by number; the optimizers may have been deleted
         self._backwards = 0
         self._backward_stack: tuple[str, ...] = ()  # call stack of the last backward pass, if a sampled step follows
@@ -107,7 +107,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     def close(self) -> None:
         """Write the final entry of each optimizer; called when the script ends."""
         self._loads.hand_over()
-        living = {entry.number: optimizer for optimizer, entry in list(self._known.items())}
+        living = {entry.number: optimizer for optimizer, entry in list(self._entries.items())}
         for entry in self._by_number:
             optimizer = living.get(entry.number)
             watches = [] if optimizer is None else self._watches_of(optimizer, entry)
@@ -130,15 +130,15 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return any(p.grad is not None and storage_address(p.grad) in places for p in self._params())
 
     def steps_of(self, optimizer: Any) -> int:
-        entry = self._known.get(optimizer)
+        entry = self._entries.get(optimizer)
         return 0 if entry is None else entry.steps
 
     def _number_of(self, optimizer: Any) -> int:
-        entry = self._known.get(optimizer)
+        entry = self._entries.get(optimizer)
         return -1 if entry is None else entry.number
 
     def _params(self) -> list[torch.Tensor]:
-        return [p for optimizer in list(self._known) for p in optimizer_params(optimizer)]
+        return [p for optimizer in list(self._entries) for p in optimizer_params(optimizer)]
 
     # Steps
 
@@ -150,9 +150,9 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._writes.write()
         if self._clips.follows:
             self._clips.forget()
-        entry = self._known.get(optimizer)
+        entry = self._entries.get(optimizer)
         if entry is None:
-            entry = self._known[optimizer] = _Optimizer(len(self._by_number))
+            entry = self._entries[optimizer] = _Optimizer(len(self._by_number))
             self._by_number.append(entry)
             self._inspect_parameters(optimizer, entry)
         entry.is_stepping = True
@@ -185,7 +185,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
         self._writes.step(begins=False)
-        if (entry := self._known.get(optimizer)) is not None:
+        if (entry := self._entries.get(optimizer)) is not None:
             entry.is_stepping = False
             if self._zeroings.follows or not entry.is_settled:
                 self._zeroings.note_step_end(optimizer, self._run.steps)
@@ -209,7 +209,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             # gradients written in place before the sum may have been divided
             written = [name for name, p in unwrapped.items() if p.grad is not None and version_counter(p.grad)]
             summed = {n: line for n, p in named.items() if n not in written and (line := self._line_of_sum(p.grad))}
-        others = [opt for opt in self._lines.optimizers() if opt not in self._known]
+        others = [opt for opt in self._lines.optimizers() if opt not in self._entries]
         numbered = [watch.numbered for watch in self._run.watches] if others else []
         idle = {names[id(p)] for names in numbered for opt in others for p in optimizer_params(opt) if id(p) in names}
         step = OptimizerStep(
@@ -274,7 +274,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def _unwrapped_sketches(self) -> dict[int, tuple[float, ...]]:
         """Return gradient sketches of parameters in no wrapper, by `id()` of the parameter."""
-        params = ((p, entry) for optimizer, entry in list(self._known.items()) for p in optimizer_params(optimizer))
+        params = ((p, entry) for optimizer, entry in list(self._entries.items()) for p in optimizer_params(optimizer))
         unwrapped = {str(id(p)): p.grad for p, entry in params if id(p) in entry.unwrapped and p.grad is not None}
         sampled = dict(itertools.islice(unwrapped.items(), _MOST_SKETCHED))
         return {int(key): numbers for key, numbers in sketches({k: dense(g) for k, g in sampled.items()}).items()}
@@ -368,7 +368,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._zeroings.backward_ended()
 
     def _before_zero_grad(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
-        entry = self._known.get(optimizer)
+        entry = self._entries.get(optimizer)
         if entry is None or entry.is_stepping:
             return
         for watch in self._watches_of(optimizer, entry):
@@ -378,7 +378,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def _before_module_zero_grad(self, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         module_ids = {id(p) for p in module.parameters()}
-        for optimizer in list(self._known):
+        for optimizer in list(self._entries):
             if {id(p) for p in optimizer_params(optimizer)} <= module_ids:
                 self._before_zero_grad(optimizer)
 

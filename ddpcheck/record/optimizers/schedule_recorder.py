@@ -69,7 +69,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         self._number_of = number_of
         self._numbers = itertools.count()
         self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, metrics so far]
-        self._known: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
+        self._schedules: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
         self.followed_types: set[type] = set()
         for base in (LRScheduler, ReduceLROnPlateau):
             patched(base, "__init__", self._note_construction)
@@ -80,7 +80,9 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         if not self.followed_types:
             return None
         groups = optimizer.param_groups  # shared with wrappers around the optimizer
-        schedules = [s for s in list(self._known.values()) if getattr(s.optimizer(), "param_groups", None) is groups]
+        schedules = [
+            s for s in list(self._schedules.values()) if getattr(s.optimizer(), "param_groups", None) is groups
+        ]
         return max((s.state for s in reversed(schedules)), key=lambda state: state.steps, default=None)
 
     def follow_attributes(self, optimizer: Any) -> None:
@@ -90,18 +92,18 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
             if not is_users(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
                 continue
             with contextlib.suppress(Exception):  # unhashable, no weak references, or raises on access
-                if value not in self._known and any(item is optimizer for _, item in items_with_paths("", value)):
+                if value not in self._schedules and any(item is optimizer for _, item in items_with_paths("", value)):
                     self._follow_schedule(value, _Schedule(ref(optimizer), ScheduleState(None)))
 
     def _note_construction(self, schedule: Any, *arguments: Any, **named: Any) -> None:
         optimizer = arguments[0] if arguments else named.get("optimizer")
-        if isinstance(optimizer, Optimizer) and schedule not in self._known:
+        if isinstance(optimizer, Optimizer) and schedule not in self._schedules:
             frame = next(program_frames(), None)
             uses_world_size = frame is not None and _takes_world_size(frame, optimizer)
             self._follow_schedule(schedule, _Schedule(ref(optimizer), ScheduleState(user_location()), uses_world_size))
 
     def _follow_schedule(self, schedule: Any, entry: _Schedule) -> None:
-        self._known[schedule] = entry
+        self._schedules[schedule] = entry
         kind = next(cls for cls in type(schedule).__mro__ if "step" in vars(cls))
         if kind not in self.followed_types:
             self.followed_types.add(kind)
@@ -119,7 +121,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         count[1] += 1
 
     def _record_step(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
-        entry = self._known.get(schedule)
+        entry = self._schedules.get(schedule)
         ready = not isinstance(schedule, LRScheduler) or hasattr(schedule, "_last_lr")
         if entry is None or entry.is_stepping or not ready:  # skip super().step() and the constructor's step
             yield
