@@ -410,7 +410,6 @@ def assignment_targets(node: ast.AST) -> list[ast.expr]:
 
 
 def _first_assignment(nodes: Iterable[ast.AST], target: str, path: str) -> Location | None:
-    """Return the line of the first node that assigns `target`."""
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and target in map(ast.unparse, assignment_targets(node)):
             return Location(relative_path(path), node.lineno)

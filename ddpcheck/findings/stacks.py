@@ -42,10 +42,7 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def main_thread_dump(dump: str) -> str:
-    """Return the main thread of a dump, relabelled as the current thread.
-
-    Threads are listed from newest to oldest; the oldest is the main thread.
-    """
+    """Return the main thread, the last in a dump, relabelled as the current thread."""
     blocks = [block for block in _BLANK_LINE.split(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
     return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 

@@ -276,7 +276,7 @@ def _returning_list(make: Callable[_Args, Finding]) -> Callable[_Args, list[Find
 new_finding = _returning_list(make_finding)  # `make_finding` as a list, the return type of judges
 
 
-def message_without_rank(failure: RankFailure) -> str:
+def failure_text(failure: RankFailure) -> str:
     """Return the message of a failure without its "rank N" prefix."""
     return failure.message.removeprefix(f"rank {failure.rank} ")
 

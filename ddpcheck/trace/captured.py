@@ -109,10 +109,7 @@ def _local_grads_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
 
 
 def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Return, by rank, how far reduced gradients are from the mean of local gradients.
-
-    Gradients after the all-reduce and local gradients are given as sketches.
-    """
+    """Return, by rank, how far reduced gradients are from the mean of local gradients."""
     names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
     local_sketches = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
     scales = {name: math.hypot(*chain.from_iterable(local_sketches[name])) / math.sqrt(len(replicas)) for name in names}

@@ -333,8 +333,7 @@ def _takes_slices(ranks: Sequence[RankTrace]) -> bool:
 def is_repeated_by_workers(loader: LoaderPass) -> bool:
     """Return True if each loader worker iterates over the whole stream.
 
-    False if each worker iterates over only its shard, even several times. In an unfinished pass, the order of rows
-    decides.
+    False if each worker iterates over only its shard, even repeatedly. The order of rows decides in unfinished passes.
     """
     counts = Counter(loader.rows)
     if loader.workers < 2 or loader.size >= 0:

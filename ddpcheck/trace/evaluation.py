@@ -80,10 +80,7 @@ class Gathered:
 
 
 def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
-    """Yield, for each line that calls a collective, its calls by rank.
-
-    Lines that ranks call different numbers of times are omitted.
-    """
+    """Yield each line's collectives by rank; lines with unequal numbers of calls are omitted."""
     keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
     for key in keys:
         calls = [[call for call in ev.exchanged if (call.operation, call.location, call.during) == key] for ev in evals]
@@ -110,7 +107,6 @@ def shard_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]
 
 
 def _have_label_per_sample(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
-    """Return True if the ranks pass one label per sample."""
     pairs = [(len(rank_calls[0].rows), ev) for rank_calls, ev in zip(calls, evals, strict=True)]
     return all(1 < rows and rows in (ev.samples, min(ev.batch, ev.samples)) for rows, ev in pairs)
 
@@ -126,7 +122,6 @@ def gathered_labels(evals: Sequence[RankEvaluation]) -> list[Gathered]:
 
 
 def _gathered_rows(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
-    """Return the gathered rows of the calls of one line."""
     during = [[call for call in rank_calls if call.during] for rank_calls in calls]
     if any(during):
         # A prefetching loader ends before its last batch is processed.
@@ -174,7 +169,6 @@ def _join_alternating(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[
 
 
 def _row_numbers(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
-    """Yield the floating-point numbers of each row."""
     width, rest = divmod(len(call.values), max(1, len(call.rows)))
     return (tuple(call.values[n * width : (n + 1) * width]) for n in range(len(call.rows) if width and not rest else 0))
 

@@ -15,14 +15,7 @@ from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.stacks import is_waiting
-from ddpcheck.findings.wording import (
-    format_ranks,
-    group_by,
-    message_without_rank,
-    new_finding,
-    pluralize_verb,
-    ranks_or_all,
-)
+from ddpcheck.findings.wording import failure_text, format_ranks, group_by, new_finding, pluralize_verb, ranks_or_all
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.positions import EndingFacts
@@ -110,8 +103,8 @@ class FailureFacts:
         """Create a finding on the first rank that ended, and ranks with equal failures."""
         first = self.ended[0]
         equal_failures = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
-        ranks, outcome = [failure.rank for failure in equal_failures], message_without_rank(first)
-        if any(message_without_rank(failure) != outcome for failure in equal_failures):  # messages differ between ranks
+        ranks, outcome = [failure.rank for failure in equal_failures], failure_text(first)
+        if any(failure_text(failure) != outcome for failure in equal_failures):  # messages differ between ranks
             kind, colon, words = outcome.partition(":")
             outcome = f"{kind}; on rank {first.rank}:{words}" if colon else outcome
         if len(ranks) == len(self.logs) > 1:
@@ -165,7 +158,7 @@ def follows_from_another_rank(failure: RankFailure) -> bool:
 def describe_failure(failure: RankFailure) -> str:
     """Describe the failure of a rank, or its state when others failed."""
     if failure.kind != "stuck":
-        return message_without_rank(failure)
+        return failure_text(failure)
     if failure.collective:
         return f"waits in {failure.collective}{f', in {failure.place}' if failure.place else ''}"
     where = f"in {failure.place}" if failure.place else "at work"

@@ -187,10 +187,7 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
 
 
 def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
-    """Check if terms of one backward pass need gradients summed over ranks, not averaged.
-
-    `count`: backward passes per step, over all ranks.
-    """
+    """Check if a backward pass needs summed gradients; `count`: passes per step, all ranks."""
     is_uniform = len({round(term.factor, 9) for term in terms}) == 1
     return is_uniform and all(
         abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < SCALE_TOLERANCE

@@ -81,7 +81,6 @@ def _sorted_positions(numbers: Sequence[float]) -> list[float]:
 
 
 def _roc_area(scores: Sequence[float], labels: Sequence[float]) -> float:
-    """Return the area under the ROC curve."""
     positive = [rank for rank, label in zip(_sorted_positions(scores), labels, strict=True) if label == 1]
     n_pos, n_neg = len(positive), len(labels) - len(positive)
     return (math.fsum(positive) - n_pos * (n_pos + 1) / 2) / (n_pos * n_neg)
@@ -282,7 +281,6 @@ def _container_of(key: str) -> str:
 
 
 def _table_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
-    """Yield metrics of confusion matrices (targets by predictions)."""
     for key, tables in common_values([ev.results.tables for ev in evals]).items():
         if len(set(map(len, tables))) == 1:
             yield from _metrics_by_key(
@@ -333,10 +331,7 @@ def evaluations_of(
     shown: Sequence[Sequence[MetricShown]],
     compared: Sequence[Sequence[RowsCompared]],
 ) -> list[Evaluation]:
-    """Return evaluations with numbers that ranks exchange and show until training continues.
-
-    Arguments are by rank.
-    """
+    """Return evaluations with numbers exchanged and shown until training continues; arguments by rank."""
     by_key: dict[tuple[object, ...], dict[int, RankEvaluation]] = {}
     records = zip(loaders, passes, exchanged, shown, compared or [()] * len(loaders), strict=True)
     for rank, (rank_loaders, rank_passes, rank_calls, rank_outputs, rank_rows) in enumerate(records):

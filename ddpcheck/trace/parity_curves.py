@@ -64,7 +64,6 @@ def _distance(number: float, reference: float) -> float:
 
 
 def _number_curves(parity: Parity) -> Iterator[ParityCurve]:
-    """Yield curves of numbers shown after evaluations."""
     if not parity.has_same_samples:
         return
     shown = (number for number in parity.shown if number.entry.evaluates and not number.entry.during)

@@ -20,9 +20,7 @@ from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import RankReport, ReplicaState
 
 _Facts = TypeVar("_Facts", bound=Struct)
-_NAME_IN_KEY = re.compile(
-    r"(?:\d+/|optimizer )?([^\s:]+)"
-)  # "0/fc.weight", "0/fc.weight: exp_avg", "optimizer fc.weight step"
+_KEY = re.compile(r"(?:\d+/|optimizer )?([^\s:]+)")  # "0/fc.weight", "0/fc.weight: exp_avg", "optimizer fc.weight step"
 _COMPARED = (BuffersKept, OptimizerStep, ReplicaCaptured, StateHeld, StepsReported, LocalSgdEnd)  # have values by name
 _NOT_VALUES = ("options", "held")  # `OptimizerStep.held`: optimizers are matched between ranks by all names
 
@@ -67,7 +65,7 @@ class RankParams:
         `has_class`: outside of wrappers, names begin with the class of the module ("Net.fc.weight").
         """
         self._has_compared = True
-        name = key if (match := _NAME_IN_KEY.match(key)) is None else match[1]
+        name = key if (match := _KEY.match(key)) is None else match[1]
         names = [name, *([name.partition(".")[2]] if has_class and "/" not in key else [])]
         matched = [pattern for pattern in self.patterns if any(fnmatchcase(name, pattern) for name in names)]
         if matched:

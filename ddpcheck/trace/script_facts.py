@@ -398,7 +398,6 @@ _Step = TypeVar("_Step", OptimizerStep, PartStep)
 
 
 def _steps_of_all_ranks(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
-    """Return the steps that every rank recorded, each as a list by rank."""
     return aligned([{step.count: step for step in steps} for steps in by_rank])
 
 

@@ -89,7 +89,6 @@ class WaitGraph:
         return self._groups.get((call.group, rank), (call.group, ()))
 
     def _is_completed_by_peer(self, rank: int, call: RecordedCall) -> bool:
-        """Return True if a peer has completed the collective."""
         return not call.between_two and call.number < self._furthest.get(self.group(rank, call), 0)
 
     def _uncompleted_call(self, rank: int) -> RecordedCall | None:

@@ -29,10 +29,10 @@ from ddpcheck.findings.stacks import (
 from ddpcheck.findings.tracebacks import as_bug, is_own_bug, original_of
 from ddpcheck.findings.wording import (
     LONGEST_TRACEBACK,
+    failure_text,
     format_by_text,
     format_ranks,
     group_by,
-    message_without_rank,
     pluralize_verb,
     shorten,
 )
@@ -234,10 +234,8 @@ def has_lost_another(text: str) -> bool:
 def error(failures: Sequence[RankFailure]) -> RankError:
     """Return the exception for a world with failed ranks."""
     ordered = sort_failures(failures)
-    headline = message_without_rank(ordered[0])
-    same = [
-        failure for failure in ordered if failure.kind == ordered[0].kind and message_without_rank(failure) == headline
-    ]
+    headline = failure_text(ordered[0])
+    same = [failure for failure in ordered if failure.kind == ordered[0].kind and failure_text(failure) == headline]
     if len(same) > 1:  # by rank, for a deterministic message
         ordered = sorted(same, key=lambda item: item.rank) + [item for item in ordered if item not in same]
     summary = _summary(ordered[len(same) :])
@@ -249,7 +247,7 @@ def error(failures: Sequence[RankFailure]) -> RankError:
 def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
     """Return the exception for ranks that did not finish."""
     ordered = sorted(failures, key=lambda failure: (failure.when, failure.rank))
-    waiting = "; ".join(format_by_text((failure.rank, message_without_rank(failure)) for failure in ordered))
+    waiting = "; ".join(format_by_text((failure.rank, failure_text(failure)) for failure in ordered))
     message = f"{headline}: {waiting}" if waiting else headline
     return HangError(message, ordered, detail=_detail(ordered))
 
@@ -257,7 +255,7 @@ def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
 def _summary(rest: Sequence[RankFailure]) -> str:
     phrases = []
     for failure in rest:
-        text = message_without_rank(failure)
+        text = failure_text(failure)
         if failure.kind == "fell":
             text = "fell with it"
         elif failure.kind == "stuck":
@@ -269,7 +267,7 @@ def _summary(rest: Sequence[RankFailure]) -> str:
 
 def _detail(failures: Sequence[RankFailure]) -> str:
     """Return a text with traceback, stack and output of each rank, equal failures grouped."""
-    groups = group_by(failures, lambda failure: (message_without_rank(failure), failure.traceback, failure.stack))
+    groups = group_by(failures, lambda failure: (failure_text(failure), failure.traceback, failure.stack))
     lines = []
     for (text, traceback, stack), group in groups.items():
         ranks = [failure.rank for failure in group]

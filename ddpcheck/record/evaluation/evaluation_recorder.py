@@ -285,7 +285,6 @@ def _describe_exchange(value: Any, number: int, call: Call, *, during: bool) -> 
 
 
 def _flattened(value: Any) -> Any:
-    """Flatten nested lists in a collective input."""
     if isinstance(value, list) and value and all(isinstance(item, list) for item in value):
         return list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
     return value
@@ -370,10 +369,7 @@ _MOST_COMPARED_ROUNDS, _MOST_COMPARISONS = 3, 8  # evaluations, and lines of eac
 
 
 class ComparisonRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of subtractions, comparisons and losses of two tensors while open.
-
-    Patches torch only while open, to avoid overhead in the training loop.
-    """
+    """Recorder of comparisons, differences and losses of two tensors, patched only while open (overhead)."""
 
     def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
         self._sink = sink

@@ -104,10 +104,7 @@ _kept_patches: list[Patch] = []  # never undone
 
 
 def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
-    """Patch `FSDPModule` to record calls in `switch_calls`.
-
-    The last `LoopRecord.detach` undoes the patch, unless `to_the_end`.
-    """
+    """Record calls of `FSDPModule` in `switch_calls`, until the last `detach` or `to_the_end`."""
     fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not _switch_patches and not _kept_patches:
         (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
@@ -187,9 +184,7 @@ class Snapshot(Struct):
         """Rerun forward on this rank; return where each missing parameter's path to loss ends.
 
         Restores the module's buffers and attributes, the generators and `.grad`. Side effects outside of the module
-        happen twice. Compiled code runs eagerly.
-
-        `context` returns a context manager in which a framework does not count or log the rerun.
+        happen twice. Compiled code runs eagerly. Under `context()`, a framework does not count or log the rerun.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
             return dict.fromkeys(missing, PathEnd("unknown"))  # a rerun would consume data of the run

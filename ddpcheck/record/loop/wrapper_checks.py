@@ -161,8 +161,6 @@ _MOST_CALLING_LINES = 256  # cached per wrapper
 
 
 class _CallingLine:
-    """Line that calls the wrapper."""
-
     def __init__(self, location: Location | None) -> None:
         self.location = location
         self.number, self.text = (0, "") if location is None else (location.line, str(location))

@@ -288,11 +288,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
     def _tracked_optimizers(self) -> list[tuple[Any, _TrackedOptimizer]]:
         if not self.follows or self._steps >= _MOST_STEPS:
             return []
-        return [
-            (optimizer, tracked)
-            for optimizer, tracked in list(self._known.items())
-            if tracked.steps < _MOST_TRACKED_STEPS
-        ]
+        return [(opt, tracked) for opt, tracked in list(self._known.items()) if tracked.steps < _MOST_TRACKED_STEPS]
 
 
 def _repeats(zeroed: dict[Location | None, int]) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.stacks import program_lines
-from ddpcheck.findings.wording import format_ranks, group_by, message_without_rank, new_finding, ranks_or_all
+from ddpcheck.findings.wording import failure_text, format_ranks, group_by, new_finding, ranks_or_all
 from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
 from ddpcheck.stream.entries import handled_in
 from ddpcheck.trace.failures import (
@@ -137,7 +137,7 @@ def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Findi
 def describe_threads(facts: FailureFacts) -> list[str]:
     """Return evidence: exceptions that ended threads before ranks failed."""
     return [
-        f"before that, rank {thread.failure.rank} {message_without_rank(thread.failure)} in a thread ({thread.name})"
+        f"before that, rank {thread.failure.rank} {failure_text(thread.failure)} in a thread ({thread.name})"
         f"{f' at {thread.failure.location}' if thread.failure.location else ''}"
         for thread in _raised_threads(facts)
     ]
@@ -150,7 +150,7 @@ def _raised_threads(facts: FailureFacts) -> list[EndedThread]:
 def _thread_finding(
     thread: EndedThread, raised: Sequence[int], ranks: Sequence[int], suffix: str, evidence: Sequence[str]
 ) -> list[Finding]:
-    outcome, where = message_without_rank(thread.failure).rstrip("."), thread.failure.location
+    outcome, where = failure_text(thread.failure).rstrip("."), thread.failure.location
     return new_finding(
         "DDP401",
         ("thread",),
