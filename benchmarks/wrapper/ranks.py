@@ -213,7 +213,7 @@ def _own(step: Callable[[], None], hooks: Switch, count: int) -> list[Sample]:
 
     doors = [
         (UnpickledHook, "__call__"),
-        (StepTracker, "_at_end"),
+        (StepTracker, "_on_backward_end"),
     ]  # all that torch calls
     originals = [getattr(owner, name) for owner, name in doors]
     for (owner, name), original in zip(doors, originals, strict=True):

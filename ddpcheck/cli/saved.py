@@ -12,7 +12,7 @@ from ddpcheck import load_extra
 from ddpcheck.cli.output import ReportOutput, print_out, reason_of
 from ddpcheck.findings.difference import ReportDifference, compare_reports
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
-from ddpcheck.findings.files import MOST_BYTES, read_file, unpacked, within
+from ddpcheck.findings.files import MOST_BYTES, decompress, read_file, within
 from ddpcheck.findings.from_json import parse
 from ddpcheck.findings.json_schema import literal, schema_of
 from ddpcheck.findings.report import Report, Status
@@ -38,7 +38,7 @@ def load_saved(path: str) -> Report | Matrix:
         if path == "-":
             text = within(sys.stdin.read(MOST_BYTES + 1))
         else:
-            text = unpacked(read_file(path)).decode("utf-8-sig")
+            text = decompress(read_file(path)).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {name}: {reason_of(error)}") from error
     try:

@@ -48,7 +48,7 @@ class RelatedLocation:
 MOST_MODULES = 1000
 """Largest number of modules in a report."""
 
-_AROUND = 3  # lines of context on each side
+_CONTEXT_LINES = 3  # lines of context on each side
 _LONGEST_LINE = 200
 _MOST_EXCERPTS = 40
 
@@ -218,14 +218,14 @@ def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -
     the working folder and `sys.path`, then in subfolders of `folder`, where exactly one file must have the name.
     """
     locations = (location for location in dict.fromkeys(places) if location is not None)
-    excerpts = (_excerpt(location, _file_of(location, folder)) for location in locations)
+    excerpts = (_excerpt(location, _source_file(location, folder)) for location in locations)
     return tuple(itertools.islice(filter(None, excerpts), _MOST_EXCERPTS))
 
 
 _MOST_FILES = 2000  # searched for a file name
 
 
-def _file_of(location: Location, folder: Path | None) -> Path:
+def _source_file(location: Location, folder: Path | None) -> Path:
     """Return the file of a location, or the location's own path if not found."""
     path = Path(location.path)
     folder = None if folder is None or folder.resolve().is_relative_to(Path.cwd()) else folder
@@ -247,6 +247,6 @@ def _excerpt(location: Location, path: Path) -> SourceExcerpt | None:
         return None
     if not 0 < location.line <= len(lines):
         return None
-    first = max(location.line - _AROUND, 1)
-    context = lines[first - 1 : location.line + _AROUND]
+    first = max(location.line - _CONTEXT_LINES, 1)
+    context = lines[first - 1 : location.line + _CONTEXT_LINES]
     return SourceExcerpt(location.path, first, tuple(line[:_LONGEST_LINE] for line in context))

@@ -48,7 +48,7 @@ def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
     return data
 
 
-def unpacked(data: bytes) -> bytes:
+def decompress(data: bytes) -> bytes:
     """Decompress gzip data (or raise `OSError`); return other data unchanged."""
     if not data.startswith(b"\x1f\x8b"):  # magic number of gzip
         return data

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ddpcheck.findings.report import SCHEMA_VERSION, Finding
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_SIMPLE: Mapping[Any, str] = {str: "string", bool: "boolean", int: "integer", float: "number", NoneType: "null"}
+_SIMPLE_TYPES: Mapping[Any, str] = {str: "string", bool: "boolean", int: "integer", float: "number", NoneType: "null"}
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
@@ -25,7 +25,7 @@ def schema_of(kind: type, name: str, extra: Mapping[str, Any]) -> dict[str, Any]
     `extra` has the schemas of keys that are not fields of `kind`, a dataclass as in `from_json.build`.
     """
     definitions: dict[str, Any] = {}
-    body = _object(kind, definitions)
+    body = _dataclass_schema(kind, definitions)
     version = {"const": SCHEMA_VERSION}
     body["properties"] = dict(sorted({**body["properties"], **extra, "schema_version": version}.items()))
     body["required"] = sorted([*body["required"], *extra, "schema_version"])
@@ -37,7 +37,7 @@ def literal(choices: Any) -> dict[str, Any]:
     return {"enum": list(get_args(choices))}
 
 
-def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _dataclass_schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a dataclass; add nested dataclasses to `definitions`."""
     hints = get_type_hints(kind, vars(sys.modules[kind.__module__]))
     descriptions = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(inspect.getdoc(kind) or "")}
@@ -47,7 +47,7 @@ def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         if kind is Finding and field.name == "tags":
             continue  # not in the JSON
         text = {"description": descriptions[field.name]} if field.name in descriptions else {}
-        properties[field.name] = {**_schema(hints[field.name], definitions), **text}
+        properties[field.name] = {**_hint_schema(hints[field.name], definitions), **text}
         if not field.metadata.get("added"):
             required.append(field.name)
     if kind is Finding:
@@ -56,16 +56,16 @@ def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", **summary, "properties": dict(sorted(properties.items())), "required": sorted(required)}
 
 
-def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _hint_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     type_args, origin = get_args(hint), get_origin(hint)
     if origin is UnionType:
-        return {"anyOf": [_schema(arg, definitions) for arg in type_args]}
+        return {"anyOf": [_hint_schema(arg, definitions) for arg in type_args]}
     if origin is Literal:
         return literal(hint)
     if origin is tuple:
-        return {"type": "array", "items": _schema(type_args[0], definitions)}
+        return {"type": "array", "items": _hint_schema(type_args[0], definitions)}
     if origin is Mapping:
-        values = {} if type_args[1] is Any else {"additionalProperties": _schema(type_args[1], definitions)}
+        values = {} if type_args[1] is Any else {"additionalProperties": _hint_schema(type_args[1], definitions)}
         return {"type": "object", **values}
     if isinstance(hint, type) and issubclass(hint, Enum):
         return {"enum": [member.value for member in hint]}
@@ -73,6 +73,6 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         name = getattr(hint, "__name__", "")
         if name not in definitions:
             definitions[name] = {}  # stops the recursion for a recursive type
-            definitions[name] = _object(hint, definitions)
+            definitions[name] = _dataclass_schema(hint, definitions)
         return {"$ref": f"#/$defs/{name}"}
-    return {"type": _SIMPLE[hint]} if hint in _SIMPLE else {}
+    return {"type": _SIMPLE_TYPES[hint]} if hint in _SIMPLE_TYPES else {}

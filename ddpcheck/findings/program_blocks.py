@@ -19,8 +19,8 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import computed_for, file_of_class, is_user_file, parsed_source, relative_path
 
-_Asked = ParamSpec("_Asked")
-_Answer = TypeVar("_Answer")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class ProgramSource:
@@ -28,12 +28,12 @@ class ProgramSource:
 
     def __init__(self, answers: Mapping[str, Any] | None = None) -> None:
         self.answers: dict[str, Any] = dict(answers or {})  # by query, as lists, strings and numbers
-        self._is_here = answers is None
+        self._has_files = answers is None
 
-    def ask(self, question: Callable[_Asked, _Answer], *asked: _Asked.args, **named: _Asked.kwargs) -> _Answer | None:
+    def ask(self, question: Callable[_Args, _Result], *asked: _Args.args, **named: _Args.kwargs) -> _Result | None:
         """Call `question` and record the answer; without source files, look the answer up."""
         key = f"{question.__name__}{asked}{named or ''}"
-        if not self._is_here:
+        if not self._has_files:
             answer = self.answers.get(key)
             return None if answer is None else msgspec.convert(answer, get_type_hints(question)["return"])
         result = question(*asked, **named)
@@ -72,7 +72,7 @@ class Block:
 
 def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
     """Return the blocks around a line, outermost first; `shown` is the path in reports."""
-    blocks = [replace(block, path=shown) for block in _blocks(Path(file)) if block.first <= line <= block.last]
+    blocks = [replace(block, path=shown) for block in _blocks_in(Path(file)) if block.first <= line <= block.last]
     return tuple(sorted(blocks, key=lambda block: (block.first, -block.last)))
 
 
@@ -128,16 +128,16 @@ def omission_of(attribute: str, kind: Any) -> Location | None:
                 methods = node.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__ else []
                 for method in sorted(methods, key=lambda stmt: getattr(stmt, "name", "") != "forward"):
                     name = method.name if isinstance(method, _FUNCTIONS) else "__init__"
-                    for use in _uses(method, used_name) if name != "__init__" else ():
-                        if line := _omitted_by(use, method, file):
+                    for use in _uses_of(method, used_name) if name != "__init__" else ():
+                        if line := _line_omitting(use, method, file):
                             return line
                         if name not in ("forward", *names):
                             names.append(name)
     return None
 
 
-def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
-    """Return the calls that use items of `self.attribute` in a method, then its reads."""
+def _uses_of(method: ast.AST, attribute: str) -> list[ast.expr]:
+    """Return a method's calls of items of `self.attribute`, then its reads of `self.attribute`."""
     nodes, names = [*ast.walk(method)], set()
     reads = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
     reads = [node for node in reads if ast.unparse(node.value) == "self"]
@@ -153,12 +153,12 @@ def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
     return [*(func for func in funcs if func.id in names), *reads]
 
 
-def _omitted_by(use: ast.expr, method: ast.AST, file: str) -> Location | None:
+def _line_omitting(use: ast.expr, method: ast.AST, file: str) -> Location | None:
     shown, nodes = relative_path(file), [*ast.walk(method)]
     blocks = skipping_blocks([f"{shown}:{use.lineno}"], [f"{shown}:{getattr(method, 'lineno', 0)}"], {shown: file})
     parents = [node for node in nodes if use in ast.walk(node)]
     if_exps = [node for node in parents if isinstance(node, ast.IfExp)]
-    if not blocks and not if_exps and not any(_selects(node, use) for node in parents):
+    if not blocks and not if_exps and not any(_selects_items(node, use) for node in parents):
         return None
     line = use.lineno if if_exps or not blocks else blocks[-1].line
     tests = [expr.test for expr in (*if_exps, *nodes) if isinstance(expr, ast.IfExp | ast.If) and expr.lineno == line]
@@ -167,31 +167,31 @@ def _omitted_by(use: ast.expr, method: ast.AST, file: str) -> Location | None:
     return Location(shown, next(filter(None, (computed_for(parsed_source(file), name) for name in names)), line))
 
 
-def _selects(node: ast.AST, use: ast.expr) -> bool:
+def _selects_items(node: ast.AST, use: ast.expr) -> bool:
     """Check if `node` indexes `use` by a computed index, or is a filtered comprehension."""
     is_indexed = isinstance(node, ast.Subscript) and node.value is use and not isinstance(node.slice, ast.Constant)
     return is_indexed or any(generator.ifs for generator in getattr(node, "generators", ()))
 
 
 @functools.cache
-def _blocks(file: Path) -> tuple[Block, ...]:
+def _blocks_in(file: Path) -> tuple[Block, ...]:
     try:
         tree = ast.parse(read_source(file))
     except (OSError, ValueError, SyntaxError):
         return ()
     nodes = [*ast.walk(tree)]
-    varying = {test for node in nodes if isinstance(node, _LOOPS | _FUNCTIONS) for test in _varying_in(node)}
-    return tuple(block for node in nodes for block in _made_by(node, varying))
+    varying = {test for node in nodes if isinstance(node, _LOOPS | _FUNCTIONS) for test in _varying_ifs(node)}
+    return tuple(block for node in nodes for block in _blocks_of_node(node, varying))
 
 
 _LOOPS = ast.For | ast.AsyncFor | ast.While
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _varying_in(scope: ast.AST) -> Iterator[ast.If]:
+def _varying_ifs(scope: ast.AST) -> Iterator[ast.If]:
     """Yield each `if` that tests computed values or arguments, not counters or options."""
     nodes = [*ast.walk(scope)]
-    counters = {node for loop in nodes for node in _counters(loop)}
+    counters = {node for loop in nodes for node in _counter_targets(loop)}
     names = {ast.unparse(n) for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store) and n not in counters}
     func_args = {node.arg for node in nodes if isinstance(node, ast.arg)} if isinstance(scope, _FUNCTIONS) else set()
     for node in nodes:
@@ -204,7 +204,7 @@ def _varying_in(scope: ast.AST) -> Iterator[ast.If]:
                 yield node
 
 
-def _counters(node: ast.AST) -> Iterable[ast.expr]:
+def _counter_targets(node: ast.AST) -> Iterable[ast.expr]:
     """Return the targets to which a statement assigns a loop counter or literal number."""
     match node:
         case ast.For(target=target, iter=ast.Call(func=ast.Name(id="range"))):
@@ -218,56 +218,56 @@ def _counters(node: ast.AST) -> Iterable[ast.expr]:
     return []
 
 
-def _made_by(node: ast.AST, varying: Collection[ast.If]) -> Iterator[Block]:
+def _blocks_of_node(node: ast.AST, varying: Collection[ast.If]) -> Iterator[Block]:
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            yield _block("function", "def", node.lineno, node.body)
+            yield _make_block("function", "def", node.lineno, node.body)
         case ast.For() | ast.AsyncFor():
-            yield _loop("for", node.lineno, node.body, ast.unparse(node.iter), _times(node.iter))
+            yield _make_loop("for", node.lineno, node.body, ast.unparse(node.iter), _literal_range(node.iter))
         case ast.While():
             endless = isinstance(node.test, ast.Constant) and bool(node.test.value)
-            yield _loop("while", node.lineno, node.body, ast.unparse(node.test), ENDLESS if endless else None)
+            yield _make_loop("while", node.lineno, node.body, ast.unparse(node.test), ENDLESS if endless else None)
         case ast.If():
             for arm in filter(None, (node.body, node.orelse)):
-                yield replace(_block("branch", "if", node.lineno, arm), varies=node in varying)
+                yield replace(_make_block("branch", "if", node.lineno, arm), varies=node in varying)
         case ast.match_case():
-            yield _block("branch", "case", node.pattern.lineno, node.body)
+            yield _make_block("branch", "case", node.pattern.lineno, node.body)
         case ast.Try():
             for handler in node.handlers:
                 if not isinstance(handler.body[-1], ast.Raise):
-                    yield _block("try", "except", handler.lineno, node.body)
+                    yield _make_block("try", "except", handler.lineno, node.body)
         case ast.With(items=[ast.withitem(context_expr=ast.Call(func=called))]):
             if ast.unparse(called).rpartition(".")[2] == "suppress":
-                yield _block("try", "suppress", node.lineno, node.body)
+                yield _make_block("try", "suppress", node.lineno, node.body)
     for name in ("body", "orelse", "finalbody"):
         statements = getattr(node, name, None)
         if isinstance(statements, list):
-            yield from _rests(statements, varying)
+            yield from _skippable_rests(statements, varying)
 
 
-def _block(kind: _Kind, word: str, line: int, body: Sequence[ast.stmt]) -> Block:
-    return Block(kind, "", line, body[0].lineno, _end(body), word)
+def _make_block(kind: _Kind, word: str, line: int, body: Sequence[ast.stmt]) -> Block:
+    return Block(kind, "", line, body[0].lineno, _last_line(body), word)
 
 
-def _loop(word: str, line: int, body: Sequence[ast.stmt], over: str, times: float | None) -> Block:
-    exits = tuple(sorted(_exits(body, inner=False)))
-    return Block("loop", "", line, line, _end(body), word, exits, over, times)
+def _make_loop(word: str, line: int, body: Sequence[ast.stmt], over: str, times: float | None) -> Block:
+    exits = tuple(sorted(_exit_lines(body, inner=False)))
+    return Block("loop", "", line, line, _last_line(body), word, exits, over, times)
 
 
-def _end(body: Sequence[ast.stmt]) -> int:
+def _last_line(body: Sequence[ast.stmt]) -> int:
     return body[-1].end_lineno or body[-1].lineno
 
 
-def _rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]) -> Iterator[Block]:
+def _skippable_rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]) -> Iterator[Block]:
     """Yield the statements skipped by each `if` that ends in a jump."""
     for index, stmt in enumerate(statements[:-1]):
         if isinstance(stmt, ast.If) and not stmt.orelse and isinstance(jump := stmt.body[-1], _JUMPS):
-            rest = statements[index + 1 :]
+            skipped = statements[index + 1 :]
             word = type(jump).__name__.lower()
-            yield Block("rest", "", jump.lineno, rest[0].lineno, _end(rest), word, varies=stmt in varying)
+            yield Block("rest", "", jump.lineno, skipped[0].lineno, _last_line(skipped), word, varies=stmt in varying)
 
 
-def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:
+def _exit_lines(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:
     """Yield the lines that end a loop; with `inner`, `break` ends a nested loop."""
     for stmt in body:
         if isinstance(stmt, ast.Return) or (isinstance(stmt, ast.Break) and not inner):
@@ -275,12 +275,12 @@ def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]
         elif not isinstance(stmt, _FUNCTIONS | ast.ClassDef):
             is_loop = isinstance(stmt, _LOOPS)
             for name in ("body", "orelse", "finalbody"):
-                yield from _exits(getattr(stmt, name, []), inner=inner or (is_loop and name == "body"))
+                yield from _exit_lines(getattr(stmt, name, []), inner=inner or (is_loop and name == "body"))
             for clause in (*getattr(stmt, "handlers", ()), *getattr(stmt, "cases", ())):
-                yield from _exits(clause.body, inner=inner)
+                yield from _exit_lines(clause.body, inner=inner)
 
 
-def _times(over: ast.expr) -> float | None:
+def _literal_range(over: ast.expr) -> float | None:
     """Return the number of iterations over `range(literal)`, else None."""
     match over:
         case ast.Call(func=ast.Name(id="range"), args=[ast.Constant(value=int(count))]):

@@ -30,7 +30,7 @@ from ddpcheck.findings.rules import RULES, is_selected
 from ddpcheck.findings.rules import Severity as Severity
 
 SCHEMA_VERSION = 1
-_UNTOLD = 0.5  # a tolerance of this value or more detects nothing: the smallest measured fault has this size
+_BLIND_TOLERANCE = 0.5  # a tolerance of this value or more detects nothing: the smallest measured fault has this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class ParityEntry:
     @property
     def tells(self) -> bool:
         """True if the tolerance is small enough to detect a wrong gradient."""
-        return self.tolerance < _UNTOLD
+        return self.tolerance < _BLIND_TOLERANCE
 
     @property
     def excess(self) -> float:
@@ -217,7 +217,7 @@ class Document:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, as written by `to_json`."""
-        return {"schema_version": SCHEMA_VERSION, **_plain(self)}
+        return {"schema_version": SCHEMA_VERSION, **_to_plain(self)}
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return JSON; equal runs differ only under `seconds` and `timing`."""
@@ -225,15 +225,15 @@ class Document:
         return json.dumps(data, indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Convert a value to JSON types; add rule name and advice to findings."""
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     if not dataclasses.is_dataclass(value):
         return value.value if isinstance(value, Severity) else value
-    data = {attribute.name: _plain(getattr(value, attribute.name)) for attribute in dataclasses.fields(value)}
+    data = {attribute.name: _to_plain(getattr(value, attribute.name)) for attribute in dataclasses.fields(value)}
     if isinstance(value, Finding):
         rule = RULES.get(value.code)  # None for a rule of a newer version
         del data["tags"]
@@ -366,11 +366,11 @@ class Report(Document):
 
     def __str__(self) -> str:
         """Return the report as text, without colour."""
-        return self._rendered("text").rstrip("\n")
+        return self._render("text").rstrip("\n")
 
     def _repr_html_(self) -> str:
         """Return the HTML page in an iframe, for notebooks."""
-        page = self._rendered("html")
+        page = self._render("html")
         return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -381,9 +381,9 @@ class Report(Document):
             OSError: The file cannot be written.
         """
         form = importlib.import_module("ddpcheck.render").format_for(None, path=os.fspath(path))
-        Path(path).write_text(self._rendered(form), encoding="utf-8", errors="backslashreplace")
+        Path(path).write_text(self._render(form), encoding="utf-8", errors="backslashreplace")
 
-    def _rendered(self, form: str) -> str:
+    def _render(self, form: str) -> str:
         renderer = importlib.import_module("ddpcheck.render").renderer_for(form)  # imports this module
         return str(renderer.render(self))
 

@@ -111,8 +111,8 @@ def parse_rule(docstring: str) -> Rule:
     Code of `Example` is indented by 4.
     """
     head, _, text = docstring.strip().partition("\n")
-    named, _, rest = head.partition(": ")
-    (code, name), (severity, *flags) = named.split(), rest.split(", ")
+    named, _, level_and_flags = head.partition(": ")
+    (code, name), (severity, *flags) = named.split(), level_and_flags.split(", ")
     summary, *parts = _FIELD.split(text)
     texts = {label.lower(): value for label, value in zip(parts[::2], parts[1::2], strict=True)}
     fields: dict[str, Any] = {label: " ".join(value.split()) for label, value in texts.items()}
@@ -175,10 +175,10 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
 
 def find_rule(text: str) -> Rule:
     """Return the rule with a code or name; raise `UsageError` if there is none."""
-    wanted = text.strip()
-    rule = RULES.get(wanted.upper()) or next((rule for rule in RULES.values() if rule.name == wanted.lower()), None)
+    name = text.strip()
+    rule = RULES.get(name.upper()) or next((rule for rule in RULES.values() if rule.name == name.lower()), None)
     if rule is None:
-        raise UsageError(f"there is no rule {text!r}; {_suggestion(wanted)}")
+        raise UsageError(f"there is no rule {text!r}; {_suggestion(name)}")
     return rule
 
 

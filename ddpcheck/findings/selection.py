@@ -13,7 +13,7 @@ from ddpcheck.findings.figures import excerpts_of
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, Finding, Report, folder_of, select_findings
 from ddpcheck.findings.rules import is_selected, matching_rules
-from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.findings.wording import format_count, join_names
 
 _COMMENT = re.compile(r"#\s*ddpcheck:\s*ignore\[(?P<codes>[^\]]*)\](?P<reason>.*)")
 Mark = tuple[str, str, str]  # code, file and one subject of a finding
@@ -124,13 +124,13 @@ def sort_out(
         else:
             kept.append(finding)
     hidden = [finding.code for finding in findings if finding not in chosen]
-    unmatched = _gone(baseline, findings, target, hidden) if baseline is not None else ()
-    loose = (
+    unmatched = _mismatches(baseline, findings, target, hidden) if baseline is not None else ()
+    unused = (
         _note_on_suppression(rule, findings, kept)
         for rule in rules
         if all(is_selected(c, select, ignore) for c in rule.codes)
     )
-    sentences = dict.fromkeys(filter(None, (*useless, *loose)))
+    sentences = dict.fromkeys(filter(None, (*useless, *unused)))
     return Selection(tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(sentences), tuple(unmatched))
 
 
@@ -161,10 +161,10 @@ def _note_on_suppression(suppression: Suppression, findings: Sequence[Finding], 
     if any(finding not in kept for finding in matched):
         return ""
     first = matched[0]
-    rest = [subject for subject in first.subjects if subject not in suppression.matched(first)]
+    unmatched = [subject for subject in first.subjects if subject not in suppression.matched(first)]
     return (
-        f"the suppression of {suppression} does not match {join_names(rest)}, which {first.code} is about as well, so "
-        "the finding counts"
+        f"the suppression of {suppression} does not match {join_names(unmatched)}, which {first.code} is about as "
+        "well, so the finding counts"
     )
 
 
@@ -185,18 +185,18 @@ def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
 
 
 def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
-    """Check if `known` has each mark of a finding with at least its severity."""
+    """Check if `known` has each mark of a finding, at least as severe."""
     return all(known.get(mark, 99) <= rank for mark, rank in marks([finding]).items())
 
 
-def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Sequence[str]) -> Iterable[str]:
+def _mismatches(baseline: Report, findings: Sequence[Finding], target: str, hidden: Sequence[str]) -> Iterable[str]:
     """Yield sentences on a baseline that does not match the findings."""
     if baseline.target != target:
         yield f"the baseline was made of {baseline.target}"
     if fixed := not_found(baseline.findings, findings, hidden):
         listed = "; ".join(f"{finding.code} {join_names(finding.subjects)}".strip() for finding in fixed[:5])
         suffix = f" and {len(fixed) - 5} more" if len(fixed) > 5 else ""
-        yield f"{counted(len(fixed), 'finding')} of the baseline not found any more: {listed}{suffix}"
+        yield f"{format_count(len(fixed), 'finding')} of the baseline not found any more: {listed}{suffix}"
 
 
 def not_found(before: Sequence[Finding], now: Sequence[Finding], hidden: Sequence[str]) -> tuple[Finding, ...]:

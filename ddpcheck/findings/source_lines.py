@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings import named_functions
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.wording import LONGEST_TRACEBACK, shortened
+from ddpcheck.findings.wording import LONGEST_TRACEBACK, shorten
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,12 +49,12 @@ _working_folder = os.sep
 
 @functools.cache
 def _relative_path(path: str, working_folder: str) -> str:
-    shown = _shown(os.path.realpath(path), working_folder)
+    shown = _path_in_reports(os.path.realpath(path), working_folder)
     _files.setdefault(shown, os.path.abspath(path))
     return shown
 
 
-def _shown(real: str, working_folder: str) -> str:
+def _path_in_reports(real: str, working_folder: str) -> str:
     if real.startswith(_REAL_OWN_FOLDER):
         return Path("ddpcheck", real[len(_REAL_OWN_FOLDER) :]).as_posix()
     working_prefix = os.path.realpath(working_folder) + os.sep
@@ -162,18 +162,18 @@ _MOST_LINES = 16  # of a stack
 def variables_of(frame: FrameType) -> dict[str, object]:
     """Return the local variables of a frame without extending their lifetime.
 
-    Before Python 3.13 (PEP 667), a function frame keeps the `f_locals` dictionary until the function returns, and reads
-    variables back after a call of a profile or trace function: the dictionary is not cleared if one is set.
+    Before Python 3.13 (PEP 667), a function frame keeps the `f_locals` dictionary until the function returns, so the
+    dictionary is cleared, unless a profile or trace function is set: the frame would read the variables back.
     """
     values = frame.f_locals
     variables = dict(values)
     is_func = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getprofile() is sys.gettrace() is None
-    if is_func and type(values) is dict and sys.getrefcount(values) <= _ONLY_THE_FRAME:  # else the program refers to it
+    if is_func and type(values) is dict and sys.getrefcount(values) <= _MOST_REFS:  # else the program refers to it
         values.clear()
     return variables
 
 
-_ONLY_THE_FRAME = 3  # references: the frame, `values`, and the argument of `getrefcount`
+_MOST_REFS = 3  # references: the frame, `values`, and the argument of `getrefcount`
 
 
 def is_called_by_a_package() -> bool:
@@ -260,7 +260,7 @@ def format_traceback(error: BaseException, *, whole: bool = False) -> str:
             frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
             frame.filename = frame.filename if frame.filename.startswith("<") else relative_path(frame.filename)
         pending += [current.__cause__, current.__context__, *(current.exceptions or ())]
-    return shortened("".join(exception.format()).rstrip(), LONGEST_TRACEBACK)
+    return shorten("".join(exception.format()).rstrip(), LONGEST_TRACEBACK)
 
 
 def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:
@@ -270,14 +270,14 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     function whose globals have the variable if `module` has no such attribute.
     """
     holder = module
-    first, *rest = re.split(r"[.\[]", name)
+    first, *path = re.split(r"[.\[]", name)
     variable = first
-    while rest and (inner := dict(holder._modules.items()).get(first)) is not None:
-        holder, first, rest = inner, rest[0], rest[1:]
+    while path and (inner := dict(holder._modules.items()).get(first)) is not None:
+        holder, first, path = inner, path[0], path[1:]
     if hasattr(holder, first):
         return assignment_in_classes({"": _classes_of(holder)}, first)
     file = getattr(getattr(beside, "__code__", None), "co_filename", "")
-    return _assigned(parsed_source(file).body, variable, file) if is_user_file(file) else None
+    return _first_assignment(parsed_source(file).body, variable, file) if is_user_file(file) else None
 
 
 def making_of(module: nn.Module, name: str) -> Location | None:
@@ -314,7 +314,7 @@ def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | Non
         if node is not None:
             definitions = (child for child in ast.walk(node) if isinstance(child, ast.ClassDef | ast.FunctionDef))
             node = next((child for child in definitions if child is not node and child.name == part), None)
-    return None if node is None else _assigned(ast.walk(node), f"self.{attribute}", file)
+    return None if node is None else _first_assignment(ast.walk(node), f"self.{attribute}", file)
 
 
 def last_assignment(at: Location, name: str) -> Location | None:
@@ -409,9 +409,8 @@ def assignment_targets(node: ast.AST) -> list[ast.expr]:
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) else []
 
 
-def _assigned(nodes: Iterable[ast.AST], wanted: str, path: str) -> Location | None:
-    """Return the line of the first node that assigns `wanted`."""
+def _first_assignment(nodes: Iterable[ast.AST], target: str, path: str) -> Location | None:
     for node in nodes:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and wanted in map(ast.unparse, assignment_targets(node)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and target in map(ast.unparse, assignment_targets(node)):
             return Location(relative_path(path), node.lineno)
     return None

@@ -32,8 +32,8 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
     frames of ddpcheck are not.
     """
     stack: tuple[Frame, ...] = ()
-    for is_current, frames in _threads(dump):
-        if (index := _loop_at(frames)) is not None:
+    for is_current, frames in _thread_stacks(dump):
+        if (index := _index_of_loop(frames)) is not None:
             stack = frames[:index]
             break
         if is_current:
@@ -42,36 +42,33 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def main_thread_dump(dump: str) -> str:
-    """Return the main thread of a dump, relabelled as the current thread.
-
-    Threads are listed from newest to oldest; the oldest is the main thread.
-    """
-    blocks = [block for block in _BLANK.split(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
+    """Return the main thread, the last in a dump, relabelled as the current thread."""
+    blocks = [block for block in _BLANK_LINE.split(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
     return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 
 
 def has_no_python_frames(dump: str) -> bool:
     """Check if the thread that wrote a dump has no Python frames (interpreter shutdown)."""
-    return any(is_current and not frames for is_current, frames in _threads(dump))
+    return any(is_current and not frames for is_current, frames in _thread_stacks(dump))
 
 
 def has_other_threads(dump: str) -> bool:
     """Check for Python threads besides ddpcheck's loop, even with library frames only (timers)."""
-    return any(frames and _loop_at(frames) is None for _, frames in _threads(dump))
+    return any(frames and _index_of_loop(frames) is None for _, frames in _thread_stacks(dump))
 
 
 def program_threads(dump: str) -> list[tuple[Frame, ...]]:
     """Return the stacks of other threads that run the program, without ddpcheck frames."""
-    stacks = (frames for is_current, frames in _threads(dump) if not is_current)
+    stacks = (frames for is_current, frames in _thread_stacks(dump) if not is_current)
     return [_without_ddpcheck(stack) for stack in stacks if any(is_of_program(frame.file) for frame in stack)]
 
 
-_BLANK = re.compile(r"\n\s*\n")
+_BLANK_LINE = re.compile(r"\n\s*\n")
 
 
-def _threads(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
+def _thread_stacks(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
     """Return the stack of each thread, with True for the writer of the dump."""
-    return [(block.lstrip().startswith("Current thread"), frames_of(block)) for block in _BLANK.split(dump)]
+    return [(block.lstrip().startswith("Current thread"), frames_of(block)) for block in _BLANK_LINE.split(dump)]
 
 
 def _without_ddpcheck(stack: Sequence[Frame]) -> tuple[Frame, ...]:
@@ -87,7 +84,7 @@ def frames_of(block: str) -> tuple[Frame, ...]:
     )
 
 
-def _loop_at(frames: Sequence[Frame]) -> int | None:
+def _index_of_loop(frames: Sequence[Frame]) -> int | None:
     """Return the index in a stack where ddpcheck's own loop begins, or None."""
     is_rank_file = [frame.file.startswith(OWN_FOLDER) and Path(frame.file).name == "rank.py" for frame in frames]
     return next((index for index, frame in enumerate(frames) if is_rank_file[index] and frame.name in _LOOP), None)
@@ -107,8 +104,8 @@ def collective_of(frames: Sequence[Frame]) -> str:
     for frame in frames:
         if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
             name = frame.name
-        elif name and _is_users(frame):
-            return f"{name} at {_where(frame)}"
+        elif name and _is_user_frame(frame):
+            return f"{name} at {_line_of(frame)}"
     return name
 
 
@@ -122,14 +119,14 @@ def collectives_of_threads(dump: str) -> list[str]:
 
     Includes threads of torch: the thread of `async_save` runs no line of the program.
     """
-    return [call for is_current, frames in _threads(dump) if not is_current and (call := collective_of(frames))]
+    return [call for is_current, frames in _thread_stacks(dump) if not is_current and (call := collective_of(frames))]
 
 
 def program_lines(text: str) -> tuple[str, ...]:
     """Return the program's lines in a `faulthandler` dump or traceback, innermost first."""
     is_traceback = "(most recent call last)" in text
     frames = traceback_stack(text) if is_traceback else main_stack(text)
-    return tuple(_where(frame) for frame in frames if is_of_program(frame.file) and _is_users(frame))
+    return tuple(_line_of(frame) for frame in frames if is_of_program(frame.file) and _is_user_frame(frame))
 
 
 CONSTRUCTOR = "the constructor of DistributedDataParallel"
@@ -181,7 +178,7 @@ def lock_waited_for(frames: Sequence[Frame]) -> str:
     user_index = next((index for index, frame in enumerate(frames) if is_user_file(frame.file)), 0)
     if not user_index or any(os.path.basename(frame.file) not in _LOCKS for frame in frames[:user_index]):
         return ""
-    return f"{frames[user_index - 1].name}() at {_where(frames[user_index])}"
+    return f"{frames[user_index - 1].name}() at {_line_of(frames[user_index])}"
 
 
 _PICKLING = ("_object_to_tensor", "_tensor_to_object")
@@ -197,13 +194,13 @@ def work_waited_for(dump: str) -> str:
 
     The innermost Python frame is that of ddpcheck's own `wait`, since C++ adds no frame.
     """
-    innermost = (frames[0] for is_current, frames in _threads(dump) if is_current and frames)
-    if any(frame.name == "wait" and frame.file == _RECORDED for frame in innermost):
+    innermost = (frames[0] for is_current, frames in _thread_stacks(dump) if is_current and frames)
+    if any(frame.name == "wait" and frame.file == _WAIT_FILE for frame in innermost):
         return f"wait(){f' at {location}' if (location := innermost_line(main_stack(dump))) else ''}"
     return ""
 
 
-_RECORDED = os.path.join(OWN_FOLDER, "gather", "collectives", "collective_log.py")
+_WAIT_FILE = os.path.join(OWN_FOLDER, "gather", "collectives", "collective_log.py")
 
 
 _BLOCKING = re.compile(r"\.(wait|item|cpu|tolist|numpy|synchronize)\(")
@@ -228,19 +225,19 @@ def is_waiting(failure: RankFailure) -> bool:
 
 def innermost_frame(frames: Sequence[Frame]) -> str:
     """Return function and line of the innermost user frame, else any frame, or `""`."""
-    user_frames = [frame for frame in frames if _is_users(frame)]
-    return next((f"{frame.name} at {_where(frame)}" for frame in (*user_frames, *frames)), "")
+    user_frames = [frame for frame in frames if _is_user_frame(frame)]
+    return next((f"{frame.name} at {_line_of(frame)}" for frame in (*user_frames, *frames)), "")
 
 
 def innermost_line(frames: Sequence[Frame]) -> str:
     """Return the innermost line of user code as "path:line", `""` if none."""
-    return next((_where(frame) for frame in frames if _is_users(frame)), "")
+    return next((_line_of(frame) for frame in frames if _is_user_frame(frame)), "")
 
 
-def _is_users(frame: Frame) -> bool:
+def _is_user_frame(frame: Frame) -> bool:
     """Return True for a user line outside functions that wrap torch calls."""
     return is_user_file(frame.file) and not is_wrapper(frame.file, frame.name)
 
 
-def _where(frame: Frame) -> str:
+def _line_of(frame: Frame) -> str:
     return f"{relative_path(frame.file)}:{frame.line}"

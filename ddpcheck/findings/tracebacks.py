@@ -1,7 +1,7 @@
 """Exceptions of a target: whose fault they are, exceptions of workers, traceback text.
 
 An exception is the fault of the owner of its innermost frame that belongs to neither torch nor Python. ddpcheck owns
-frames of its hooks and modes, even if called by the target. The target owns frames of functions marked `for_target` and
+frames of its hooks and modes, even if called by the target. The target owns frames of functions marked `runs_target`,
 of signal handlers, and errors that a public function of ddpcheck raises to the target.
 
 `torch._utils.ExceptionWrapper` re-raises an exception of a data loader worker or thread at the line that waited: an
@@ -26,37 +26,37 @@ from ddpcheck.findings.errors import BugError, DDPCheckError
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import OWN_FOLDER, format_traceback, is_user_file
 from ddpcheck.findings.stacks import frames_of, innermost_line
-from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.findings.wording import format_count, join_names
 
 BUG = "this is a bug in ddpcheck"
 _LONGEST = 150  # characters of a foreign message
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_passing_on: set[CodeType] = {ddpcheck.__getattr__.__code__}  # unknown attributes are the caller's error
-_for_target: set[CodeType] = set()
+_forwarding_code: set[CodeType] = {ddpcheck.__getattr__.__code__}  # unknown attributes are the caller's error
+_target_code: set[CodeType] = set()
 
 
-def passes_on(function: _Function) -> _Function:
+def forwards_calls(function: _Function) -> _Function:
     """Mark a ddpcheck function that forwards calls: its frames count as torch's."""
-    _passing_on.add(function.__code__)
+    _forwarding_code.add(function.__code__)
     return function
 
 
-def for_target(function: _Function) -> _Function:
+def runs_target(function: _Function) -> _Function:
     """Mark a function that runs the target: its frames count as the target's."""
-    _for_target.add(function.__code__)
+    _target_code.add(function.__code__)
     return function
 
 
-def is_ours(error: BaseException) -> bool:
+def is_own_bug(error: BaseException) -> bool:
     """Check if `error`, or an exception in its chain, is a bug of ddpcheck."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         if isinstance(current, DDPCheckError) or not isinstance(current, Exception):
             return isinstance(current, BugError)
-        run = _innermost_run(current)
-        if run and not _is_asked_for(run[0][0]):
+        run = _innermost_frames(current)
+        if run and not _is_public_api(run[0][0]):
             files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(current.__traceback__)]
             return not (isinstance(current, RecursionError) and any(map(is_user_file, files)))
         seen.add(id(current))
@@ -79,8 +79,8 @@ def _code_of_handlers() -> set[CodeType]:
 
 def is_misuse(error: DDPCheckError) -> bool:
     """Check if the target misused a public function (not `Recipe`), which raised `error`."""
-    run = _innermost_run(error)
-    return bool(run) and _is_asked_for(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
+    run = _innermost_frames(error)
+    return bool(run) and _is_public_api(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
 
 
 def as_bug(error: BaseException, phase: str = "") -> BugError:
@@ -90,7 +90,7 @@ def as_bug(error: BaseException, phase: str = "") -> BugError:
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
     location = ""
-    if run := _innermost_run(error):
+    if run := _innermost_frames(error):
         frame, line = run[-1]
         location = f"ddpcheck/{os.path.relpath(frame.f_code.co_filename, OWN_FOLDER)}:{line}".replace(os.sep, "/")
     note = ", ".join(filter(None, (location, phase)))
@@ -101,20 +101,20 @@ def as_bug(error: BaseException, phase: str = "") -> BugError:
     )
 
 
-def _innermost_run(error: BaseException) -> Sequence[tuple[FrameType, int]]:
+def _innermost_frames(error: BaseException) -> Sequence[tuple[FrameType, int]]:
     """Return the ddpcheck frames (with lines) at a traceback's end, outermost first."""
     run: list[tuple[FrameType, int]] = []
     handlers = _code_of_handlers()
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         code = frame.f_code
-        if code in _for_target or is_user_file(code.co_filename) or code in handlers:
+        if code in _target_code or is_user_file(code.co_filename) or code in handlers:
             break
-        if code.co_filename.startswith(OWN_FOLDER) and code not in _passing_on:
+        if code.co_filename.startswith(OWN_FOLDER) and code not in _forwarding_code:
             run.append((frame, line))
     return run[::-1]
 
 
-def _is_asked_for(entry: FrameType) -> bool:
+def _is_public_api(entry: FrameType) -> bool:
     """Check if the frame where a traceback enters ddpcheck is public API."""
     module = str(entry.f_globals.get("__name__", ""))
     return entry.f_code.co_qualname.partition(".")[0] in ddpcheck.__all__ or module.startswith("ddpcheck.integrations")
@@ -161,9 +161,9 @@ def original_of(error: BaseException) -> OriginalException | None:
 
 _FRAME = re.compile(r'^(?P<indent> *)File "(?P<file>[^"]*)", line (\d+|\?\?\?)')
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)")
-_OF_PYTHON = re.compile(r"(^|/)lib/python3\.\d+t?/|^<frozen |^(importlib|multiprocessing|concurrent|asyncio|unittest)/")
-_FOLDED = ("torch", "ddpcheck", "_pytest", "pluggy", "cloudpickle")
-_LOOSE = ("runpy.py", "contextlib.py", "functools.py", "threading.py")  # files without a folder in tracebacks
+_PYTHON = re.compile(r"(^|/)lib/python3\.\d+t?/|^<frozen |^(importlib|multiprocessing|concurrent|asyncio|unittest)/")
+_FOLDED_PACKAGES = ("torch", "ddpcheck", "_pytest", "pluggy", "cloudpickle")
+_STDLIB_FILES = ("runpy.py", "contextlib.py", "functools.py", "threading.py")  # files without a folder in tracebacks
 
 
 def fold_traceback(text: str) -> str:
@@ -178,7 +178,7 @@ def fold_traceback(text: str) -> str:
     for number, line in enumerate(lines):
         continues = line.startswith(" " * (indent + 1)) or line.strip().startswith("[Previous line repeated")
         if frame := _FRAME.match(line):
-            owners[number] = _owner(frame["file"])
+            owners[number] = _package_of(frame["file"])
             indent = len(frame["indent"])
         elif number - 1 in owners and continues:  # source, markers or repeat count of the frame above
             owners[number] = owners[number - 1]
@@ -194,15 +194,15 @@ def fold_traceback(text: str) -> str:
             continue
         frames = [(owners[i], frame["indent"]) for i in run if (frame := _FRAME.match(lines[i]))]
         names = join_names(list(dict.fromkeys(owner for owner, _ in frames)))
-        result.append(f"{frames[0][1]}... {counted(len(frames), 'frame')} of {names}")
+        result.append(f"{frames[0][1]}... {format_count(len(frames), 'frame')} of {names}")
     return "\n".join(result)
 
 
-def _owner(file: str) -> str:
+def _package_of(file: str) -> str:
     """Return the owner of a file: a folded package, "Python", or "" (user)."""
     path = file.replace("\\", "/")
     installed = _INSTALLED.search(path)
     package = installed[1] if installed else path.partition("/")[0]
-    if package in _FOLDED and "/" in path:
+    if package in _FOLDED_PACKAGES and "/" in path:
         return package
-    return "Python" if not installed and (_OF_PYTHON.search(path) or path in _LOOSE) else ""
+    return "Python" if not installed and (_PYTHON.search(path) or path in _STDLIB_FILES) else ""

@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 LONGEST_TRACEBACK = 10_000  # characters
 _LONGEST = 2_000
-_LONGEST_OF = {"subjects": 500, "parameter": 500, "detail": 20_000}  # by field name
+_LONGEST_BY_FIELD = {"subjects": 500, "parameter": 500, "detail": 20_000}  # by field name
 
 
 def suggests_names(what: str) -> Callable[[Function], Function]:
@@ -46,7 +46,7 @@ def suggests_names(what: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Return `text`, cut in the middle if longer than `most` characters."""
     left_out = len(text) - most
     if left_out <= 0:
@@ -55,22 +55,22 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:beginning]} ... {left_out} characters left out ... {text[beginning - most :]}"
 
 
-def limited(value: Value) -> Value:
+def shorten_texts(value: Value) -> Value:
     """Return a report, or part of a report, with every text shortened."""
-    return cast(Value, _with_texts(value, lambda text, name: shortened(text, _LONGEST_OF.get(name, _LONGEST))))
+    return cast(Value, _map_texts(value, lambda text, name: shorten(text, _LONGEST_BY_FIELD.get(name, _LONGEST))))
 
 
-def _with_texts(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
+def _map_texts(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
     """Return `value` with `change(text, field name)` applied to every text."""
     if isinstance(value, str):
         return value if isinstance(value, Enum) else change(value, name)
     if isinstance(value, tuple | list):
-        return type(value)(_with_texts(item, change, name) for item in value)
+        return type(value)(_map_texts(item, change, name) for item in value)
     if isinstance(value, Mapping):
-        return {_with_texts(key, change, name): _with_texts(item, change, name) for key, item in value.items()}
+        return {_map_texts(key, change, name): _map_texts(item, change, name) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         old_values = {attribute.name: getattr(value, attribute.name) for attribute in fields(value)}
-        new_values = {key: _with_texts(item, change, key) for key, item in old_values.items()}
+        new_values = {key: _map_texts(item, change, key) for key, item in old_values.items()}
         changed = {key: item for key, item in new_values.items() if item != old_values[key]}
         return replace(value, **changed) if changed else value
     return value
@@ -87,7 +87,7 @@ def plain_name(text: str) -> str:
 def without_prefix(finding: Finding) -> Finding:
     """Return the finding without the `_orig_mod` prefix of `torch.compile` in names."""
     change = {"module": plain_module}
-    return cast(Finding, _with_texts(finding, lambda text, name: change.get(name, plain_name)(text)))
+    return cast(Finding, _map_texts(finding, lambda text, name: change.get(name, plain_name)(text)))
 
 
 def plain_module(name: str) -> str:
@@ -168,7 +168,7 @@ def format_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
     return [f"{name}: {'; '.join(group_by_value(by_rank))}" for name, by_rank in values.items()]
 
 
-def counted(number: object, noun: str) -> str:
+def format_count(number: object, noun: str) -> str:
     """Format a count: "1 step", "3 steps", "2 passes", "2 batches"."""
     return f"{number} {noun}{'' if str(number) == '1' else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
@@ -269,30 +269,30 @@ def make_finding(
     )
 
 
-def _in_list(make: Callable[_Args, Finding]) -> Callable[_Args, list[Finding]]:
+def _returning_list(make: Callable[_Args, Finding]) -> Callable[_Args, list[Finding]]:
     return lambda *args, **kwargs: [make(*args, **kwargs)]
 
 
-new_finding = _in_list(make_finding)  # `make_finding` as a list, the return type of judges
+new_finding = _returning_list(make_finding)  # `make_finding` as a list, the return type of judges
 
 
-def phrase(failure: RankFailure) -> str:
+def failure_text(failure: RankFailure) -> str:
     """Return the message of a failure without its "rank N" prefix."""
     return failure.message.removeprefix(f"rank {failure.rank} ")
 
 
-_OF_SEVERAL = {"was": "were", "is": "are", "has": "have", "waits": "wait"}
+_PLURAL_VERBS = {"was": "were", "is": "are", "has": "have", "waits": "wait"}
 
 
-def agreeing(phrase: str, ranks: Sequence[int]) -> str:
+def pluralize_verb(phrase: str, ranks: Sequence[int]) -> str:
     """Put the verb of `phrase` in the plural for several ranks: "was" to "were"."""
     if len(ranks) == 1:
         return phrase
-    verb, space, rest = phrase.partition(" ")
-    return _OF_SEVERAL.get(verb, verb) + space + rest.replace("before its work", "before their work")
+    verb, space, remainder = phrase.partition(" ")
+    return _PLURAL_VERBS.get(verb, verb) + space + remainder.replace("before its work", "before their work")
 
 
 def format_by_text(texts: Iterable[tuple[int, str]]) -> list[str]:
     """Group ranks by equal text: "ranks 1 and 2 have ended"."""
     groups = {text: [rank for rank, _ in pairs] for text, pairs in group_by(texts, lambda pair: pair[1]).items()}
-    return [f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in groups.items()]
+    return [f"{format_ranks(ranks)} {pluralize_verb(text, ranks)}" for text, ranks in groups.items()]

@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import DDPCheckError
-from ddpcheck.findings.tracebacks import is_of_signal, passes_on
+from ddpcheck.findings.tracebacks import forwards_calls, is_of_signal
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -141,12 +141,12 @@ class Patch(AbstractContextManager[None]):
     """Patch of an attribute until `undo` or the end of the `with` block."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace attribute `name` of a module or class by `make(original)`, marked with `passes_on`."""
+        """Replace attribute `name` of a module or class by `make(original)`, marked with `forwards_calls`."""
         original = vars(owner).get(name, _INHERITED)
         replacement = make(getattr(owner, name))
         for function in (replacement, getattr(replacement, "fget", None), getattr(replacement, "fset", None)):
             if isinstance(function, FunctionType):
-                passes_on(function)
+                forwards_calls(function)
         replacement = staticmethod(replacement) if isinstance(original, staticmethod) else replacement
         put = functools.partial(setattr, owner, name)
         self.redo = functools.partial(put, replacement)
@@ -179,7 +179,7 @@ def accompanied(original: Any, around: Callable[..., Any]) -> Any:
     errors, is_finalizing = ErrorGuard, sys.is_finalizing  # locals: this frame is on the hot path
 
     @functools.wraps(original)
-    @passes_on
+    @forwards_calls
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or mine.is_off or is_finalizing():  # while tracing, compile the original
             return original(*args, **kwargs)

@@ -16,8 +16,8 @@ from torch import nn
 
 from ddpcheck.findings.errors import DDPCheckError, TargetError, WrongTypeError
 from ddpcheck.findings.source_lines import exception_location, format_traceback
-from ddpcheck.findings.tracebacks import for_target, is_misuse, is_ours
-from ddpcheck.findings.wording import shortened, suggests_names
+from ddpcheck.findings.tracebacks import is_misuse, is_own_bug, runs_target
+from ddpcheck.findings.wording import shorten, suggests_names
 from ddpcheck.recipe.pytree import shard_batch, tree_tensors
 
 Result = TypeVar("Result")
@@ -140,18 +140,18 @@ def _needs_closure(optimizer: Any) -> bool:
     return False
 
 
-@for_target
+@runs_target
 def call_user(what: str, function: Callable[..., Result], *args: Any) -> Result:
     """Call a user function; convert exceptions other than ddpcheck's to a one-sentence `TargetError`."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        if is_misuse(error) if isinstance(error, DDPCheckError) else not is_ours(error):
+        if is_misuse(error) if isinstance(error, DDPCheckError) else not is_own_bug(error):
             raise blame(what, error) from error
         raise
 
 
-@for_target
+@runs_target
 def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
     """Call the loss of a recipe; exceptions of the user code propagate unchanged.
 
@@ -196,7 +196,7 @@ def blame(what: str, error: BaseException) -> TargetError:
 def error_summary(error: BaseException) -> str:
     """Return the class and the first line of the message of `error`."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {shortened(lines[0], _LONGEST_LINE)}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {shorten(lines[0], _LONGEST_LINE)}" if lines else type(error).__name__
 
 
 def kind_of(value: object) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.source_lines import relative_path
-from ddpcheck.findings.tracebacks import for_target, is_ours
+from ddpcheck.findings.tracebacks import is_own_bug, runs_target
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
@@ -176,7 +176,7 @@ def _as_part_of_package(path: Path, error: ImportError) -> str:
     return f"use {'.'.join(names)}{where}"
 
 
-@for_target
+@runs_target
 def _import_module(name: str) -> ModuleType:
     from ddpcheck.recipe.recipe import blame
 
@@ -193,7 +193,7 @@ def _import_module(name: str) -> ModuleType:
             ) from None
         raise blame(f"importing {name}", error) from error
     except (Exception, SystemExit) as error:
-        if is_ours(error):
+        if is_own_bug(error):
             raise
         if isinstance(error, TypeError | ValueError) and not all(part.isidentifier() for part in name.split(".")):
             raise UsageError(f"{name!r} is neither a file that ends in .py nor the name of a module") from None

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 
 from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_position, join_names, limited
+from ddpcheck.findings.wording import format_position, join_names, shorten_texts
 from ddpcheck.render import Renderer
 from ddpcheck.render.markdown import code_span, escaped
 from ddpcheck.render.parts import title_of
@@ -28,7 +28,7 @@ class DifferenceTerminalRenderer(TextRenderer):
     """Text renderer: new findings in full, others one line each, notes, counts."""
 
     def render(self, difference: ReportDifference) -> str:
-        difference = limited(difference)
+        difference = shorten_texts(difference)
         title = [styled(("ddpcheck diff", "bold"), f" of {difference.old} and {difference.new}")]
         parts = [self._part(name, findings) for name, findings in _parts(difference)]
         notes = [labelled("note: ", note) for note in difference.notes]

@@ -40,7 +40,7 @@ from ddpcheck.run.hang_watch import Hang, NotExited
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines_in
 from ddpcheck.stream.rank_log import RankTrace, comparable_logs
 from ddpcheck.trace.failures import EndedThread, FailureFacts, describe_failure, follows_from_another_rank
-from ddpcheck.trace.positions import EndingFacts, described_call, lines_of
+from ddpcheck.trace.positions import EndingFacts, describe_call, lines_of
 from ddpcheck.worlds import failures
 
 
@@ -176,9 +176,9 @@ def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSour
         elif lines and not waits_for_ranks(main_stack(rank.stack)):  # computing when ended
             doing, follows = f"was at work at {lines[0]}", False
         else:
-            doing = f"was in {described_call(log[-1])}" if log else "has reached no collective"
+            doing = f"was in {describe_call(log[-1])}" if log else "has reached no collective"
         if failure is not None and failure.kind != "stuck" and follows and log:
-            doing = f"was in {described_call(log[-1])}, until it {doing.partition(':')[0]}"
+            doing = f"was in {describe_call(log[-1])}, until it {doing.partition(':')[0]}"
         first_call = max(watched.first_call for watched in ranks)
         ended = (rank.has_ended or rank.exit is not None) and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
@@ -259,7 +259,7 @@ def _with_last_call(failure: RankFailure, rank: RankTrace) -> RankFailure:
     """Mention the last logged collective in a failure whose line is unknown."""
     if failure.location or not rank.calls:
         return failure
-    return replace(failure, noticed=f"the last collective of rank {failure.rank} was {described_call(rank.calls[-1])}")
+    return replace(failure, noticed=f"the last collective of rank {failure.rank} was {describe_call(rank.calls[-1])}")
 
 
 def call_of_ddp(rank: RankTrace, stack: str) -> str:
@@ -269,7 +269,7 @@ def call_of_ddp(rank: RankTrace, stack: str) -> str:
     region = region_of(frames)
     last = rank.calls[-1] if rank.calls else None
     if last is not None and last.operation == operations.get(region):
-        return described_call(last)
+        return describe_call(last)
     if region not in (*operations, CONSTRUCTOR) or collective_of(frames):
         return ""
     if region != CONSTRUCTOR and not waits_for_ranks(frames):

@@ -31,7 +31,7 @@ from ddpcheck.findings.stacks import (
     region_of,
     waits_for_ranks,
 )
-from ddpcheck.findings.wording import agreeing, format_ranks
+from ddpcheck.findings.wording import format_ranks, pluralize_verb
 from ddpcheck.record.rank.started_processes import RAISED, SUFFIX
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.run import live_ranks
@@ -179,14 +179,19 @@ class HangWatch:
         stopped = {rank: pid for rank, pid in living.items() if live_ranks.is_stopped(pid)}
         if stopped and not self._has_reported_stopped:
             self._has_reported_stopped = True
-            who, pids = f"{format_ranks(stopped)} {agreeing('was', [*stopped])}", " ".join(map(str, stopped.values()))
+            who, pids = (
+                f"{format_ranks(stopped)} {pluralize_verb('was', [*stopped])}",
+                " ".join(map(str, stopped.values())),
+            )
             self._tell(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
 
     def _report_end(self, living: Collection[int]) -> None:
         """Report why the script is ended, before the launcher's message on the signal."""
         why = "all ranks wait for each other"
         if self.unended is not None:
-            why = f"{format_ranks(living)} {agreeing('has', [*living])} run to the end of the script, and not ended"
+            why = (
+                f"{format_ranks(living)} {pluralize_verb('has', [*living])} run to the end of the script, and not ended"
+            )
         elif len(living) == 1:
             why = f"{format_ranks(living)} waits for a rank that does not arrive"
         self._tell(f"{why}; ending the script")

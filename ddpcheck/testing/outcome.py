@@ -15,7 +15,7 @@ import pytest
 
 from ddpcheck.findings.errors import RankError, RankFailure, UsageError
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.wording import agreeing, format_by_text, format_ranks, phrase
+from ddpcheck.findings.wording import failure_text, format_by_text, format_ranks, pluralize_verb
 from ddpcheck.testing.rank_side import Ended, RankArtifacts, text_of
 
 REPORT_FOLDER = "--ddp-report"
@@ -119,11 +119,11 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
     groups: dict[tuple[str, str], list[int]] = {}
     for failure in failures:
         where = f" at {failure.location}" if failure.location and failure.location not in failure.message else ""
-        groups.setdefault((phrase(failure) + where, failure.stack), []).append(failure.rank)
+        groups.setdefault((failure_text(failure) + where, failure.stack), []).append(failure.rank)
     for rank, outcome in sorted(ended.items()):
         groups.setdefault((_describe_end(outcome), ""), []).append(rank)
     return tuple(
-        f"{format_ranks(ranks)} {agreeing(text, ranks)}" + (f"\n{stack}" if stack else "")
+        f"{format_ranks(ranks)} {pluralize_verb(text, ranks)}" + (f"\n{stack}" if stack else "")
         for (text, stack), ranks in groups.items()
     )
 

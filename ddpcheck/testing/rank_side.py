@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pytest
 
 from ddpcheck.findings.errors import DDPCheckError
-from ddpcheck.findings.tracebacks import for_target
+from ddpcheck.findings.tracebacks import runs_target
 from ddpcheck.gather.collectives.collective_log import log_path, record_collectives
 from ddpcheck.testing import remote_pdb
 from ddpcheck.testing.rank_fixtures import FixtureMaker
@@ -134,7 +134,7 @@ def perform(body: bytes, conditions: TestConditions) -> Ended:
         return Ended("passed", returned=repr(type(result)))
 
 
-@for_target
+@runs_target
 def _with_fixtures(body: bytes, attachment: RankArtifacts) -> Any:
     arguments, function, setups = wire.loads(body)
     with contextlib.ExitStack() as teardown:
@@ -144,7 +144,7 @@ def _with_fixtures(body: bytes, attachment: RankArtifacts) -> Any:
         return function(**{name: maker.make(value) for name, value in arguments.items()})
 
 
-@for_target
+@runs_target
 def _outcome_of(run: Callable[[], Any]) -> Any:
     """Return the result of `run`, or `Ended` on skip or xfail."""
     try:

@@ -22,7 +22,7 @@ _Value = TypeVar("_Value")
 def may_average_by_hand(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
     """Return True if the script may average gradients that a comm hook leaves different.
 
-    The evidence is that parameters are equal on all ranks. In step 0, they show nothing, and True is returned.
+    The evidence is that parameters are equal on all ranks. In step 0, this shows nothing: return True.
     """
     if not (context.wrapper.comm_hook and differing_names([item.gradients for item in values])):
         return False
@@ -30,7 +30,7 @@ def may_average_by_hand(values: Sequence[DdpStepEvidence], context: WatchContext
     return not step or (len(parameters) == len(values) and not differing_names(parameters))
 
 
-_ROUNDINGS = 16  # in units of machine epsilon: rounding of two sums per step, and of a sketch
+_ROUNDING_UNITS = 16  # in units of machine epsilon: rounding of two sums per step, and of a sketch
 _EPS = 2.0**-23  # of float32
 _TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many elements
 
@@ -41,7 +41,7 @@ def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCap
     For example, SAM moves parameters by a rank-local `e` and back before the optimizer's step, and `p + e - e` is not
     exactly `p`. Rounding accumulates over the steps like a random walk.
     """
-    growth = _ROUNDINGS * math.sqrt(replicas[0].step + 1)
+    growth = _ROUNDING_UNITS * math.sqrt(replicas[0].step + 1)
     rounded = {}
     for name in differing_names([replica.state.values.parameters for replica in replicas]):
         values = [replica.values[name] for replica in replicas if name in replica.values]
@@ -109,14 +109,11 @@ def _local_grads_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
 
 
 def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Return, by rank, how far reduced gradients are from the mean of local gradients.
-
-    Gradients after the all-reduce and local gradients are given as sketches.
-    """
+    """Return, by rank, how far reduced gradients are from the mean of local gradients."""
     names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
     local_sketches = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
     scales = {name: math.hypot(*chain.from_iterable(local_sketches[name])) / math.sqrt(len(replicas)) for name in names}
-    wanted = {
+    averages = {
         name: [sum(numbers) / len(replicas) for numbers in zip(*local_sketches[name], strict=True)] for name in names
     }
     diffs: list[list[Difference]] = []
@@ -127,25 +124,25 @@ def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[D
             if (peer.averaged, peer.eps, peer.hook) == (replica.averaged, replica.eps, replica.hook)
         )
         rank_diffs = next(cached, None)
-        diffs.append(_differences_of(replica, wanted, scales, len(replicas)) if rank_diffs is None else rank_diffs)
+        diffs.append(_differences_of(replica, averages, scales, len(replicas)) if rank_diffs is None else rank_diffs)
     return diffs
 
 
 def _differences_of(
-    replica: ReplicaCaptured, wanted: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
+    replica: ReplicaCaptured, averages: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
 ) -> list[Difference]:
     differences = []
-    for name, want in wanted.items():
+    for name, expected in averages.items():
         scale = scales[name]
         if replica.hook:  # hooks may round away near-zero gradients, e.g. of a bias before BatchNorm
             scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
-        got = replica.averaged.get(name) or [0.0] * len(want)
-        if not all(map(math.isfinite, (*want, *got))):
+        actual = replica.averaged.get(name) or [0.0] * len(expected)
+        if not all(map(math.isfinite, (*expected, *actual))):
             return []  # overflow: a gradient scaler skips the step
         tolerance = max(_TOLERANCE, (8 + world_size) * replica.eps.get(name, 0.0))
-        delta, norm = math.dist(got, want), math.hypot(*want)
-        ratio = sum(map(mul, got, want)) / power if (power := norm * norm) else 0.0
-        residual = math.dist(got, [ratio * number for number in want])
+        delta, norm = math.dist(actual, expected), math.hypot(*expected)
+        ratio = sum(map(mul, actual, expected)) / power if (power := norm * norm) else 0.0
+        residual = math.dist(actual, [ratio * number for number in expected])
         differences.append(
             Difference(
                 name,
@@ -153,7 +150,7 @@ def _differences_of(
                 tolerance,
                 ratio=ratio,
                 residual=relative(residual, scale),
-                elements=len(want),
+                elements=len(expected),
                 absolute_error=delta,
                 reference_norm=norm,
             )

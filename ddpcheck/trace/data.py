@@ -21,7 +21,7 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, group_by, new_finding
+from ddpcheck.findings.wording import format_count, group_by, new_finding
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.replicas import aligned, common_values
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
@@ -31,8 +31,8 @@ from ddpcheck.trace.view import View
 FEWEST_INPUTS = 3  # steps with the same samples on several ranks
 MIN_DRAWS = 2  # intervals between optimizer steps in which the same line draws
 FEWEST_ROWS = 8  # rows needed to tell samples apart
-_SHARED = 0.2  # smaller shared fractions of a rank's samples are chance
-_OF_CHANCE = 0.6  # smaller fractions of the overlap of random parts (size / ranks) are duplicates in the data
+_SHARED_FRACTION = 0.2  # smaller shared fractions of a rank's samples are chance
+_CHANCE_FRACTION = 0.6  # smaller fractions of the overlap of random parts (size / ranks) are duplicates in the data
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Loader:
         size = min(map(len, rows))
         shared = shared_by_ranks(self.first, rows, size)
         # duplicates in the data are few; parts of different orders share more
-        return 0 if self.first[0].size > 0 and shared < _OF_CHANCE * size / len(rows) else shared
+        return 0 if self.first[0].size > 0 and shared < _CHANCE_FRACTION * size / len(rows) else shared
 
 
 def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Loader]:
@@ -88,8 +88,8 @@ def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 
 def have_same_data(passes: Sequence[LoaderPass]) -> bool:
     """Return True if the same index is the same sample on every rank."""
-    first, *rest = passes
-    return all(_has_equal_contents(first, loader) or _has_equal_samples(first, loader) for loader in rest)
+    first, *others = passes
+    return all(_has_equal_contents(first, loader) or _has_equal_samples(first, loader) for loader in others)
 
 
 def _has_equal_contents(first: LoaderPass, second: LoaderPass) -> bool:
@@ -135,9 +135,9 @@ def first_training_indices(indices: Sequence[int]) -> str:
 
 def shared_draws(draws: Sequence[Sequence[StepDraw]]) -> list[StepDraw]:
     """Return draws that every rank made from the same global generator state."""
-    keys = [{_key(draw) for draw in rank_draws if draw.generator} for rank_draws in draws]
+    keys = [{_draw_key(draw) for draw in rank_draws if draw.generator} for rank_draws in draws]
     common = set.intersection(*keys) if keys else set()
-    return [draw for draw in draws[-1] if _key(draw) in common] if draws else []
+    return [draw for draw in draws[-1] if _draw_key(draw) in common] if draws else []
 
 
 def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
@@ -151,7 +151,7 @@ def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
     return next((line for line in lines if line is not None), None)
 
 
-def _key(draw: StepDraw) -> tuple[object, ...]:
+def _draw_key(draw: StepDraw) -> tuple[object, ...]:
     return draw.step, draw.generator, draw.kind, draw.before, draw.after, draw.location
 
 
@@ -226,8 +226,8 @@ def are_disjoint(parts: Sequence[Sequence[int]]) -> bool:
 def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]], size: int) -> int:
     """Return the largest overlap of ranks' samples; 0 if padding or chance explains it."""
     shared = max(len(a & b) for a, b in itertools.combinations(map(set, taken), 2))
-    at_the_end = max(loader.batch_size for loader in first) * len(first)
-    return shared if shared > at_the_end and shared >= _SHARED * size else 0
+    padding = max(loader.batch_size for loader in first) * len(first)
+    return shared if shared > padding and shared >= _SHARED_FRACTION * size else 0
 
 
 def finding_on_loader(
@@ -315,9 +315,9 @@ class Data(View):
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         num_passes = sum(entry.trains for entry in self.passes[0])
         subjects = {
-            f"the samples of {counted(num_passes, 'pass')} over loaders": num_passes,
-            f"the inputs of {counted(len(self.inputs[0]), 'forward pass')}": len(self.inputs[0]) >= FEWEST_INPUTS,
-            counted(len(self.tables[0]), "table"): self.tables[0],
+            f"the samples of {format_count(num_passes, 'pass')} over loaders": num_passes,
+            f"the inputs of {format_count(len(self.inputs[0]), 'forward pass')}": len(self.inputs[0]) >= FEWEST_INPUTS,
+            format_count(len(self.tables[0]), "table"): self.tables[0],
             "the gradients before they are averaged": self.compares_gradients,
         }
         if compared := ", ".join(words for words, present in subjects.items() if present):
@@ -333,22 +333,21 @@ def _takes_slices(ranks: Sequence[RankTrace]) -> bool:
 def is_repeated_by_workers(loader: LoaderPass) -> bool:
     """Return True if each loader worker iterates over the whole stream.
 
-    False if each worker iterates over only its shard, even several times. In an unfinished pass, the order of rows
-    decides.
+    False if each worker iterates over only its shard, even repeatedly. The order of rows decides in unfinished passes.
     """
     counts = Counter(loader.rows)
     if loader.workers < 2 or loader.size >= 0:
         return False
     if not loader.exhausted:
         size = loader.batch_size * loader.workers
-        turns = [loader.rows[begun : begun + size] for begun in range(0, len(loader.rows) - size + 1, size)]
-        repeats = all(turn == turn[: loader.batch_size] * loader.workers for turn in turns)
-        return repeats and len(set(turns)) > 1 and len(counts) >= FEWEST_ROWS
+        rounds = [loader.rows[begun : begun + size] for begun in range(0, len(loader.rows) - size + 1, size)]
+        repeats = all(round_rows == round_rows[: loader.batch_size] * loader.workers for round_rows in rounds)
+        return repeats and len(set(rounds)) > 1 and len(counts) >= FEWEST_ROWS
     if len(counts) < FEWEST_ROWS or set(counts.values()) != {loader.workers}:
         return False
     if len(set(loader.rows[: len(counts)])) == len(counts):
         return False  # several passes over the stream, one after another
-    rows = iter(loader.rows)  # batches of the workers in turn; the last batches may be smaller
+    rows = iter(loader.rows)  # the workers alternate by batches; the last batches may be smaller
     by_worker: list[set[int]] = [set() for _ in range(loader.workers)]
     for begun in range(0, len(counts), loader.batch_size):
         for worker_rows in by_worker:

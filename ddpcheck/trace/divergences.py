@@ -11,7 +11,7 @@ from functools import cached_property
 from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, group_by, join_names
+from ddpcheck.findings.wording import format_count, group_by, join_names
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.parity import EQUAL, MULTIPLE, Comparison, Quantity, saved_states, values_that_differ
@@ -21,10 +21,10 @@ from ddpcheck.trace.view import NotRecorded, View
 
 _SLOWEST = 0.75  # smallest relative noise of times and throughputs
 _FASTEST = 0.985  # largest relative noise of times and throughputs
-_FACTOR = 1e-3  # relative tolerance of a factor
+_FACTOR_TOLERANCE = 1e-3  # relative tolerance of a factor
 _FEWEST_FACTORS = 2
-_NEAR_TOP = 1e-2  # relative distance from the peak learning rate
-_NEAR_SHAPE = 0.05  # fraction of the decay from the peak to the last rate
+_NEAR_PEAK = 1e-2  # relative distance from the peak learning rate
+_DECAY_TOLERANCE = 0.05  # fraction of the decay from the peak to the last rate
 TRAINING_QUANTITIES = ("gradients", "clip", "update")
 _MOST_MISSING = 0.75  # an epoch on ranks with a smaller fraction of the single process's samples lacks samples
 
@@ -69,7 +69,7 @@ class Parity(Comparison, View):
     @property
     def is_equal(self) -> bool:
         """Check if both runs agree; then no third run has to measure the noise."""
-        return _largest(self.gradients) <= EQUAL and not self.divergences
+        return _max_diff(self.gradients) <= EQUAL and not self.divergences
 
     @property
     def training_diverges(self) -> bool:
@@ -85,20 +85,20 @@ class Parity(Comparison, View):
     def matches(self) -> str:
         """Describe what was compared and is equal."""
         equal = [quantity for quantity in self.gradients if quantity.is_equal]
-        numbers = _evaluated(self) if self.has_same_samples else []
+        numbers = _evaluation_numbers(self) if self.has_same_samples else []
         shown = [number for number in numbers if number.quantity.is_equal]
         single_ends = entries_of(self.single, ParityEnded)
         undecided = [number for number in numbers if not number.is_local and _is_undecided(number.quantity)]
         messages = []
         if equal:
-            steps, error = counted(len(equal), "step"), _largest(equal)
+            steps, error = format_count(len(equal), "step"), _max_diff(equal)
             messages.append(f"gradients of {steps} equal those of a single process within {error:.1g}")
         if shown:
             suffix = f" ({len(undecided)} not decided)" if undecided else ""
-            messages.append(f"{counted(len(shown), 'shown number')} equal{suffix}")
+            messages.append(f"{format_count(len(shown), 'shown number')} equal{suffix}")
         saves = saved_states(self.ranks[0]).keys() & saved_states(self.single).keys()
         if saves and not any(_saved_divergences(self)):
-            messages.append(f"{counted(len(saves), 'saved state')} equal")
+            messages.append(f"{format_count(len(saves), 'saved state')} equal")
         batch = max((end.batch for rank in self.ranks for end in entries_of(rank, ParityEnded)), default=0)
         if messages and batch:
             messages.append(f"with batches of at most {batch} samples (--check-parity-batch)")
@@ -114,10 +114,12 @@ class Parity(Comparison, View):
         """Describe, by check line, what equals the single process; empty unless everything does."""
         if self.not_compared or self.divergences:
             return {}
-        steps, numbers = len(self.gradients), [number for number in _evaluated(self) if not number.is_local]
-        result = {"loss": f"gradients of {counted(steps, 'step')} equal those of a single process"} if steps else {}
+        steps, numbers = len(self.gradients), [number for number in _evaluation_numbers(self) if not number.is_local]
+        result = (
+            {"loss": f"gradients of {format_count(steps, 'step')} equal those of a single process"} if steps else {}
+        )
         if numbers and all(number.quantity.is_equal for number in numbers):
-            result["evaluation"] = f"{counted(len(numbers), 'shown number')} equal to those of a single process"
+            result["evaluation"] = f"{format_count(len(numbers), 'shown number')} equal to those of a single process"
         return result
 
     @property
@@ -131,7 +133,7 @@ class Parity(Comparison, View):
         full = [end for rank in self.ranks for end in entries_of(rank, ParityEnded) if end.why_full]
         if full:
             first = min(full, key=lambda end: end.full_at)
-            passes = counted(first.full_at, "backward pass")
+            passes = format_count(first.full_at, "backward pass")
             messages.append(f"samples are recorded for {passes} only: {first.why_full}")
         if self.has_other_model:
             messages.append("a single process has a different model: its parameters start with other values or shapes")
@@ -142,7 +144,7 @@ class Parity(Comparison, View):
         if unknown:
             noise = max(quantity.noise for quantity in unknown)
             messages.append(
-                f"gradients of {counted(len(unknown), 'step')} not decided: "
+                f"gradients of {format_count(len(unknown), 'step')} not decided: "
                 f"rounding and random numbers change them by {noise:.1g}"
             )
         evaluated = [shown for shown in self.shown if shown.entry.evaluates and not shown.is_local]
@@ -151,13 +153,15 @@ class Parity(Comparison, View):
         numbers = [s.quantity for s in evaluated if s.source not in decided and _is_undecided(s.quantity)]
         if padded := [number for number in numbers if number.is_padded]:
             messages.append(
-                f"{counted(len(padded), 'shown number')} not decided: evaluations on ranks repeat {self.padding:.0%} "
-                "of the samples"
+                f"{format_count(len(padded), 'shown number')} not decided: evaluations on ranks repeat "
+                f"{self.padding:.0%} of the samples"
             )
         numbers = [number for number in numbers if not number.is_padded]
         if numbers and self.has_same_samples:
             noise = max(number.noise for number in numbers)
-            messages.append(f"{counted(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}")
+            messages.append(
+                f"{format_count(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}"
+            )
         if not messages and not quantities and not self.matches and not self.divergences:
             messages.append("no optimizer has stepped, and no number was shown after an evaluation")
         return "; ".join(messages)
@@ -171,7 +175,7 @@ def _gradient_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     rank_steps, single, _ = parity.steps[first]
     size = sizes[first]
     later = sizes[first:]
-    factor = _factor([entry.ratio for entry in later[:8]], parity.world_size)
+    factor = _format_factor([entry.ratio for entry in later[:8]], parity.world_size)
     when = "From optimizer step {} on"
     if not factor and (factor := parity.factor_of(rank_steps, single)):
         when = "In optimizer step {}"  # the step changes parameters, and thus later gradients
@@ -183,12 +187,14 @@ def _gradient_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     norms = ", ".join(f"{entry.ranks:.6g} and {entry.single:.6g}" for entry in later[:3])
     evidence = [f"norms of the gradients, on ranks and in a single process: {norms}"]
     if first:
-        evidence.append(f"before, {counted(first, 'step')} had the same gradients within {_largest(sizes[:first]):.1g}")
+        evidence.append(
+            f"before, {format_count(first, 'step')} had the same gradients within {_max_diff(sizes[:first]):.1g}"
+        )
     if parity.noise is not None:
         evidence.append(f"rounding, random numbers and another order of the samples change them by {size.noise:.1g}")
     clip, expected = rank_steps[0].clip, single.clip
-    near = max(EQUAL, MULTIPLE * size.noise)
-    if clip and expected and clip[1] != expected[1] and math.isclose(clip[0], expected[0], rel_tol=near):
+    tolerance = max(EQUAL, MULTIPLE * size.noise)
+    if clip and expected and clip[1] != expected[1] and math.isclose(clip[0], expected[0], rel_tol=tolerance):
         evidence.append(
             f"they are clipped to {clip[1]:.6g} and {expected[1]:.6g}; the norm before is {clip[0]:.6g} in both"
         )
@@ -228,27 +234,27 @@ def _update_divergences(parity: Parity) -> Iterator[ParityDivergence]:
             return
 
 
-def _largest(quantities: Sequence[Quantity]) -> float:
+def _max_diff(quantities: Sequence[Quantity]) -> float:
     return max((quantity.difference for quantity in quantities), default=0.0)
 
 
-def _factor(ratios: Sequence[float], world_size: int) -> str:
+def _format_factor(ratios: Sequence[float], world_size: int) -> str:
     """Format the factor common to all ratios ("4", "1/4", "1.5"), or return ''."""
 
     def fits(factor: float) -> bool:
-        return bool(ratios) and all(math.isclose(ratio, factor, rel_tol=_FACTOR) for ratio in ratios)
+        return bool(ratios) and all(math.isclose(ratio, factor, rel_tol=_FACTOR_TOLERANCE) for ratio in ratios)
 
     if words := name_world_factor(world_size, fits):
         return words
-    is_constant = ratios and not math.isclose(ratios[0], 1.0, rel_tol=_FACTOR) and fits(ratios[0])
+    is_constant = ratios and not math.isclose(ratios[0], 1.0, rel_tol=_FACTOR_TOLERANCE) and fits(ratios[0])
     return f"{ratios[0]:.4g}" if is_constant else ""
 
 
 def _loss_line(rank: RankTrace, step: ParityStep) -> Location | None:
     """Return the line that computes the loss in the step nearest to `step`."""
     losses = [loss for loss in entries_of(rank, LossDifferentiated) if loss.made is not None]
-    near = sorted(losses, key=lambda loss: abs(loss.step - step.count))
-    return near[0].made if near else None
+    by_distance = sorted(losses, key=lambda loss: abs(loss.step - step.count))
+    return by_distance[0].made if by_distance else None
 
 
 def _step_divergences(parity: Parity) -> Iterator[ParityDivergence]:
@@ -262,7 +268,7 @@ def _step_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         location = steps[-1].location if steps else None
         if line := first_unequal(parity, range(min(on_ranks, single) + 1)):
             location = line[0]
-        message = f"The ranks make {counted(on_ranks, 'optimizer step')}, a single process makes {single}."
+        message = f"The ranks make {format_count(on_ranks, 'optimizer step')}, a single process makes {single}."
         yield ParityDivergence("steps", min(on_ranks, single), location, message)
 
 
@@ -298,16 +304,16 @@ def _schedule_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         rank_lrs, single_lrs, noise_lrs = (list(column) for column in zip(*lrs, strict=True))
         if not _have_equal_shape(single_lrs, noise_lrs):
             continue  # driven by a metric
-        tops, ends = (max(rank_lrs), max(single_lrs)), (rank_lrs[-1], single_lrs[-1])
-        shares = [end / top for end, top in zip(ends, tops, strict=True)]
-        end_alike = math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_equal_minimum(tops, ends)
-        if end_alike and _have_equal_shape(rank_lrs, single_lrs):
+        peaks, ends = (max(rank_lrs), max(single_lrs)), (rank_lrs[-1], single_lrs[-1])
+        shares = [end / top for end, top in zip(ends, peaks, strict=True)]
+        ends_agree = math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_equal_minimum(peaks, ends)
+        if ends_agree and _have_equal_shape(rank_lrs, single_lrs):
             continue
-        n = [math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b, _ in lrs].index(False)
-        if end_alike:
-            when, shares = f"At step {n}", [rank_lrs[n] / tops[0], single_lrs[n] / tops[1]]
+        n = [math.isclose(a / peaks[0], b / peaks[1], rel_tol=1e-2) for a, b, _ in lrs].index(False)
+        if ends_agree:
+            when, shares = f"At step {n}", [rank_lrs[n] / peaks[0], single_lrs[n] / peaks[1]]
         else:
-            when = f"After {counted(len(lrs), 'step')}"
+            when = f"After {format_count(len(lrs), 'step')}"
         message = f"{when}, the learning rate on the ranks is at {shares[0]:.3g} of its highest value, and in a single "
         message += f"process at {shares[1]:.3g}."
         lines = [step.rate for step in entries_of(parity.ranks[0], OptimizerStep) if step.optimizer == number]
@@ -321,24 +327,24 @@ def _have_equal_shape(lrs: Sequence[float], others: Sequence[float]) -> bool:
     Steps of the peaks are compared if both schedules rise. Rates before the peak are not compared: warmup may begin at
     the same rate for all world sizes.
     """
-    tops, ends = (max(lrs), max(others)), (lrs[-1], others[-1])
-    high = [[rate >= (1 - _NEAR_TOP) * top for rate in rates] for rates, top in zip((lrs, others), tops, strict=True)]
+    peaks, ends = (max(lrs), max(others)), (lrs[-1], others[-1])
+    high = [[rate >= (1 - _NEAR_PEAK) * top for rate in rates] for rates, top in zip((lrs, others), peaks, strict=True)]
     rises = [flags.index(True) for flags in high]
     if all(rises) and abs(rises[0] - rises[1]) > 1:
         return False
-    if not all(end < (1 - _NEAR_TOP) * top for end, top in zip(ends, tops, strict=True)):
+    if not all(end < (1 - _NEAR_PEAK) * top for end, top in zip(ends, peaks, strict=True)):
         return True
     falls = (
         [(rate - end) / (top - end) for rate in rates[max(rises) :]]
-        for rates, top, end in zip((lrs, others), tops, ends, strict=True)
+        for rates, top, end in zip((lrs, others), peaks, ends, strict=True)
     )
-    return all(abs(a - b) <= _NEAR_SHAPE for a, b in zip(*falls, strict=True))
+    return all(abs(a - b) <= _DECAY_TOLERANCE for a, b in zip(*falls, strict=True))
 
 
-def _have_equal_minimum(tops: Sequence[float], ends: Sequence[float]) -> bool:
+def _have_equal_minimum(peaks: Sequence[float], ends: Sequence[float]) -> bool:
     """Check if two schedules decay towards the same minimum (`min_lr`), which is not scaled."""
-    denominator = ends[0] + tops[1] - ends[1] - tops[0]
-    return bool(denominator) and 0 <= (ends[0] * tops[1] - ends[1] * tops[0]) / denominator <= min(ends)
+    denominator = ends[0] + peaks[1] - ends[1] - peaks[0]
+    return bool(denominator) and 0 <= (ends[0] * peaks[1] - ends[1] * peaks[0]) / denominator <= min(ends)
 
 
 def _shown_divergences(parity: Parity) -> Iterator[ParityDivergence]:
@@ -348,17 +354,15 @@ def _shown_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         evaluated = [item for item in items if item.entry.evaluates and not item.entry.during and not item.is_local]
         differ = [item for item in items if item.quantity.differs]
         wrong = [item for item in evaluated if item.quantity.differs] or differ
-        factor = _factor([item.quantity.ratio for item in wrong], parity.world_size)
+        factor = _format_factor([item.quantity.ratio for item in wrong], parity.world_size)
         is_world_size = factor in (str(parity.world_size), f"1/{parity.world_size}")
         if wrong is differ and (len(wrong) < max(_FEWEST_FACTORS, len(items)) or not is_world_size):
             continue
         first = wrong[0]
         suffix = f" (factor {factor})" if is_world_size else ""
         number = first.text
-        message = (
-            f"{number}, {first.entry.how} after {counted(first.entry.steps, 'step')}, is {first.quantity.single:.6g} "
-        )
-        message += f"in a single process on the same samples{suffix}."
+        message = f"{number}, {first.entry.how} after {format_count(first.entry.steps, 'step')}, "
+        message += f"is {first.quantity.single:.6g} in a single process on the same samples{suffix}."
         pairs = ", ".join(f"{item.text} and {item.quantity.single:.6g}" for item in wrong[:3])
         evidence = [f"on ranks and in a single process: {pairs}"]
         if parity.noise is not None:
@@ -398,11 +402,11 @@ def _saved_divergences(parity: Parity) -> Iterator[ParityDivergence]:
 
 
 def _is_undecided(quantity: Quantity) -> bool:
-    """Check if a number is neither equal nor different, and not a time."""
+    """Check if a number (not a time) is neither equal nor different."""
     return not quantity.differs and not quantity.is_equal and not _SLOWEST < quantity.noise < _FASTEST
 
 
-def _evaluated(parity: Parity) -> list[ShownPair]:
+def _evaluation_numbers(parity: Parity) -> list[ShownPair]:
     """Return decimal numbers shown after an evaluation, except saved numbers."""
     shown = (number for number in parity.shown if number.entry.evaluates and number.entry.how != "saved")
     return [number for number in shown if "." in number.text]

@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.evaluation import (
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
 
-_SAME = 2e-6  # relative tolerance, of float32
+_TOLERANCE = 2e-6  # relative tolerance, of float32
 _FEWEST_DIGITS = 3  # printed digits needed to identify a number by its text
 
 
@@ -44,8 +44,8 @@ class RankEvaluation:
 
 def data_differ(evals: Sequence[RankEvaluation]) -> bool:
     """Return True if the same dataset index is a different sample on another rank."""
-    first, *rest = (ev.loader for ev in evals)
-    for loader in rest:
+    first, *others = (ev.loader for ev in evals)
+    for loader in others:
         if first.digest and loader.digest and first.digest != loader.digest:
             return True
         common_value = [
@@ -79,11 +79,8 @@ class Gathered:
     values: Sequence[Sequence[tuple[float, ...]]] = ()
 
 
-def _lines(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
-    """Yield, for each line that calls a collective, its calls by rank.
-
-    Lines that ranks call different numbers of times are omitted.
-    """
+def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
+    """Yield each line's collectives by rank; lines with unequal numbers of calls are omitted."""
     keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
     for key in keys:
         calls = [[call for call in ev.exchanged if (call.operation, call.location, call.during) == key] for ev in evals]
@@ -93,9 +90,9 @@ def _lines(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchange
 
 def shard_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]:
     """Yield numbers that every rank passed to a collective, summed over a loop's batches."""
-    for calls in _lines(evals):
+    for calls in _calls_by_line(evals):
         first = calls[0][0]
-        if "gather" in first.operation and _are_of_samples(evals, calls):
+        if "gather" in first.operation and _have_label_per_sample(evals, calls):
             continue
         numbers = [
             [(*call.numbers, *(() if call.total is None or len(call.rows) else (call.total,))) for call in rank_calls]
@@ -109,8 +106,7 @@ def shard_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]
                 yield ExchangedNumbers(list(zip(*call_numbers, strict=True)), first)
 
 
-def _are_of_samples(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
-    """Return True if the ranks pass one label per sample."""
+def _have_label_per_sample(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
     pairs = [(len(rank_calls[0].rows), ev) for rank_calls, ev in zip(calls, evals, strict=True)]
     return all(1 < rows and rows in (ev.samples, min(ev.batch, ev.samples)) for rows, ev in pairs)
 
@@ -122,15 +118,14 @@ def gathered_labels(evals: Sequence[RankEvaluation]) -> list[Gathered]:
         for call in ev.exchanged:
             if "gather" in call.operation and len(call.rows):
                 lines.setdefault((call.operation, call.location), [[] for _ in evals])[number].append(call)
-    return [gathered for calls in lines.values() for gathered in _gathered_at(evals, calls)]
+    return [gathered for calls in lines.values() for gathered in _gathered_rows(evals, calls)]
 
 
-def _gathered_at(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
-    """Return the gathered rows of the calls of one line."""
+def _gathered_rows(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
     during = [[call for call in rank_calls if call.during] for rank_calls in calls]
     if any(during):
         # A prefetching loader ends before its last batch is processed.
-        whole = [
+        extended = [
             [
                 call
                 for call in rank_calls
@@ -138,7 +133,7 @@ def _gathered_at(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[Resul
             ]
             for rank_calls, ev in zip(calls, evals, strict=True)
         ]
-        return _join_alternating(evals, whole) or _join_alternating(evals, during)
+        return _join_alternating(evals, extended) or _join_alternating(evals, during)
     if len(set(map(len, calls))) > 1:
         return []
     return [
@@ -155,8 +150,8 @@ def _join_alternating(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[
     """
     quantities = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
     gathered = []
-    for turn in range(quantities if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, quantities) == 0 else 0):
-        chunks = [rank_calls[turn::quantities] for rank_calls in calls]
+    for start in range(quantities if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, quantities) == 0 else 0):
+        chunks = [rank_calls[start::quantities] for rank_calls in calls]
         rows = [[row for call in rank_calls for row in call.rows] for rank_calls in chunks]
         if any(len(rank_rows) != ev.samples for rank_rows, ev in zip(rows, evals, strict=True)):
             return []
@@ -174,7 +169,6 @@ def _join_alternating(evals: Sequence[RankEvaluation], calls: Sequence[Sequence[
 
 
 def _row_numbers(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
-    """Yield the floating-point numbers of each row."""
     width, rest = divmod(len(call.values), max(1, len(call.rows)))
     return (tuple(call.values[n * width : (n + 1) * width]) for n in range(len(call.rows) if width and not rest else 0))
 
@@ -223,7 +217,7 @@ def significant_digits(text: str) -> int:
 
 def is_close(a: float, b: float) -> bool:
     """Return True if two numbers are equal to float32 precision."""
-    return math.isclose(a, b, rel_tol=_SAME)
+    return math.isclose(a, b, rel_tol=_TOLERANCE)
 
 
 def exchange_line(exchanged: ResultExchanged, function: str) -> Location | None:

@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.evaluation import (
 )
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.findings.wording import format_count, join_names
 from ddpcheck.trace.evaluation import RankEvaluation, gathered_labels, shows
 from ddpcheck.trace.metrics import Evaluation, evaluations_of
 from ddpcheck.trace.script_facts import ScriptFacts
@@ -64,24 +64,24 @@ class Evaluations(View):
         """Yield how many shown numbers are metrics of the samples of all ranks."""
         if not self.evaluations:
             return
-        loops = f"after {counted(len(self.evaluations), 'loop')} without backward"
+        loops = f"after {format_count(len(self.evaluations), 'loop')} without backward"
         traced, untraced = 0, dict[Location | None, str]()
         for rank, rank_shown in enumerate(self.shown):
             for output, number in ((item, number) for item in rank_shown for number in item.numbers):
-                if _is_traced(self.evaluations, len(self.shown), rank, output, number):
+                if _covers_all_samples(self.evaluations, len(self.shown), rank, output, number):
                     traced += 1
                 else:
                     value = number.text or f"{number.values[0]:.6g}"
                     untraced.setdefault(output.location, f"{value} ({output.location})" if output.location else value)
         if traced:
-            yield f"{counted(traced, 'number')} shown {loops}: metrics of the samples of all ranks"
+            yield f"{format_count(traced, 'number')} shown {loops}: metrics of the samples of all ranks"
         if untraced and not findings:
             raise NotRecorded(f"not compared with all ranks: {join_names([*untraced.values()], most=_MOST_NAMED)}")
         if not traced and not findings:
             raise NotRecorded(f"not compared: no number was seen that the script shows {loops}")
 
 
-def _is_traced(
+def _covers_all_samples(
     evaluations: Sequence[Evaluation], world_size: int, rank: int, shown: MetricShown, number: ShownNumber
 ) -> bool:
     """Return True if a shown number is a metric of all samples."""

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.stacks import is_waiting
-from ddpcheck.findings.wording import agreeing, format_ranks, group_by, new_finding, phrase, ranks_or_all
+from ddpcheck.findings.wording import failure_text, format_ranks, group_by, new_finding, pluralize_verb, ranks_or_all
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.positions import EndingFacts
@@ -89,7 +89,7 @@ class FailureFacts:
         """One line for each distinct failure, and for each stuck rank."""
         groups = group_by(self.failures, lambda f: (describe_failure(f), f.rank if f.kind == "stuck" else None))
         ranks_by_text = [(text, [failure.rank for failure in failures]) for (text, _), failures in groups.items()]
-        lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in ranks_by_text]
+        lines = [f"{format_ranks(ranks)}: {pluralize_verb(text, ranks)}" for text, ranks in ranks_by_text]
         return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
 
     def new_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
@@ -102,15 +102,15 @@ class FailureFacts:
     def new_ended_finding(self, code: str, **more: Any) -> list[Finding]:
         """Create a finding on the first rank that ended, and ranks with equal failures."""
         first = self.ended[0]
-        alike = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
-        ranks, outcome = [failure.rank for failure in alike], phrase(first)
-        if any(phrase(failure) != outcome for failure in alike):  # messages differ between ranks
+        equal_failures = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
+        ranks, outcome = [failure.rank for failure in equal_failures], failure_text(first)
+        if any(failure_text(failure) != outcome for failure in equal_failures):  # messages differ between ranks
             kind, colon, words = outcome.partition(":")
             outcome = f"{kind}; on rank {first.rank}:{words}" if colon else outcome
         if len(ranks) == len(self.logs) > 1:
             text = f"Every rank {outcome}"
         else:
-            text = f"{format_ranks(ranks).capitalize()} {agreeing(outcome, ranks)}"
+            text = f"{format_ranks(ranks).capitalize()} {pluralize_verb(outcome, ranks)}"
         evidence = [first.noticed, *(self.evidence if len(self.evidence) > 1 else [])]
         return new_finding(
             code,
@@ -158,7 +158,7 @@ def follows_from_another_rank(failure: RankFailure) -> bool:
 def describe_failure(failure: RankFailure) -> str:
     """Describe the failure of a rank, or its state when others failed."""
     if failure.kind != "stuck":
-        return phrase(failure)
+        return failure_text(failure)
     if failure.collective:
         return f"waits in {failure.collective}{f', in {failure.place}' if failure.place else ''}"
     where = f"in {failure.place}" if failure.place else "at work"

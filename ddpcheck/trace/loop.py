@@ -108,8 +108,8 @@ class GradientChanges(View):
     def partial_changes(self) -> list[Sequence[GradientsChanged]]:
         """Changes of gradients before a step's last micro-batch; each change is by rank.
 
-        A change of local gradients counts if its factors differ between ranks. Averaged gradients change by equal
-        factors, so that only calls of known clip functions count.
+        Of local gradients: changes by factors that differ between ranks. Of averaged gradients, which change by equal
+        factors: calls of known clip functions.
         """
         changed = [[e for e in entries if abs(e.factor - 1) > MIN_NORM_CHANGE] for entries in self.between_backwards]
         changes = paired(changed, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.loop import GatheredConstant, ModuleChanged, Own
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.findings.wording import format_count, group_by
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import MicroBatch
 from ddpcheck.trace.captured import compare_with_average
@@ -35,8 +35,8 @@ SCALE_FREE = (  # optimizers invariant to gradient scale
 )
 
 MIN_GATHERS = 2  # steps that gather features
-_OTHER_LOSS = 0.1  # relative difference of gradients of different losses
-_SKETCHED = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
+_LOSS_DIFFERENCE = 0.1  # relative difference of gradients of different losses
+_SKETCH_TOLERANCE = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,22 @@ class Losses(View):
             len(next(iter(facts.model_groups), (0,))),
             any(map(sums_rightly, facts.wrappers)),
             not all(name.startswith(SCALE_FREE) for name in classes),
-            _are_rescaled(facts.ranks[0]),
+            _rescales_gradients(facts.ranks[0]),
         )
 
     @cached_property
     def passes(self) -> list[Passes]:
         """Backward passes that DDP averages, grouped by line; groups with few passes are omitted."""
         indexed = [{(loss.step, loss.number): loss for loss in losses if loss.wrappers} for losses in self.by_rank]
-        of_losses = group_by(aligned(indexed), lambda losses: tuple(loss.location for loss in losses)).values()
-        return [passes for passes in of_losses if len(passes) >= FEWEST_PASSES]
+        by_line = group_by(aligned(indexed), lambda losses: tuple(loss.location for loss in losses)).values()
+        return [passes for passes in by_line if len(passes) >= FEWEST_PASSES]
 
     def is_partial(self, passes: Passes) -> bool:
         """Check if each rank computes only part of the gradient of a global loss."""
         steps = [{part.step for part in rank_parts} for rank_parts in self.parts]
-        return any(loss.step in whole for by_rank in passes for loss, whole in zip(by_rank, steps, strict=False))
+        return any(
+            loss.step in rank_steps for by_rank in passes for loss, rank_steps in zip(by_rank, steps, strict=False)
+        )
 
     @cached_property
     def local_parts(self) -> list[list[OwnPartPutBack]]:
@@ -90,14 +92,14 @@ class Losses(View):
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
-        every = [*itertools.chain(*steps)]
-        unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in every)
-        return steps if len(steps) >= MIN_GATHERS and unscaled and len({p.by_function for p in every}) == 1 else []
+        all_parts = [*itertools.chain(*steps)]
+        unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in all_parts)
+        return steps if len(steps) >= MIN_GATHERS and unscaled and len({p.by_function for p in all_parts}) == 1 else []
 
     @property
     def gathered_gradients_differ(self) -> bool:
         """Check if gradients of gathered features show that ranks compute different losses."""
-        return min(_distances(self.local_parts)) > _OTHER_LOSS
+        return min(_distances(self.local_parts)) > _LOSS_DIFFERENCE
 
     @property
     def local_parts_lack_factor(self) -> bool:
@@ -128,7 +130,7 @@ class Losses(View):
             return
         summary = "the loss is a sum over the samples of a rank, which DDP averages; not compared with a single process"
         if not all(term.kind == "sum" and abs(term.factor) == 1 for loss in averaged[0] for term in loss.terms):
-            summary = f"no fault in the scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
+            summary = f"no fault in the scale and normalisation of the loss, in {format_count(passes, 'backward pass')}"
             yield f"{summary}; not compared with a single process"
         elif self.is_for_sums:
             yield summary
@@ -136,12 +138,12 @@ class Losses(View):
             raise NotRecorded(summary)
 
 
-def _are_rescaled(rank: RankTrace) -> bool:
+def _rescales_gradients(rank: RankTrace) -> bool:
     """Check if steps rescale averaged gradients by the world size or its inverse."""
     for step, replica in steps_with_reductions(rank, entries_of(rank, OptimizerStep)):
         averaged_norm = math.hypot(*itertools.chain.from_iterable(replica.averaged.values()))
         factor = math.hypot(*step.norms.values()) / averaged_norm if averaged_norm else 0.0
-        if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _SKETCHED:
+        if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _SKETCH_TOLERANCE:
             return True
     return False
 
@@ -175,20 +177,17 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
 
     Each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
     """
-    every = [loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.put_off]
-    micro_batches = {loss.step: loss.number + 1 for loss in every}  # by step
+    own_losses = [loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.put_off]
+    micro_batches = {loss.step: loss.number + 1 for loss in own_losses}  # by step
     terms: dict[tuple[int, int], list[ScaledTerm]] = {}
-    for entry in every:
+    for entry in own_losses:
         terms.setdefault((entry.step, entry.number), []).extend(entry.terms)
     passes = [(micro_batches[step], pass_terms) for (step, _), pass_terms in terms.items() if pass_terms]
     return bool(passes) and all(_is_for_sums(pass_terms, count * len(losses)) for count, pass_terms in passes)
 
 
 def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
-    """Check if terms of one backward pass need gradients summed over ranks, not averaged.
-
-    `count`: backward passes per step, over all ranks.
-    """
+    """Check if a backward pass needs summed gradients; `count`: passes per step, all ranks."""
     is_uniform = len({round(term.factor, 9) for term in terms}) == 1
     return is_uniform and all(
         abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < SCALE_TOLERANCE
@@ -208,28 +207,28 @@ def divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | 
     for numbers in zip(*([number for number in loss.reduced if not number.members] for loss in losses), strict=False):
         total = sum(number.value for number in numbers)
         terms = [
-            (term, term.kind == "sum" or _is_among(number.value, term.multipliers))
+            (term, term.kind == "sum" or _contains_near(number.value, term.multipliers))
             for number, loss in zip(numbers, losses, strict=True)
             for term in loss.terms
             if term.factor
         ]
         sums = [term for term, is_sum in terms if is_sum]
         by_size = all(size in term.multipliers for term in sums) or any(size in term.divisors for term, _ in terms)
-        if len({number.location for number in numbers}) > 1 or by_size or not all(map(_is_all_known, sums)):
+        if len({number.location for number in numbers}) > 1 or by_size or not all(map(_has_known_factor, sums)):
             continue
-        if total > 1 and all(_is_among(total, term.divisors) for term in sums):
+        if total > 1 and all(_contains_near(total, term.divisors) for term in sums):
             return total, numbers[0].location, len(sums) < len(terms)
     return None
 
 
-def _is_among(number: float, numbers: Sequence[float]) -> bool:
+def _contains_near(number: float, numbers: Sequence[float]) -> bool:
     return any(map(partial(is_near, number), numbers))
 
 
-def _is_all_known(term: ScaledTerm) -> bool:
+def _has_known_factor(term: ScaledTerm) -> bool:
     """Check if a term's factor is its known multipliers divided by its known divisors."""
-    known = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
-    return bool(term.divisors) and is_near(abs(known), abs(term.factor))
+    factor = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
+    return bool(term.divisors) and is_near(abs(factor), abs(term.factor))
 
 
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
@@ -296,14 +295,14 @@ def unequal_targets(ranks: Sequence[Sequence[MicroBatch]]) -> UnequalTargets | N
         repeated = 0
         for index in sorted({item.index for item in history[0]}):
             step = [tuple(item for item in items if item.index == index) for items in history]
-            unequal = _unequal_in_step(step)
+            unequal = _unequal_targets_in(step)
             repeated = repeated + 1 if unequal else 0
-            if unequal and ((unequal.exact and not _differs_by_size(step)) or repeated == _FEWEST_STEPS):
+            if unequal and ((unequal.exact and not _only_sizes_differ(step)) or repeated == _FEWEST_STEPS):
                 return replace(unequal, history=history)
     return None
 
 
-def _unequal_in_step(step: Sequence[tuple[MicroBatch, ...]]) -> UnequalTargets | None:
+def _unequal_targets_in(step: Sequence[tuple[MicroBatch, ...]]) -> UnequalTargets | None:
     """Return the step's unequal weights, if inversely proportional to numbers of targets."""
     counted = [(rank, item) for rank, items in enumerate(step) for item in items if item.counted]
     weights = [item.weight for _, item in counted]
@@ -320,22 +319,22 @@ def _unequal_in_step(step: Sequence[tuple[MicroBatch, ...]]) -> UnequalTargets |
     faults = []
     for is_in_rank, group_of in groupings:
         groups = [[item for _, item in group] for group in group_by(counted, group_of).values()]
-        if max(_gap(item.weight for item in group) for group in groups) > _SAME_WEIGHT:
+        if max(_spread(item.weight for item in group) for group in groups) > _SAME_WEIGHT:
             continue
         for extra in (0, 1):  # a loss may count the first token of a sequence, which is never predicted
             sums = [sum(item.counted + extra * item.sequences for item in group) for group in groups]
-            gap = _gap(group[0].weight * total for group, total in zip(groups, sums, strict=True))
-            if gap <= max(_SAME_WEIGHT, min(_SIMILAR_WEIGHT, _gap(weights) / 3)):
+            gap = _spread(group[0].weight * total for group, total in zip(groups, sums, strict=True))
+            if gap <= max(_SAME_WEIGHT, min(_SIMILAR_WEIGHT, _spread(weights) / 3)):
                 faults.append(UnequalTargets(step, is_in_rank, max(weights) / min(weights), exact=gap <= _SAME_WEIGHT))
     return max(faults, key=lambda fault: fault.exact, default=None)
 
 
-def _gap(values: Iterable[float]) -> float:
+def _spread(values: Iterable[float]) -> float:
     """Return the relative spread (max - min) / min."""
     values = list(values)
     return max(values) / min(values) - 1
 
 
-def _differs_by_size(step: Sequence[tuple[MicroBatch, ...]]) -> bool:
+def _only_sizes_differ(step: Sequence[tuple[MicroBatch, ...]]) -> bool:
     """Check if only batch sizes differ: no target is ignored or padding."""
-    return _gap(item.counted / item.rows for items in step for item in items if item.counted) <= _SAME_WEIGHT / 100
+    return _spread(item.counted / item.rows for items in step for item in items if item.counted) <= _SAME_WEIGHT / 100

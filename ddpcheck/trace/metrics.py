@@ -25,14 +25,14 @@ from ddpcheck.trace.replicas import common_values
 
 Row = tuple[float, ...]
 Metric = Callable[[Sequence[tuple[Row, Row]]], float]
-_Of = Callable[[Sequence[float], Sequence[float]], float]
+_FlatMetric = Callable[[Sequence[float], Sequence[float]], float]
 _MOST_CLASSES = 16  # classes with per-class metrics
 
 
-def _of(metric: _Of) -> Metric:
+def _on_rows(metric: _FlatMetric) -> Metric:
     """Convert a metric of flat sequences to one of row pairs; NaN if undefined."""
 
-    def of_pairs(pairs: Sequence[tuple[Row, Row]]) -> float:
+    def on_pairs(pairs: Sequence[tuple[Row, Row]]) -> float:
         predicted = [x for row, _ in pairs for x in row]
         target = [y for _, row in pairs for y in row]
         try:
@@ -40,18 +40,18 @@ def _of(metric: _Of) -> Metric:
         except (ArithmeticError, ValueError):
             return math.nan
 
-    return of_pairs
+    return on_pairs
 
 
-def _mean_of(error: Callable[[float, float], float]) -> _Of:
+def _mean_of(error: Callable[[float, float], float]) -> _FlatMetric:
     return lambda p, t: fmean([error(x, y) for x, y in zip(p, t, strict=True)])
 
 
-_squared = _mean_of(lambda x, y: (x - y) * (x - y))
-_absolute = _mean_of(lambda x, y: abs(x - y))
+_squared_error = _mean_of(lambda x, y: (x - y) * (x - y))
+_absolute_error = _mean_of(lambda x, y: abs(x - y))
 
 
-def _smooth(x: float, y: float) -> float:
+def _smooth_l1(x: float, y: float) -> float:
     error = abs(x - y)
     return error * error / 2 if error < 1 else error - 0.5
 
@@ -62,11 +62,11 @@ def _variance(numbers: Sequence[float]) -> float:
 
 
 def _concordance(p: Sequence[float], t: Sequence[float]) -> float:
-    both = correlation(p, t) * math.sqrt(_variance(p) * _variance(t))
-    return 2 * both / (_variance(p) + _variance(t) + (fmean(p) - fmean(t)) ** 2)
+    covariance = correlation(p, t) * math.sqrt(_variance(p) * _variance(t))
+    return 2 * covariance / (_variance(p) + _variance(t) + (fmean(p) - fmean(t)) ** 2)
 
 
-def _ranks(numbers: Sequence[float]) -> list[float]:
+def _sorted_positions(numbers: Sequence[float]) -> list[float]:
     """Return the position of each number in sorted order, from 1, averaged over ties."""
     if any(map(math.isnan, numbers)):
         return [math.nan] * len(numbers)  # NaN has no order
@@ -81,44 +81,45 @@ def _ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def _roc_area(scores: Sequence[float], labels: Sequence[float]) -> float:
-    """Return the area under the ROC curve."""
-    positive = [rank for rank, label in zip(_ranks(scores), labels, strict=True) if label == 1]
+    positive = [rank for rank, label in zip(_sorted_positions(scores), labels, strict=True) if label == 1]
     n_pos, n_neg = len(positive), len(labels) - len(positive)
     return (math.fsum(positive) - n_pos * (n_pos + 1) / 2) / (n_pos * n_neg)
 
 
-_explained: _Of = lambda p, t: 1 - _variance([x - y for x, y in zip(p, t, strict=True)]) / _variance(t)  # noqa: E731
+_explained_variance: _FlatMetric = lambda p, t: 1 - _variance([x - y for x, y in zip(p, t, strict=True)]) / _variance(t)  # noqa: E731
 OF_NUMBERS: Mapping[str, Metric] = {
-    "mean squared error": _of(_squared),
-    "mean absolute error": _of(_absolute),
-    "root mean squared error": _of(lambda p, t: math.sqrt(_squared(p, t))),
-    "sum of squared errors": _of(lambda p, t: len(p) * _squared(p, t)),
-    "sum of absolute errors": _of(lambda p, t: len(p) * _absolute(p, t)),
-    "norm of the errors": _of(lambda p, t: math.sqrt(len(p) * _squared(p, t))),
-    "relative error": _of(lambda p, t: math.sqrt(_squared(p, t) / fmean([y * y for y in t]))),
-    "largest error": _of(lambda p, t: max(abs(x - y) for x, y in zip(p, t, strict=True))),
-    "median absolute error": _of(lambda p, t: sorted(abs(x - y) for x, y in zip(p, t, strict=True))[(len(p) - 1) // 2]),
-    "smooth L1 loss": _of(_mean_of(_smooth)),
-    "mean absolute percentage error": _of(_mean_of(lambda x, y: abs((x - y) / y))),
-    "coefficient of determination": _of(lambda p, t: 1 - _squared(p, t) / _variance(t)),
-    "explained variance": _of(_explained),
-    "correlation": _of(correlation),
-    "rank correlation": _of(lambda p, t: correlation(_ranks(p), _ranks(t))),
-    "concordance": _of(_concordance),
-    "cosine similarity": _of(
+    "mean squared error": _on_rows(_squared_error),
+    "mean absolute error": _on_rows(_absolute_error),
+    "root mean squared error": _on_rows(lambda p, t: math.sqrt(_squared_error(p, t))),
+    "sum of squared errors": _on_rows(lambda p, t: len(p) * _squared_error(p, t)),
+    "sum of absolute errors": _on_rows(lambda p, t: len(p) * _absolute_error(p, t)),
+    "norm of the errors": _on_rows(lambda p, t: math.sqrt(len(p) * _squared_error(p, t))),
+    "relative error": _on_rows(lambda p, t: math.sqrt(_squared_error(p, t) / fmean([y * y for y in t]))),
+    "largest error": _on_rows(lambda p, t: max(abs(x - y) for x, y in zip(p, t, strict=True))),
+    "median absolute error": _on_rows(
+        lambda p, t: sorted(abs(x - y) for x, y in zip(p, t, strict=True))[(len(p) - 1) // 2]
+    ),
+    "smooth L1 loss": _on_rows(_mean_of(_smooth_l1)),
+    "mean absolute percentage error": _on_rows(_mean_of(lambda x, y: abs((x - y) / y))),
+    "coefficient of determination": _on_rows(lambda p, t: 1 - _squared_error(p, t) / _variance(t)),
+    "explained variance": _on_rows(_explained_variance),
+    "correlation": _on_rows(correlation),
+    "rank correlation": _on_rows(lambda p, t: correlation(_sorted_positions(p), _sorted_positions(t))),
+    "concordance": _on_rows(_concordance),
+    "cosine similarity": _on_rows(
         lambda p, t: math.fsum(x * y for x, y in zip(p, t, strict=True)) / (math.hypot(*p) * math.hypot(*t))
     ),
 }
 
 OF_SCORES: Mapping[str, Metric] = {
-    "area under the curve": _of(_roc_area),
-    "cross entropy": _of(_mean_of(lambda x, y: -(y * math.log(x) + (1 - y) * math.log(1 - x)))),
-    "mean squared error": _of(_squared),
-    "mean absolute error": _of(_absolute),
-    "correlation": _of(correlation),
+    "area under the curve": _on_rows(_roc_area),
+    "cross entropy": _on_rows(_mean_of(lambda x, y: -(y * math.log(x) + (1 - y) * math.log(1 - x)))),
+    "mean squared error": _on_rows(_squared_error),
+    "mean absolute error": _on_rows(_absolute_error),
+    "correlation": _on_rows(correlation),
 }
 
-_OF_CLASSES: Mapping[str, Callable[[float, float, float], float]] = {  # of hits, row sum and column sum
+_CLASS_METRICS: Mapping[str, Callable[[float, float, float], float]] = {  # of hits, row sum and column sum
     "recall": lambda hits, row, _: hits / row,
     "precision": lambda hits, _, column: hits / column,
     "IoU": lambda hits, row, column: hits / (row + column - hits),
@@ -132,7 +133,7 @@ def table_metrics(table: Sequence[float]) -> dict[str, float]:
     rows = [math.fsum(table[n * size : (n + 1) * size]) for n in range(size)]
     columns = [math.fsum(table[n::size]) for n in range(size)]
     total, metrics = math.fsum(table), dict[str, float]()
-    for name, metric in _OF_CLASSES.items():
+    for name, metric in _CLASS_METRICS.items():
         by_class = {}
         for n, (row, column) in enumerate(zip(rows, columns, strict=True)):
             with contextlib.suppress(ZeroDivisionError):
@@ -158,7 +159,7 @@ MEAN = "mean over samples"
 _SHARE = "share of the whole set"
 _LARGEST_EXPONENT = 50.0  # largest loss for which a perplexity is tried
 _MOST_COUNTED_CLASSES = 32
-_MOST_OF_RATIOS = 32  # numbers; of more, the quotients are too many to identify one
+_MOST_QUOTIENT_NUMBERS = 32  # numbers; of more, the quotients are too many to identify one
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +216,10 @@ def bits_of(number: float) -> float:
     return _DIGIT_BITS * significant_digits(f"{number:.6g}")
 
 
-def _scaled(
+def _forms(
     key: str, name: str, values: Sequence[float], pooled: float, bits: Sequence[float], tries: int
 ) -> Iterator[RankMetric]:
-    """Yield a mean unchanged, in percent, subtracted from 1, and its exp and sqrt."""
+    """Yield forms of a mean: x, 100*x, 1-x, exp(x), sqrt(x)."""
     numbers = [*values, pooled]
     forms = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
     if name != _SHARE and all(0 <= number <= 1 for number in numbers):
@@ -232,7 +233,7 @@ def _scaled(
         yield RankMetric(key, label, scaled, total, value_bits, tries)
 
 
-def _sums(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
+def _common_numbers(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
     """Return numbers that all ranks have, except sums and traces of their tables."""
     tables = [key.partition(".") for key in common_values([ev.results.tables for ev in evals])]
     parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
@@ -244,43 +245,42 @@ def _sum_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
     """Yield sums divided by samples, batches or dataset size, and running means unchanged."""
     samples, batches = [float(ev.samples) for ev in evals], [float(ev.loader.batches) for ev in evals]
     sizes = [float(ev.loader.size) for ev in evals]
-    sums = _sums(evals)
+    sums = _common_numbers(evals)
     for key, counts in sums.items():
         bits = [*map(bits_of, counts)]
         for name, divisors in {MEAN: samples, "mean over batches": batches, _SHARE: sizes}.items():
             if min(divisors) >= 1 and (divisors is samples or divisors != samples):
                 values = [count / divisor for count, divisor in zip(counts, divisors, strict=True)]
-                pooled = sum(counts) / sizes[0] if name == _SHARE else _weighted(values, samples)
-                yield from _scaled(key, name, values, pooled, bits, len(sums))
+                pooled = sum(counts) / sizes[0] if name == _SHARE else _weighted_mean(values, samples)
+                yield from _forms(key, name, values, pooled, bits, len(sums))
         if any(count != int(count) for count in counts):  # not a counter
-            yield from _scaled(key, "", counts, _weighted(counts, samples), bits, len(sums))
+            yield from _forms(key, "", counts, _weighted_mean(counts, samples), bits, len(sums))
 
 
-def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _ratio_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
     """Yield quotients of two numbers of one function, e.g. sum / token count."""
-    sums = _sums(evals)
-    for key, divisor_key in itertools.permutations(sums, 2) if len(sums) <= _MOST_OF_RATIOS else ():
-        if key.partition(".")[0] != divisor_key.partition(".")[0] or _container(key) != _container(divisor_key):
+    sums = _common_numbers(evals)
+    for key, divisor_key in itertools.permutations(sums, 2) if len(sums) <= _MOST_QUOTIENT_NUMBERS else ():
+        if key.partition(".")[0] != divisor_key.partition(".")[0] or _container_of(key) != _container_of(divisor_key):
             continue
         counts, divisors = sums[key], sums[divisor_key]
         if any(divisor < 2 or divisor != int(divisor) for divisor in divisors):
             continue
         values = [count / divisor for count, divisor in zip(counts, divisors, strict=True)]
         bits = [bits_of(count) + bits_of(divisor) for count, divisor in zip(counts, divisors, strict=True)]
-        yield from _scaled(key, f"mean over {divisor_key}", values, sum(counts) / sum(divisors), bits, len(sums) ** 2)
+        yield from _forms(key, f"mean over {divisor_key}", values, sum(counts) / sum(divisors), bits, len(sums) ** 2)
 
 
-def _container(key: str) -> str:
+def _container_of(key: str) -> str:
     """Return the tensor or list that contains a number: "f.x" for "f.x[3]", or ''."""
     return key.rpartition("[")[0] if key.endswith("]") and key.rpartition("[")[2][:-1].isdigit() else ""
 
 
 def _table_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
-    """Yield metrics of confusion matrices (targets by predictions)."""
     for key, tables in common_values([ev.results.tables for ev in evals]).items():
         if len(set(map(len, tables))) == 1:
             yield from _metrics_by_key(
@@ -321,7 +321,7 @@ def _metrics_by_key(
     for name, pooled in overall.items():
         values = [metrics.get(name, math.nan) for metrics in by_rank]
         if all(map(math.isfinite, (*values, pooled))):
-            yield from _scaled(key, name, values, pooled, [_FLOAT_BITS] * len(values), len(overall))
+            yield from _forms(key, name, values, pooled, [_FLOAT_BITS] * len(values), len(overall))
 
 
 def evaluations_of(
@@ -331,10 +331,7 @@ def evaluations_of(
     shown: Sequence[Sequence[MetricShown]],
     compared: Sequence[Sequence[RowsCompared]],
 ) -> list[Evaluation]:
-    """Return evaluations with numbers that ranks exchange and show until training continues.
-
-    Arguments are by rank.
-    """
+    """Return evaluations with numbers exchanged and shown until training continues; arguments by rank."""
     by_key: dict[tuple[object, ...], dict[int, RankEvaluation]] = {}
     records = zip(loaders, passes, exchanged, shown, compared or [()] * len(loaders), strict=True)
     for rank, (rank_loaders, rank_passes, rank_calls, rank_outputs, rank_rows) in enumerate(records):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.findings.wording import format_count, group_by
 from ddpcheck.stream.entries import GroupUsed
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.script_facts import PartSteps, WrapperTrace, entries_of
@@ -23,25 +23,25 @@ def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[
     """Map groups of ranks that compute one model to their differentiable collective's line."""
     first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
     ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
-    alike = all(
+    is_same_module = all(
         wrapper.made.context.sharded is None
         and (wrapper.made.module, wrapper.made.context.trainable) == (first.module, first.context.trainable)
         for wrapper in wrappers
     )
-    if len(wrappers) < 2 or not alike or len(ranks) < world_size:
+    if len(wrappers) < 2 or not is_same_module or len(ranks) < world_size:
         return {}
     used = [use for rank in ranks.values() for use in entries_of(rank, GroupUsed)]
     lines = {use.members: use.differentiated_at for use in used if use.differentiated_at is not None}
-    across = {
+    model_lines = {
         members: line
         for members, line in lines.items()
         if 1 < len(members) == len({indices.get(n) for n in members})
-        and _given_alike([ranks[n] for n in members], wrappers[0].number)
+        and _have_equal_inputs([ranks[n] for n in members], wrappers[0].number)
     }
-    return across if sorted(itertools.chain(*across)) == sorted(ranks) else {}
+    return model_lines if sorted(itertools.chain(*model_lines)) == sorted(ranks) else {}
 
 
-def _given_alike(ranks: Sequence[RankTrace], wrapper: int) -> bool:
+def _have_equal_inputs(ranks: Sequence[RankTrace], wrapper: int) -> bool:
     samples = [[inputs.samples for inputs in entries_of(rank, Inputs) if inputs.wrapper == wrapper] for rank in ranks]
     return min(map(len, samples)) >= _FEWEST_INPUTS and all(rank_samples == samples[0] for rank_samples in samples)
 
@@ -77,7 +77,7 @@ class ModelParts(ScriptView):
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         count = max((len(opt_steps) for group in self.steps for opt_steps in group), default=0)
         if count and check == "replicas":
-            yield f"no fault in replicated parameters, in {counted(count, 'step')}"
+            yield f"no fault in replicated parameters, in {format_count(count, 'step')}"
 
 
 MIN_PART_STEPS = 3  # steps needed for a finding

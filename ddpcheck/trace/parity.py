@@ -19,8 +19,8 @@ MULTIPLE = 4.0  # times the measured noise; smaller differences are undecided
 FLOOR = 1e-5  # relative; rounding that one reordering of samples may not show
 NEAR = 1e-3  # relative; evaluation numbers may be rounded
 SMALL = 1e-2  # relative noise up to which a comparison is conclusive
-_UNKNOWN = 0.5  # relative noise above which a quantity is useless
-_SAME_ROWS = 1e-5  # tolerance of a feature sum, per row
+_USELESS_NOISE = 0.5  # relative noise above which a quantity is useless
+_ROW_TOLERANCE = 1e-5  # tolerance of a feature sum, per row
 _Step = tuple[list[ParityStep], ParityStep, ParityStep | None]  # ranks, single process, noise run
 
 
@@ -37,7 +37,7 @@ class Quantity:
     @property
     def differs(self) -> bool:
         """Check if the difference exceeds the noise."""
-        return not self.difference <= max(FLOOR, MULTIPLE * self.noise, self.padding) and self.noise < _UNKNOWN
+        return not self.difference <= max(FLOOR, MULTIPLE * self.noise, self.padding) and self.noise < _USELESS_NOISE
 
     @property
     def is_equal(self) -> bool:
@@ -70,18 +70,18 @@ class Comparison:
         """Return the steps that both runs made on the same samples, in order."""
         if self.has_other_model or self.computes_with_rank:
             return []
-        return [*itertools.takewhile(lambda step: self._have_same_samples(*step[:2]), self._steps_of_both)]
+        return [*itertools.takewhile(lambda step: self._have_same_samples(*step[:2]), self._common_steps)]
 
     @cached_property
     def next_steps(self) -> list[_Step]:
         """Return each optimizer's first step after `steps`; only its parameters are comparable."""
         following = {(single.optimizer, single.count + 1) for _, single, _ in self.steps}
         return [
-            step for step in self._steps_of_both[len(self.steps) :] if (step[1].optimizer, step[1].count) in following
+            step for step in self._common_steps[len(self.steps) :] if (step[1].optimizer, step[1].count) in following
         ]
 
     @cached_property
-    def _steps_of_both(self) -> list[_Step]:
+    def _common_steps(self) -> list[_Step]:
         by_rank = [{(s.optimizer, s.count): s for s in entries_of(rank, ParityStep)} for rank in self.ranks]
         noise = {(s.optimizer, s.count): s for s in entries_of(self.noise, ParityStep)} if self.noise else {}
         keys = [((single.optimizer, single.count), single) for single in entries_of(self.single, ParityStep)]
@@ -100,7 +100,7 @@ class Comparison:
         rows = max(sums[-1], single.samples[-1])
         if not min(sums[-1], single.samples[-1]):
             return not entries_of(self.single, NotReplayed)  # inputs of the script that could not be replayed
-        return all(abs(a - b) <= _SAME_ROWS * rows for a, b in zip(sums, single.samples, strict=True))
+        return all(abs(a - b) <= _ROW_TOLERANCE * rows for a, b in zip(sums, single.samples, strict=True))
 
     @cached_property
     def has_other_model(self) -> bool:
@@ -165,8 +165,8 @@ class Comparison:
         for rank_steps, single, noise in self.steps:
             actual, expected = self._gradients_of(self.ranks, rank_steps), self._gradients_of([self.single], [single])
             if noise is not None and self.noise is not None:
-                largest = max(largest, _distance(expected, self._gradients_of([self.noise], [noise])))
-            quantities.append(Quantity(actual.norm, expected.norm, _distance(actual, expected), largest))
+                largest = max(largest, _relative_distance(expected, self._gradients_of([self.noise], [noise])))
+            quantities.append(Quantity(actual.norm, expected.norm, _relative_distance(actual, expected), largest))
         return quantities
 
     def _gradients_of(self, ranks: Sequence[RankTrace], steps: Sequence[ParityStep]) -> _Gradients:
@@ -185,16 +185,16 @@ class Comparison:
 
         def fits(factor: float) -> bool:
             norms = {name: factor * norm for name, norm in expected.norms.items()}
-            return _distance(actual, _Gradients(norms, [factor * x for x in expected.sketch])) <= NEAR
+            return _relative_distance(actual, _Gradients(norms, [factor * x for x in expected.sketch])) <= NEAR
 
         return name_world_factor(self.world_size, fits)
 
     def names_of(self, rank: RankTrace, optimizer: int) -> tuple[str, ...]:
         """Return the names of an optimizer's parameters."""
-        return self._names.get((rank.started.rank, rank.started.world_size, optimizer), ())
+        return self._names_by_optimizer.get((rank.started.rank, rank.started.world_size, optimizer), ())
 
     @cached_property
-    def _names(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
+    def _names_by_optimizer(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
         """Parameter names by (rank, world size, optimizer); rank 0's for optimizers of equal size."""
         runs = [*self.ranks, self.single, *filter(None, [self.noise])]
         steps = [(rank.started, step) for rank in runs for step in entries_of(rank, ParityStep) if step.names]
@@ -220,7 +220,7 @@ class _Gradients:
         return math.hypot(*self.norms.values())
 
 
-def _distance(actual: _Gradients, expected: _Gradients) -> float:
+def _relative_distance(actual: _Gradients, expected: _Gradients) -> float:
     """Return the distance between gradients, relative to the larger norm."""
     scale = max(actual.norm, expected.norm)
     if not math.isfinite(scale):

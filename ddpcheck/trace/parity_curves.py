@@ -34,13 +34,13 @@ def _step_curves(parity: Parity) -> Iterator[ParityCurve]:
         suffix = f" of optimizer {number}" if len(by_optimizer) > 1 else ""
         steps, sizes = [step for step, _ in group], [(step[1].count, size) for step, size in group]
         first = steps[0][0][0]
-        yield _curve(f"norm of the gradients{suffix}", _STEPS, sizes, first.location)
+        yield _make_curve(f"norm of the gradients{suffix}", _STEPS, sizes, first.location)
         is_marked = any(size.differs for _, size in sizes)
         name = f"loss{suffix}, mean over the ranks"
-        yield _curve(name, _STEPS, _losses(steps), first.loss_at or first.location, is_marked=is_marked)
+        yield _make_curve(name, _STEPS, _loss_points(steps), first.loss_at or first.location, is_marked=is_marked)
 
 
-def _losses(steps: Sequence[tuple[list[ParityStep], ParityStep, ParityStep | None]]) -> list[tuple[int, Quantity]]:
+def _loss_points(steps: Sequence[tuple[list[ParityStep], ParityStep, ParityStep | None]]) -> list[tuple[int, Quantity]]:
     """Return mean losses by step, compared relative to the largest loss."""
     points = []
     for rank_steps, single, noise in steps:
@@ -64,7 +64,6 @@ def _distance(number: float, reference: float) -> float:
 
 
 def _number_curves(parity: Parity) -> Iterator[ParityCurve]:
-    """Yield curves of numbers shown after evaluations."""
     if not parity.has_same_samples:
         return
     shown = (number for number in parity.shown if number.entry.evaluates and not number.entry.during)
@@ -76,7 +75,7 @@ def _number_curves(parity: Parity) -> Iterator[ParityCurve]:
         points = [(position, number.quantity) for position, number in zip(x, numbers, strict=True)]
         is_counter = _is_counter([number.text for number in numbers])
         if any(quantity.differs for _, quantity in points) or (points and not is_counter):
-            yield _curve(_name(numbers[0].entry, index), label, points, location)
+            yield _make_curve(_name_of_number(numbers[0].entry, index), label, points, location)
 
 
 def _is_counter(texts: Sequence[str]) -> bool:
@@ -85,29 +84,29 @@ def _is_counter(texts: Sequence[str]) -> bool:
     return len(numbers) == len(texts) and len({b - a for a, b in itertools.pairwise(numbers)}) == 1
 
 
-def _name(entry: NumbersShown, index: int) -> str:
+def _name_of_number(entry: NumbersShown, index: int) -> str:
     """Name a number by the text before it in its line: "printed: val loss"."""
     prefix = entry.text.split("#")[index].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
     return f"{entry.how}: {prefix[-_LONGEST_NAME:].strip() or f'number {index + 1}'}"
 
 
-def _curve(
+def _make_curve(
     name: str, label: str, points: Sequence[tuple[int, Quantity]], location: Location | None, *, is_marked: bool = True
 ) -> ParityCurve:
     first = next((n for n, (_, quantity) in enumerate(points) if quantity.differs), None) if is_marked else None
-    kept = [points[n] for n in _thinned(len(points), first)]
+    drawn_points = [points[n] for n in _drawn_indices(len(points), first)]
     return ParityCurve(
         name,
         label,
-        tuple(x for x, _ in kept),
-        tuple(_drawn(quantity.ranks) for _, quantity in kept),
-        tuple(_drawn(quantity.single) for _, quantity in kept),
+        tuple(x for x, _ in drawn_points),
+        tuple(_drawable(quantity.ranks) for _, quantity in drawn_points),
+        tuple(_drawable(quantity.single) for _, quantity in drawn_points),
         None if first is None else points[first][0],
         location,
     )
 
 
-def _thinned(size: int, first: int | None) -> Sequence[int]:
+def _drawn_indices(size: int, first: int | None) -> Sequence[int]:
     """Return the indices of drawn points: evenly spaced, plus the first divergence."""
     if size <= MOST_POINTS:
         return range(size)
@@ -115,5 +114,5 @@ def _thinned(size: int, first: int | None) -> Sequence[int]:
     return sorted(even if first is None else even | {first})
 
 
-def _drawn(value: float) -> float | None:
+def _drawable(value: float) -> float | None:
     return value if abs(value) < LARGEST_VALUE else None

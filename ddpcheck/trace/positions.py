@@ -9,7 +9,7 @@ from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
-from ddpcheck.findings.wording import counted, format_by_text
+from ddpcheck.findings.wording import format_by_text, format_count
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, SHARD_FORWARD, Backward, backward_of, lines_in
 
 
@@ -20,7 +20,7 @@ def backwards_of(rank: RankAtEnd) -> list[Backward]:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of a rank at the divergence: its collective, if any, and its lines."""
+    """Position of a rank at the divergence: collective, or None, and program lines."""
 
     state: RankAtEnd
     call: Call | None
@@ -108,17 +108,17 @@ def local_branches(facts: EndingFacts, position: Position, peer: Position) -> li
     return sorted(branches, key=lambda block: block.kind == "rest")
 
 
-def described_call(call: Call) -> str:
+def describe_call(call: Call) -> str:
     """Describe a call with its line: "all_reduce at train.py:9"."""
     return f"{op_name(call)}{f' at {call.location}' if call.location else ''}"
 
 
 def op_name(call: Call) -> str:
     """Return the display name of a call."""
-    return _NAMES.get(call.operation, call.operation)
+    return _DISPLAY_NAMES.get(call.operation, call.operation)
 
 
-_NAMES = {
+_DISPLAY_NAMES = {
     DDP_BACKWARD: "backward",
     DDP_FORWARD: "the forward of DistributedDataParallel",
     SHARD_FORWARD: "the forward of the sharded module",
@@ -148,13 +148,13 @@ def divergence_evidence(position: Position, peer: Position) -> list[str]:
 def shard_in_words(loader_pass: LoaderPass) -> str:
     """Describe how many batches and samples a rank has taken."""
     size = len(loader_pass.indices) if loader_pass.exhausted and loader_pass.indices else -1
-    words = f"{counted(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"
+    words = f"{format_count(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"
     if loader_pass.expected >= 0 and not loader_pass.exhausted:
         words += f" of {loader_pass.expected}"
     if size >= 0:
-        words += f", {counted(size, 'sample')}"
+        words += f", {format_count(size, 'sample')}"
     elif loader_pass.size >= 0:
-        words += f", of a dataset of {counted(loader_pass.size, 'sample')}"
+        words += f", of a dataset of {format_count(loader_pass.size, 'sample')}"
     return f"{words}, {loader_pass.batch_size} to a batch" if loader_pass.batch_size > 1 else words
 
 

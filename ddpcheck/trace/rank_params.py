@@ -26,7 +26,7 @@ _NOT_VALUES = ("options", "held")  # `OptimizerStep.held`: optimizers are matche
 
 
 class RankParams:
-    """Parameters and buffers whose names, as reports show them, match patterns."""
+    """Parameters and buffers whose names in reports match patterns."""
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self.patterns = patterns

@@ -67,13 +67,13 @@ def ranks_by_call(
 def written_at(changes: Changes, copy: str) -> WriteFacts:
     """Return line, evidence and ranks of the only line that writes a copy.
 
-    Lines at which only some ranks write are preferred. Without exactly one line: (None, [], ()).
+    Lines at which only writers_by_call ranks write are preferred. Without exactly one line: (None, [], ()).
     """
     ranks = ranks_by_call(changes, lambda change: copy in change.names)
-    some = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
-    if len({line for _, line in some}) != 1:
+    writers_by_call = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
+    if len({line for _, line in writers_by_call}) != 1:
         return None, [], ()
-    (how, location), writers = next(iter(some.items()))
+    (how, location), writers = next(iter(writers_by_call.items()))
     if len(writers) == len(changes):
         return location, [f"it is written there ({how}), on every rank"], ()
     return location, [f"it is written there ({how}), on {format_ranks(writers)}"], tuple(writers)
@@ -157,10 +157,10 @@ def steps_with_equal_end(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> li
 def differing_program_data(data: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Return variables whose text differs between ranks, unless they hold the rank number."""
     values = differing_values(data) if data else {}
-    return {name: by_rank for name, by_rank in values.items() if not _is_the_rank(by_rank)}
+    return {name: by_rank for name, by_rank in values.items() if not _differ_by_rank_number(by_rank)}
 
 
-def _is_the_rank(values: Sequence[str]) -> bool:
+def _differ_by_rank_number(values: Sequence[str]) -> bool:
     """Return True if values differ only by the rank number that they contain ("cuda:1")."""
     spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
     return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)

@@ -48,7 +48,7 @@ class WrapperTrace:
 
     def events(self, kind: type[_Kind]) -> list[list[_Kind]]:
         """Return log entries of type `kind` about this wrapper, by rank of its group."""
-        return [[entry for entry in entries_of(rank, kind) if _is_on(entry, self.number)] for rank in self.ranks]
+        return [[entry for entry in entries_of(rank, kind) if _belongs_to(entry, self.number)] for rank in self.ranks]
 
     @property
     def captured(self) -> dict[int, list[ReplicaCaptured]]:
@@ -77,7 +77,7 @@ class WrapperTrace:
         return next((line for loss in losses if (line := loss.made or loss.location)), None)
 
 
-def _is_on(entry: Any, number: int) -> bool:
+def _belongs_to(entry: Any, number: int) -> bool:
     return bool(entry.wrapper == number)
 
 
@@ -189,7 +189,7 @@ class ScriptFacts:
         if any(not indices for indices, _ in parts) or len({*map(len, parts.values())}) != 1 or len(parts) == len(data):
             return []
         replicas = {passes[0].replicas for passes in trained.values()}
-        shares = all(_share_by_right(group, replicas == {len(parts)} != {1}) for group in parts.values())
+        shares = all(_share_on_purpose(group, replicas == {len(parts)} != {1}) for group in parts.values())
         return [tuple(rank.started.rank for rank in group) for group in parts.values()] if shares else []
 
     @cached_property
@@ -209,8 +209,8 @@ class ScriptFacts:
                 if models[rank] is not models[peer] and not _share_gradient(by_number[rank], by_number[peer]):
                     models[rank] |= models[peer]
                     models |= dict.fromkeys(models[peer], models[rank])
-        whole = {tuple(sorted(model)) for model in models.values()}
-        return sorted(whole) if len(whole) < len(received) else []
+        model_ranks = {tuple(sorted(model)) for model in models.values()}
+        return sorted(model_ranks) if len(model_ranks) < len(received) else []
 
     @cached_property
     def moved(self) -> Mapping[str, bool]:
@@ -246,9 +246,9 @@ class ScriptFacts:
     @cached_property
     def optimizers(self) -> list[Optimizer]:
         """Optimizers, matched between ranks by parameters and by line of the first step."""
-        return list(self._optimizers())
+        return list(self._match_optimizers())
 
-    def _optimizers(self) -> Iterator[Optimizer]:
+    def _match_optimizers(self) -> Iterator[Optimizer]:
         steps_by_key: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
         by_number = {rank.started.rank: rank for rank in self.ranks}
         for rank in self.ranks:
@@ -270,7 +270,7 @@ class ScriptFacts:
                     for end in entries_of(by_number[number], OptimizerEnd)
                     if end.optimizer == steps[0].optimizer
                 ]
-                yield Optimizer(_in_step(list(steps_by_rank.values())), ends)
+                yield Optimizer(_steps_of_all_ranks(list(steps_by_rank.values())), ends)
 
     def _replicas_of(self, rank: RankTrace) -> tuple[int, ...]:
         """Return the ranks that train the same unwrapped parameters as `rank`, including itself."""
@@ -283,7 +283,7 @@ class ScriptFacts:
         steps_by_rank = [entries_of(rank, PartStep) for rank in self.ranks if rank.started.rank in group]
         numbers = sorted({step.optimizer for step in steps_by_rank[0]})
         return [
-            _in_step([[step for step in steps if step.optimizer == number] for steps in steps_by_rank])
+            _steps_of_all_ranks([[step for step in steps if step.optimizer == number] for steps in steps_by_rank])
             for number in numbers
         ]
 
@@ -345,7 +345,7 @@ class ScriptFacts:
         return next((group[0].hook for group in unequal), "")
 
 
-def _share_by_right(ranks: Sequence[RankTrace], dealt: bool) -> bool:
+def _share_on_purpose(ranks: Sequence[RankTrace], dealt: bool) -> bool:
     """Check if ranks share samples on purpose (`dealt`: samplers split data between groups)."""
     group = tuple(rank.started.rank for rank in ranks)
     used = [use.members for rank in ranks for use in entries_of(rank, GroupUsed) if use.differentiated_at is not None]
@@ -397,8 +397,7 @@ def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: RankTrace) ->
 _Step = TypeVar("_Step", OptimizerStep, PartStep)
 
 
-def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
-    """Return the steps that every rank recorded, each as a list by rank."""
+def _steps_of_all_ranks(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
     return aligned([{step.count: step for step in steps} for steps in by_rank])
 
 

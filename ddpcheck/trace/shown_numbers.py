@@ -13,7 +13,7 @@ from ddpcheck.trace.parity import FLOOR, MULTIPLE, NEAR, SMALL, Comparison, Quan
 from ddpcheck.trace.script_facts import entries_of
 
 _FEWEST_DIGITS = 100  # times the last digit; smaller numbers may equal a loss by chance
-_LARGEST = 1e30
+_LARGEST_LOSS = 1e30
 _Key = tuple[str, str, int]
 _Line = tuple[int, str, int, str, str]
 
@@ -40,9 +40,9 @@ class ShownPair:
 
 def shown_numbers(comparison: Comparison) -> list[ShownPair]:
     """Return the numbers that both runs show, in order."""
-    entries, single_entries = _by_occurrence(comparison.ranks[0]), _by_occurrence(comparison.single)
-    noise = _by_occurrence(comparison.noise) if comparison.noise is not None else {}
-    other_ranks = [_by_occurrence(rank) for rank in comparison.ranks[1:]]
+    entries, single_entries = _entries_by_occurrence(comparison.ranks[0]), _entries_by_occurrence(comparison.single)
+    noise = _entries_by_occurrence(comparison.noise) if comparison.noise is not None else {}
+    other_ranks = [_entries_by_occurrence(rank) for rank in comparison.ranks[1:]]
     losses = [(s.count, loss) for s in entries_of(comparison.ranks[0], ParityStep) for loss in s.losses]
     runs = comparison.ranks[0], comparison.single
     rates = [[rate for step in entries_of(run, ParityStep) for rate in step.rates] for run in runs]
@@ -55,7 +55,7 @@ def shown_numbers(comparison: Comparison) -> list[ShownPair]:
         rerun = noise.get(key)
         window = [loss for step, loss in losses if since <= step < entry.steps]
         for index, (text, single) in enumerate(zip(entry.numbers, single_entry.numbers, strict=True)):
-            if index in entry.rates or _is_rate((text, single), rates):
+            if index in entry.rates or _are_rates((text, single), rates):
                 continue
             noise_text = rerun.numbers[index] if rerun is not None and len(rerun.numbers) > index else single
             texts = [rank_entries[key].numbers[index] for rank_entries in other_ranks if key in rank_entries]
@@ -65,7 +65,7 @@ def shown_numbers(comparison: Comparison) -> list[ShownPair]:
     return shown
 
 
-def _by_occurrence(rank: RankTrace) -> dict[_Key, NumbersShown]:
+def _entries_by_occurrence(rank: RankTrace) -> dict[_Key, NumbersShown]:
     """Return entries by line, text and number of earlier occurrences."""
     entries: dict[_Key, NumbersShown] = {}
     for entry in entries_of(rank, NumbersShown):
@@ -79,31 +79,31 @@ def _by_occurrence(rank: RankTrace) -> dict[_Key, NumbersShown]:
 def _quantity(text: str, single_text: str, noise_text: str, padding: float) -> Quantity:
     actual, expected, rerun = float(text), float(single_text), float(noise_text)
     scale = max(abs(actual), abs(expected)) or 1.0
-    digit = 1.5 * max(map(_last_digit, (text, single_text)))
+    digit = 1.5 * max(map(_last_digit_unit, (text, single_text)))
     difference = max(0.0, abs(actual - expected) - digit) / scale
     largest = max(abs(expected), abs(rerun))
     changed = abs(expected - rerun) / (largest if largest > FLOOR * scale else scale)
     return Quantity(actual, expected, difference, changed, padding)
 
 
-def _last_digit(text: str) -> float:
+def _last_digit_unit(text: str) -> float:
     """Return the unit of the last digit, or 0.0 without decimals."""
     mantissa, _, exponent = text.lower().partition("e")
     places = len(mantissa.partition(".")[2])
     return 0.0 if not places else 10.0 ** (int(exponent or 0) - places)
 
 
-def _is_rate(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
+def _are_rates(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
     """Check if numbers are within their runs' learning rates, which differ between runs."""
-    pairs = [(float(text), _last_digit(text), lrs) for text, lrs in zip(texts, rates, strict=True) if lrs]
+    pairs = [(float(text), _last_digit_unit(text), lrs) for text, lrs in zip(texts, rates, strict=True) if lrs]
     ends = {max(lrs) for _, _, lrs in pairs}
     return len(ends) > 1 and all(min(lrs) - digit <= value <= max(lrs) + digit for value, digit, lrs in pairs)
 
 
 def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
     """Check if a number is the last, mean or sum of `losses`."""
-    value, digit = float(text), _last_digit(text)
-    losses = [loss for loss in losses if abs(loss) < _LARGEST]
+    value, digit = float(text), _last_digit_unit(text)
+    losses = [loss for loss in losses if abs(loss) < _LARGEST_LOSS]
     if not losses or not digit or abs(value) < _FEWEST_DIGITS * digit:
         return False
     total = math.fsum(losses)
@@ -143,7 +143,7 @@ def first_unequal(comparison: Comparison, steps: range, difference: float = NEAR
 
 def line_of_number(rank: RankTrace, steps: range, text: str) -> tuple[Location, str] | None:
     """Return the evaluation line and variable that first compute a shown number."""
-    digit = _last_digit(text)
+    digit = _last_digit_unit(text)
     for (_, path, line, _, name), value in _last_values(rank, steps).items():
         if len(value) == 1 and abs(value[0] - float(text)) <= digit < abs(value[0]) / _FEWEST_DIGITS:
             return Location(path, line), name

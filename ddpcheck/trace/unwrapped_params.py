@@ -24,12 +24,12 @@ def differing(values: Sequence[Mapping[str, float]]) -> list[str]:
 
 def are_close(values: Sequence[float | None]) -> bool:
     """Check if values agree within rounding, or one has overflowed."""
-    known = [value for value in values if value is not None]
-    if any(not math.isfinite(value) for value in known):
+    numbers = [value for value in values if value is not None]
+    if any(not math.isfinite(value) for value in numbers):
         return True  # GradScaler skips the step on overflow
-    if len(known) < len(values):
-        return not known or max(known) <= LEAST
-    return relative(max(known) - min(known), max(known)) <= _TOLERANCE
+    if len(numbers) < len(values):
+        return not numbers or max(numbers) <= LEAST
+    return relative(max(numbers) - min(numbers), max(numbers)) <= _TOLERANCE
 
 
 def is_equal(steps: Steps, name: str) -> bool:
@@ -57,7 +57,7 @@ def is_averaged(steps: Sequence[Steps], name: str) -> bool:
 
 
 def are_near(sketches: Sequence[Sequence[float]]) -> bool:
-    """Check if sketches are of the same gradient."""
+    """Check if gradient sketches agree within rounding."""
     first, *others = sketches
     scale = max(math.hypot(*sketch) for sketch in sketches)
     return all(relative(math.dist(first, sketch), scale) <= _TOLERANCE for sketch in others)
@@ -68,11 +68,12 @@ def are_scaled(names: Sequence[str], steps: Steps) -> list[str]:
     sketches = {name: [entry.gradients.get(name, ()) for entry in steps] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in by_rank] for name, by_rank in sketches.items()}
     factors = [[norm / by_rank[0] for norm in by_rank] for by_rank in norms.values() if min(by_rank) > LEAST]
-    usual = [*map(median, zip(*factors, strict=True))]
+    median_factors = [*map(median, zip(*factors, strict=True))]
     return [
         name
         for name, by_rank in sketches.items()
-        if usual and are_near([[x / factor for x in sketch] for sketch, factor in zip(by_rank, usual, strict=True)])
+        if median_factors
+        and are_near([[x / factor for x in sketch] for sketch, factor in zip(by_rank, median_factors, strict=True)])
     ]
 
 
@@ -89,8 +90,8 @@ def any_gradient_differs(steps: Steps) -> bool:
 
 def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
     """Return ranks whose values of `names` differ from most ranks'; () for two ranks."""
-    known = [[(name, rank_values.get(name)) for name in names] for rank_values in values]
-    rounded = [tuple((n, f"{value:.3g}") for n, value in rank_values if value is not None) for rank_values in known]
+    by_rank = [[(name, rank_values.get(name)) for name in names] for rank_values in values]
+    rounded = [tuple((n, f"{value:.3g}") for n, value in rank_values if value is not None) for rank_values in by_rank]
     return minority_ranks(rounded) if len(values) > 2 else ()
 
 
@@ -111,8 +112,8 @@ def are_local(steps: Sequence[Steps]) -> bool:
 
 def diverge_for_good(optimizers: Sequence[Sequence[Steps]]) -> bool:
     """Check if each rank trains a separate model: different initial values and gradients."""
-    known = [steps for steps in optimizers if steps]
-    return bool(known) and all(are_local(steps) and not params_equal(steps[0]) for steps in known)
+    stepped = [steps for steps in optimizers if steps]
+    return bool(stepped) and all(are_local(steps) and not params_equal(steps[0]) for steps in stepped)
 
 
 def params_equal(steps: Steps) -> bool:

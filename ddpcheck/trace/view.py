@@ -20,10 +20,7 @@ class NotRecorded(Exception):
 
 
 class View:
-    """Facts of one subject of a script.
-
-    A judge declares by the type of its argument which view it needs (`rules.registry.rule`).
-    """
+    """Facts of one subject of a script, requested by a judge's argument type (`rules.registry.rule`)."""
 
     __slots__ = ()
     checks: ClassVar[tuple[str, ...]]  # a finding belongs to the first check line that its rule names, else to the last

@@ -70,35 +70,35 @@ class WaitGraph:
         self.dumps = dumps
         self.open_calls = {rank: [call for call in dump.entries if not call.ended] for rank, dump in dumps.items()}
         self._groups = {(group[0], rank): group for group in groups for rank in group[1]}
-        self._next = {group: dict(_positions(dumps, *group)) for group in {*self._groups.values()}}
-        self._furthest = {group: max(places.values(), default=(0, False))[0] for group, places in self._next.items()}
-        self._absent: dict[tuple[_Group, int], frozenset[int]] = {}
-        self.devices = {rank: call for rank in dumps if (call := self._uncompleted(rank)) is not None}
-        self.waits = {rank: self._waits(rank) for rank in dumps if rank not in self.devices}
+        self._places = {group: dict(_positions(dumps, *group)) for group in {*self._groups.values()}}
+        self._furthest = {group: max(places.values(), default=(0, False))[0] for group, places in self._places.items()}
+        self._known_absent: dict[tuple[_Group, int], frozenset[int]] = {}
+        self.devices = {rank: call for rank in dumps if (call := self._uncompleted_call(rank)) is not None}
+        self.waits = {rank: self._waits_of(rank) for rank in dumps if rank not in self.devices}
         waited_for = {peer for waits in self.waits.values() for *_, peers in waits for peer in peers}
         self.missing = waited_for - dumps.keys()
         self.stopped = {
             rank
             for rank in waited_for - self.missing - self.devices.keys()
-            if not self.waits[rank] and all(self._is_passed(rank, call) for call in self.open_calls[rank][:1])
+            if not self.waits[rank]
+            and all(self._is_completed_by_peer(rank, call) for call in self.open_calls[rank][:1])
         }
 
     def group(self, rank: int, call: RecordedCall) -> _Group:
         """Return the process group of a call."""
         return self._groups.get((call.group, rank), (call.group, ()))
 
-    def _is_passed(self, rank: int, call: RecordedCall) -> bool:
-        """Return True if a peer has completed the collective."""
+    def _is_completed_by_peer(self, rank: int, call: RecordedCall) -> bool:
         return not call.between_two and call.number < self._furthest.get(self.group(rank, call), 0)
 
-    def _uncompleted(self, rank: int) -> RecordedCall | None:
+    def _uncompleted_call(self, rank: int) -> RecordedCall | None:
         """Return the first call that peers completed and the device did not."""
-        passed = [call for call in self.open_calls[rank] if self._is_passed(rank, call)]
+        passed = [call for call in self.open_calls[rank] if self._is_completed_by_peer(rank, call)]
         if self.dumps[rank].gloo or all(call.call.operation in ROOTED for call in passed):
             return None
         return max(group_by(passed, lambda call: call.group).values(), key=len)[0]
 
-    def _waits(self, rank: int) -> list[_Wait]:
+    def _waits_of(self, rank: int) -> list[_Wait]:
         """Return the pending calls of a rank with absent peers, else with delayed peers.
 
         Absent peers have not entered the call. Delayed peers have a different call as their first open call.
@@ -106,40 +106,40 @@ class WaitGraph:
         calls = [
             call
             for call in self.open_calls[rank]
-            if call.between_two or self._next.get(self.group(rank, call), {}).get(rank) == (call.number, True)
+            if call.between_two or self._places.get(self.group(rank, call), {}).get(rank) == (call.number, True)
         ]
-        absent = [(rank, call, peers) for call in calls if (peers := self._absent_from(rank, call) - {rank})]
-        return absent or [(rank, call, peers) for call in calls if (peers := self._delayed(rank, call))]
+        absent = [(rank, call, peers) for call in calls if (peers := self._absent_peers(rank, call) - {rank})]
+        return absent or [(rank, call, peers) for call in calls if (peers := self._delayed_peers(rank, call))]
 
-    def _absent_from(self, rank: int, call: RecordedCall) -> frozenset[int]:
+    def _absent_peers(self, rank: int, call: RecordedCall) -> frozenset[int]:
         if call.between_two:
             answers = any(
                 entry.peer == rank and entry.group == call.group for entry in self.open_calls.get(call.peer, ())
             )
             return frozenset({call.peer} if call.peer >= 0 and (not answers or call.peer in self.devices) else ())
         key = group, number = self.group(rank, call), call.number
-        if key not in self._absent:
-            self._absent[key] = frozenset(
+        if key not in self._known_absent:
+            self._known_absent[key] = frozenset(
                 peer
-                for peer, position in self._next[group].items()
+                for peer, position in self._places[group].items()
                 if position < (number, True) or (position[0] == number and peer in self.devices)
             )
-        return self._absent[key]
+        return self._known_absent[key]
 
-    def _delayed(self, rank: int, call: RecordedCall) -> frozenset[int]:
+    def _delayed_peers(self, rank: int, call: RecordedCall) -> frozenset[int]:
         """Return the peers of a call whose first open call is a different one."""
         peers = {call.peer} if call.between_two else {*self.group(rank, call)[1]}
-        before = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
+        first_calls = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
         return frozenset(
             peer
-            for peer, first in before.items()
+            for peer, first in first_calls.items()
             if first.group != call.group or (first.peer != rank if call.between_two else first.between_two)
         )
 
     def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
         """Return ranks that completed most collectives of the call's group, and the last number."""
         number = self._furthest[group := self.group(rank, call)]
-        return [peer for peer, position in self._next[group].items() if position[0] == number], number - 1
+        return [peer for peer, position in self._places[group].items() if position[0] == number], number - 1
 
     def waits_on(self, roots: Collection[int]) -> list[_Wait]:
         """Return the waits for any of `roots`, earliest first, with peers limited to `roots`."""
@@ -148,14 +148,14 @@ class WaitGraph:
 
     def who_waits(self, roots: Collection[int]) -> tuple[list[str], set[int]]:
         """Return evidence of direct, then indirect waits for `roots`, and all waiting ranks."""
-        reached, direct, further = set(roots), list[_Wait](), list[_Wait]()
+        reached, direct, indirect = set(roots), list[_Wait](), list[_Wait]()
         while True:
             waiting = {rank: waits for rank, waits in self.waits.items() if rank not in reached}
             first = (next((wait for wait in waits if wait[2] & reached), None) for waits in waiting.values())
             new = [(rank, call, peers & reached) for rank, call, peers in filter(None, first)]
             if not new:
-                return first_lines([*self._lines(direct), *self._lines(further)]), reached - {*roots}
-            further += new if direct else []
+                return first_lines([*self._evidence_lines(direct), *self._evidence_lines(indirect)]), reached - {*roots}
+            indirect += new if direct else []
             direct = direct or new
             reached |= {rank for rank, *_ in new}
 
@@ -195,31 +195,31 @@ class WaitGraph:
         evidence = [f"rank {rank} waits for rank {min(peers)} in {self.words(call)}" for rank, call, peers in circle]
         return self.hang_finding(code, ranks, f"{format_ranks(ranks)} wait for each other", fix, evidence, circle[0][1])
 
-    def _lines(self, waits: Sequence[_Wait]) -> list[str]:
+    def _evidence_lines(self, waits: Sequence[_Wait]) -> list[str]:
         """Return a line of evidence for each group description and operation."""
         kinds = group_by(
-            waits, lambda wait: (self._description(wait[1]), _operation(wait[1]), wait[1].group == DEFAULT_GROUP)
+            waits, lambda wait: (self._group_description(wait[1]), _op_name(wait[1]), wait[1].group == DEFAULT_GROUP)
         )
-        return [self._line(kind) for kind in sorted(kinds.values(), key=len, reverse=True)]
+        return [self._evidence_line(kind) for kind in sorted(kinds.values(), key=len, reverse=True)]
 
-    def _line(self, waits: Sequence[_Wait]) -> str:
+    def _evidence_line(self, waits: Sequence[_Wait]) -> str:
         ranks = [rank for rank, *_ in waits]
         words = {self.words(call) for _, call, _ in waits}
         names = {call.group for _, call, _ in waits}
-        description = self._description(waits[0][1]) or "process groups"
-        label = words.pop() if len(words) == 1 else f"{_operation(waits[0][1])} of {description} ({len(names)} groups)"
+        description = self._group_description(waits[0][1]) or "process groups"
+        label = words.pop() if len(words) == 1 else f"{_op_name(waits[0][1])} of {description} ({len(names)} groups)"
         peers = {peer for *_, peers in waits for peer in peers}
-        return f"{_few(ranks)} {plural_verb('waits', 'wait', ranks)} for {_few(peers)} in {label}"
+        return f"{_format_few(ranks)} {plural_verb('waits', 'wait', ranks)} for {_format_few(peers)} in {label}"
 
     def words(self, call: RecordedCall) -> str:
         """Describe a call with its number and group."""
-        label = _operation(call) if call.between_two else f"{call.call}, number {call.number}"
+        label = _op_name(call) if call.between_two else f"{call.call}, number {call.number}"
         if call.group == DEFAULT_GROUP:
             return label
-        which, description = f"process group {call.group}", self._description(call)
+        which, description = f"process group {call.group}", self._group_description(call)
         return f"{label} of {f'{description} ({which})' if description else which}"
 
-    def _description(self, call: RecordedCall) -> str:
+    def _group_description(self, call: RecordedCall) -> str:
         descriptions = (dump.descriptions for dump in self.dumps.values())
         return next((names[call.group] for names in descriptions if call.group in names), "")
 
@@ -230,7 +230,7 @@ def _positions(
     """Yield (rank, (number of its next collective, True if already entered))."""
     present = {rank: dumps[rank] for rank in members if rank in dumps}
     by_rank = {rank: dump.collectives(name) for rank, dump in present.items()}
-    most = max((call.number for calls in by_rank.values() for call in calls), default=0)
+    largest = max((call.number for calls in by_rank.values() for call in calls), default=0)
     yield from ((rank, (0, False)) for rank in members if rank not in present)
     for rank, calls in by_rank.items():
         dump = present[rank]
@@ -239,17 +239,17 @@ def _positions(
         if (first := next((call.number for call in calls if not call.ended), None)) is not None:
             yield rank, (first, True)
         elif calls or not dump.wrapped or name in dump.enqueued:
-            yield rank, (last + 1 if last <= most else 1, False)
+            yield rank, (last + 1 if last <= largest else 1, False)
 
 
-def _operation(call: RecordedCall) -> str:
+def _op_name(call: RecordedCall) -> str:
     return "send or recv" if call.between_two else call.call.operation
 
 
-def _few(ranks: Collection[int]) -> str:
+def _format_few(ranks: Collection[int]) -> str:
     return f"{len(ranks)} ranks" if (words := format_ranks(ranks)).endswith(" more") else words
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    rest = len(lines) - _MOST_LINES
-    return [*lines[:_MOST_LINES], f"and {rest} more"] if rest > 1 else [*lines]
+    num_left = len(lines) - _MOST_LINES
+    return [*lines[:_MOST_LINES], f"and {num_left} more"] if num_left > 1 else [*lines]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
 from typing import Any, Literal
 
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Environment of a rank that keeps inductor from starting compile processes, which would outlive the rank."""
@@ -43,7 +43,7 @@ def watch_compiling(times: Any) -> None:
     original = torch.compile
 
     @functools.wraps(original)
-    @passes_on
+    @forwards_calls
     def compile(*args: Any, **kwargs: Any) -> Any:
         is_internal = _is_internal_call(sys._getframe(1), torch)
         _state.asked |= not is_internal
@@ -119,7 +119,7 @@ def _is_internal_call(caller: FrameType, torch: Any) -> bool:
 
 def _run_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    @passes_on
+    @forwards_calls
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _state.eager or sys.modules["torch"].compiler.is_compiling():
             return function(*args, **kwargs)

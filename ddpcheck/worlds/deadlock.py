@@ -14,7 +14,7 @@ import time
 
 from ddpcheck.findings.files import process_stat
 from ddpcheck.findings.stacks import Frame, has_other_threads, main_stack, waits_for_ranks
-from ddpcheck.findings.wording import agreeing, format_ranks
+from ddpcheck.findings.wording import format_ranks, pluralize_verb
 from ddpcheck.worlds.rank_processes import RankProcesses
 
 INTERVAL = 0.5  # seconds between two checks
@@ -61,8 +61,8 @@ class DeadlockDetector:
         if not finished:
             return "every rank waits for another one, in collectives that do not match"
         return (
-            f"{format_ranks([*self._stacks])} {agreeing('waits', [*self._stacks])} in a collective, and "
-            f"{format_ranks(finished)} {agreeing('has', finished)} finished without it, or joined it "
+            f"{format_ranks([*self._stacks])} {pluralize_verb('waits', [*self._stacks])} in a collective, and "
+            f"{format_ranks(finished)} {pluralize_verb('has', finished)} finished without it, or joined it "
             "with a different shape"
         )
 

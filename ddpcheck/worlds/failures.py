@@ -26,15 +26,15 @@ from ddpcheck.findings.stacks import (
     region_of,
     work_waited_for,
 )
-from ddpcheck.findings.tracebacks import as_bug, is_ours, original_of
+from ddpcheck.findings.tracebacks import as_bug, is_own_bug, original_of
 from ddpcheck.findings.wording import (
     LONGEST_TRACEBACK,
-    agreeing,
+    failure_text,
     format_by_text,
     format_ranks,
     group_by,
-    phrase,
-    shortened,
+    pluralize_verb,
+    shorten,
 )
 from ddpcheck.worlds import wire
 
@@ -65,10 +65,10 @@ def described(error: BaseException, status: str, collective: str) -> dict[str, A
     root, cause = _first_of(error), ""
     if root is not error:
         with contextlib.suppress(Exception):  # __str__ may raise
-            cause = shortened(f"{type(root).__qualname__}: {root}", LONGEST_TRACEBACK)
+            cause = shorten(f"{type(root).__qualname__}: {root}", LONGEST_TRACEBACK)
         if cause and not noticed and (cause_location := exception_location(root)) not in (None, where):
             noticed = f"raised in the handling of {_first_line(cause)}, at {cause_location}"
-    bug = as_bug(error, status) if is_ours(error) and not _LOST_CONNECTION.search(f"{name} {text}") else None
+    bug = as_bug(error, status) if is_own_bug(error) and not _LOST_CONNECTION.search(f"{name} {text}") else None
     exception = None
     with contextlib.suppress(Exception):
         wire.loads(data := wire.dumps(error))  # a custom __init__ often breaks unpickling only
@@ -77,7 +77,7 @@ def described(error: BaseException, status: str, collective: str) -> dict[str, A
         "when": when,
         "kind": "exited" if isinstance(error, SystemExit) else "raised",
         "type": name,
-        "text": shortened(text, LONGEST_TRACEBACK),
+        "text": shorten(text, LONGEST_TRACEBACK),
         "exit_code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
         "usage": isinstance(error, UsageError),
         "place": status,
@@ -234,20 +234,20 @@ def has_lost_another(text: str) -> bool:
 def error(failures: Sequence[RankFailure]) -> RankError:
     """Return the exception for a world with failed ranks."""
     ordered = sort_failures(failures)
-    headline = phrase(ordered[0])
-    same = [failure for failure in ordered if failure.kind == ordered[0].kind and phrase(failure) == headline]
+    headline = failure_text(ordered[0])
+    same = [failure for failure in ordered if failure.kind == ordered[0].kind and failure_text(failure) == headline]
     if len(same) > 1:  # by rank, for a deterministic message
         ordered = sorted(same, key=lambda item: item.rank) + [item for item in ordered if item not in same]
     summary = _summary(ordered[len(same) :])
     ranks = [failure.rank for failure in same]
-    message = f"{format_ranks(ranks)} {agreeing(headline, ranks)}" + (f" ({summary})" if summary else "")
+    message = f"{format_ranks(ranks)} {pluralize_verb(headline, ranks)}" + (f" ({summary})" if summary else "")
     return RankError(message, ordered, detail=_detail(ordered))
 
 
 def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
     """Return the exception for ranks that did not finish."""
     ordered = sorted(failures, key=lambda failure: (failure.when, failure.rank))
-    waiting = "; ".join(format_by_text((failure.rank, phrase(failure)) for failure in ordered))
+    waiting = "; ".join(format_by_text((failure.rank, failure_text(failure)) for failure in ordered))
     message = f"{headline}: {waiting}" if waiting else headline
     return HangError(message, ordered, detail=_detail(ordered))
 
@@ -255,7 +255,7 @@ def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
 def _summary(rest: Sequence[RankFailure]) -> str:
     phrases = []
     for failure in rest:
-        text = phrase(failure)
+        text = failure_text(failure)
         if failure.kind == "fell":
             text = "fell with it"
         elif failure.kind == "stuck":
@@ -267,12 +267,14 @@ def _summary(rest: Sequence[RankFailure]) -> str:
 
 def _detail(failures: Sequence[RankFailure]) -> str:
     """Return a text with traceback, stack and output of each rank, equal failures grouped."""
-    groups = group_by(failures, lambda failure: (phrase(failure), failure.traceback, failure.stack))
+    groups = group_by(failures, lambda failure: (failure_text(failure), failure.traceback, failure.stack))
     lines = []
     for (text, traceback, stack), group in groups.items():
         ranks = [failure.rank for failure in group]
         is_shown = bool(traceback) and group[0].kind == "raised"  # the last line of the traceback repeats it
-        lines.append(f"[{format_ranks(ranks)}]" if is_shown else f"[{format_ranks(ranks)}] {agreeing(text, ranks)}")
+        lines.append(
+            f"[{format_ranks(ranks)}]" if is_shown else f"[{format_ranks(ranks)}] {pluralize_verb(text, ranks)}"
+        )
         lines += [traceback.rstrip("\n")] if traceback else []
         lines += ["stack, most recent call first:", stack.rstrip("\n")] if stack else []
         outputs = {failure.output.rstrip("\n") for failure in group}

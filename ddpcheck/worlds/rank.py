@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpcheck.findings.errors import DDPCheckError, UsageError
-from ddpcheck.findings.tracebacks import for_target
+from ddpcheck.findings.tracebacks import runs_target
 from ddpcheck.stream.log_file import mapped_file
 from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
@@ -224,7 +224,7 @@ class _Task:
 _task: _Task | None = None
 
 
-@for_target
+@runs_target
 def _run_task(payload: bytes) -> bytes:
     try:
         function, args, kwargs = wire.loads(payload)  # packed by `worlds.validation.pack_task`

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ddpcheck import __main__ as cli
 from ddpcheck.extras.run_record import Pseudonyms, here, judge_record, write_record
 from ddpcheck.findings.evidence import Entry
-from ddpcheck.findings.files import unpacked
+from ddpcheck.findings.files import decompress
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
@@ -90,7 +90,7 @@ def test_a_run_that_was_written_is_judged_as_it_was(run: Run, tmp_path: Path) ->
 
 @pytest.mark.parametrize("path", SENT, ids=lambda path: path.name.partition(".")[0])
 def test_runs_that_were_sent_are_judged_as_their_names_say(path: Path) -> None:
-    codes = {finding.code for finding in judge_record(unpacked(path.read_bytes()).decode()).findings}
+    codes = {finding.code for finding in judge_record(decompress(path.read_bytes()).decode()).findings}
     assert codes == set(re.findall(r"DDP\d{3}", path.name))
 
 
@@ -105,7 +105,7 @@ def test_a_file_says_nothing_of_the_program_and_renders_as_its_report(
     assert "ddpcheck render run.json.gz" in done.stderr and "is not found in it" not in done.stderr, done.stderr
     codes = set(re.findall(r"^DDP\d{3}", done.stderr, re.MULTILINE))
     assert "DDP401" in codes
-    text = unpacked((folder / "run.json.gz").read_bytes()).decode()
+    text = decompress((folder / "run.json.gz").read_bytes()).decode()
     assert not [word for word in (*WORDS, "eyas", str(tmp_path)) if word in text.lower()]
     assert cli.main(["render", str(folder / "run.json.gz")]) == 0
     assert set(re.findall(r"^DDP\d{3}", capsys.readouterr().out, re.MULTILINE)) == codes

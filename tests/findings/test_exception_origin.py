@@ -8,7 +8,7 @@ import pytest
 from ddpcheck import FindingsError, check, check_matrix
 from ddpcheck.findings.errors import BugError, RankError, RankFailure, TargetError, UsageError
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.tracebacks import as_bug, is_misuse, is_ours
+from ddpcheck.findings.tracebacks import as_bug, is_misuse, is_own_bug
 from ddpcheck.findings.wording import join_names
 
 torch = pytest.importorskip("torch")
@@ -42,7 +42,7 @@ def with_hook_of_ours() -> None:
 
 @pytest.mark.parametrize("function", [lambda: join_names(3), around_ours, with_hook_of_ours])
 def test_what_only_code_of_ddpcheck_has_raised_is_a_bug_of_ddpcheck(function) -> None:
-    assert is_ours(raised(function))
+    assert is_own_bug(raised(function))
 
 
 def wrong_call_under_a_mode() -> None:
@@ -98,7 +98,7 @@ def a_name_that_the_package_has_not() -> None:
     ],
 )
 def test_what_torch_says_to_the_target_is_the_targets_own(function) -> None:
-    assert not is_ours(raised(function))
+    assert not is_own_bug(raised(function))
 
 
 def test_a_public_function_that_refuses_is_misused_and_a_wrong_recipe_is_wrong_usage() -> None:
@@ -108,7 +108,7 @@ def test_a_public_function_that_refuses_is_misused_and_a_wrong_recipe_is_wrong_u
         Recipe(model=3, batch=3, loss=3)
 
     refused = raised(lambda: allreduce_grads(3))
-    assert isinstance(refused, UsageError) and is_misuse(refused) and not is_ours(refused)
+    assert isinstance(refused, UsageError) and is_misuse(refused) and not is_own_bug(refused)
     assert not is_misuse(raised(wrong_recipe))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.findings.files import belongs_to_user, limited_memory, read_file, read_source, unpacked
+from ddpcheck.findings.files import belongs_to_user, decompress, limited_memory, read_file, read_source
 
 
 def make_pipe(path: Path) -> None:
@@ -61,12 +61,12 @@ def test_a_file_of_somebody_else_is_no_own_file(tmp_path: Path) -> None:
 
 
 def test_what_unpacks_to_more_than_the_limit() -> None:
-    assert unpacked(gzip.compress(b"12") + gzip.compress(b"3")) == b"123" and unpacked(b"plain") == b"plain"
+    assert decompress(gzip.compress(b"12") + gzip.compress(b"3")) == b"123" and decompress(b"plain") == b"plain"
     with pytest.raises(OSError, match="more than 256 MB"):
-        unpacked(gzip.compress(b" " * ((1 << 28) + 1), 1))
+        decompress(gzip.compress(b" " * ((1 << 28) + 1), 1))
     for damaged in (gzip.compress(b"12345" * 99)[:-9], b"\x1f\x8b\x08\x00" + b"\xff" * 40):
         with pytest.raises(OSError):
-            unpacked(damaged)
+            decompress(damaged)
 
 
 def test_source_is_read_in_its_encoding(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import Severity
-from ddpcheck.findings.wording import limited, shortened
+from ddpcheck.findings.wording import shorten, shorten_texts
 from ddpcheck.render import renderer_for
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 from ddpcheck.worlds.failures import error as error_of
@@ -21,8 +21,8 @@ FOUND = Finding("DDP401", (HUGE,), HUGE, Severity.ERROR, (0,), (), Location("net
 
 
 def test_a_long_text_keeps_its_ends_and_says_what_is_left_out() -> None:
-    assert shortened("abcdef", 6) == "abcdef"
-    assert shortened("a" * 6 + "b" * 91 + "c" * 3, 9) == "a" * 6 + " ... 91 characters left out ... " + "c" * 3
+    assert shorten("abcdef", 6) == "abcdef"
+    assert shorten("a" * 6 + "b" * 91 + "c" * 3, 9) == "a" * 6 + " ... 91 characters left out ... " + "c" * 3
 
 
 def test_every_text_of_a_report_is_limited_and_a_short_report_is_the_same() -> None:
@@ -34,12 +34,12 @@ def test_every_text_of_a_report_is_limited_and_a_short_report_is_the_same() -> N
         parity=(ParityEntry(0, HUGE, "local", 0.0, 1.0),),
         error=ReportError(HUGE, 3, HUGE),
     )
-    short = limited(report)
+    short = shorten_texts(report)
     assert len(short.to_json()) < 70_000 and short.to_json().count("characters left out") == 11
-    assert limited(short) == short or len(limited(short).to_json()) < 70_000
+    assert shorten_texts(short) == short or len(shorten_texts(short).to_json()) < 70_000
     small = replace(report, world={}, checks=(), findings=(), parity=(), error=ReportError("no", 3, "why"))
-    assert limited(small) is small
-    assert len(limited(Matrix("t", (MatrixRow({}, "stops", reason=HUGE, findings=(FOUND,)),))).to_json()) < 20_000
+    assert shorten_texts(small) is small
+    assert len(shorten_texts(Matrix("t", (MatrixRow({}, "stops", reason=HUGE, findings=(FOUND,)),))).to_json()) < 20_000
 
 
 @pytest.mark.parametrize("name", ["text", "json"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from ddpcheck.findings.tracebacks import is_ours
+from ddpcheck.findings.tracebacks import is_own_bug
 from ddpcheck.gather import patching
 from ddpcheck.gather.patching import CALLER, ErrorGuard, Patch, patched
 from ddpcheck.record.data import constructions
@@ -140,7 +140,7 @@ def test_what_the_handler_of_a_signal_raises_within_ours_is_the_scripts(
 
     with patched(Base, "double", dies_meanwhile), pytest.raises(RuntimeError, match="killed") as caught:
         Base().double(1)  # torch's handler of SIGCHLD, while ours sleeps
-    assert not taken and not is_ours(caught.value)
+    assert not taken and not is_own_bug(caught.value)
 
 
 def test_what_was_inherited_is_inherited_again_and_static_methods_stay_static() -> None:
@@ -222,13 +222,13 @@ class Shard:
 
 
 def test_what_stands_in_the_place_of_a_function_is_not_blamed_for_what_that_raises() -> None:
-    with Patch(Shard, "parse", constructions._noting), pytest.raises(ValueError) as of_function:
+    with Patch(Shard, "parse", constructions._recording_constructor), pytest.raises(ValueError) as of_function:
         Shard.parse("x")
-    with Patch(Shard, "data", wrapper_checks._followed), pytest.raises(AttributeError) as of_property:
+    with Patch(Shard, "data", wrapper_checks._recording_property), pytest.raises(AttributeError) as of_property:
         Shard().data = 1  # which has no setter
     for caught in (of_function, of_property):
         assert [one for one in caught.traceback if PACKAGE in Path(one.path).parents]
-        assert not is_ours(caught.value)
+        assert not is_own_bug(caught.value)
 
 
 def test_the_module_itself_is_light() -> None:

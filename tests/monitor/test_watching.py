@@ -285,7 +285,7 @@ def test_a_recorder_that_fails_ends_itself_and_the_watch_continues(monkeypatch, 
         raise ZeroDivisionError("made to fail. It is for a test")
 
     monkeypatch.setattr(MicroBatches, "_is_accumulating", fails)
-    monkeypatch.setattr(LocalSgdTracker, "_add", fails)
+    monkeypatch.setattr(LocalSgdTracker, "_add_fingerprint", fails)
     model = DDP(Net())
     with ddpcheck.watch(model, on_finding="warn", check_consistency_every=1) as watch:
         train(model, 3, way="detached")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.record.optimizers.gradient_recorders import _norm
+from ddpcheck.record.optimizers.gradient_recorders import _total_norm
 
 
 def with_gradient(values: list[complex], dtype: torch.dtype) -> nn.Parameter:
@@ -25,9 +25,9 @@ def test_it_is_that_of_complex_and_real_parameters_together_without_a_warning():
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        norm = _norm([*several, nn.Parameter(torch.zeros(1))])
+        norm = _total_norm([*several, nn.Parameter(torch.zeros(1))])
     assert norm is not None and float(norm) == pytest.approx(13.0)
 
 
 def test_it_is_not_known_without_gradients():
-    assert _norm([nn.Parameter(torch.zeros(1))]) is None
+    assert _total_norm([nn.Parameter(torch.zeros(1))]) is None

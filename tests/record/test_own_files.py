@@ -399,7 +399,7 @@ PROGRAMS: dict[str, tuple[str, Any]] = {
         try:
             open("old.txt", "a")
         except OSError as error:
-            seen = errno.errorcode[error.errno], os.path.basename(error.filename), is_ours(error)
+            seen = errno.errorcode[error.errno], os.path.basename(error.filename), is_own_bug(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         """,
@@ -414,7 +414,7 @@ PROGRAMS: dict[str, tuple[str, Any]] = {
                 try:
                     write()
                 except OSError as error:
-                    seen.append((errno.errorcode[error.errno], is_ours(error)))
+                    seen.append((errno.errorcode[error.errno], is_own_bug(error)))
         finally:
             own_files._Overlay._find = find
         """,
@@ -455,7 +455,7 @@ import tarfile, tempfile, time, traceback, zipfile
 import numpy as np
 import torch
 from pathlib import Path
-from ddpcheck.findings.tracebacks import is_ours
+from ddpcheck.findings.tracebacks import is_own_bug
 from ddpcheck.record.parity import own_files
 
 def walk(top):

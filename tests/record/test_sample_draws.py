@@ -70,7 +70,7 @@ def drawn(dataset: Samples, **more: Any) -> list[Mapping[str, tuple[int, int]]]:
     loader = DataLoader(dataset, batch_size=2, **more)
     functions = loader.collate_fn, loader.worker_init_fn
     draws = SampleDraws(loader, 3)
-    with draws.followed(loader):
+    with draws.recording(loader):
         iterator = iter(loader)
     assert (loader.collate_fn, loader.worker_init_fn) == functions
     found = []

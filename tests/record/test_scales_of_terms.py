@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.autograd.loss_terms import head_of
-from ddpcheck.record.loss.loss_recorder import _count, _lines_of_terms, _terms
+from ddpcheck.record.loss.loss_recorder import _count_elements, _lines_of_terms, _terms
 
 X = torch.ones(4, requires_grad=True)
 
@@ -56,7 +56,7 @@ MASK = TARGETS >= 0
 )
 def test_how_many_elements_a_mean_is_over_and_whether_they_were_chosen(loss: Tensor, count: tuple[int, bool]) -> None:
     ((node, _, _),) = _terms(loss)
-    assert _count(node) == count
+    assert _count_elements(node) == count
 
 
 def test_terms_of_one_head() -> None:

@@ -40,9 +40,9 @@ def test_gradients_that_are_left_are_told_by_name(
         loss.backward()
         if recorder.follows:
             recorder.backward_ended()
-        recorder.begins_to_step(optimizer, 0)
+        recorder.note_step_begin(optimizer, 0)
         optimizer.step()
-        recorder.has_stepped(optimizer, step)
+        recorder.note_step_end(optimizer, step)
     stale = [one for one in found if isinstance(one, StaleGradients)]
     assert [one.in_a_row for one in stale] == [*range(1, 1 + len(stale))]
     assert [one.names for one in stale if one.in_a_row == MIN_STALE_STEPS] == left

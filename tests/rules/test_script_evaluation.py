@@ -31,7 +31,7 @@ from ddpcheck.record.evaluation.evaluation_recorder import (
     ComparisonRecorder,
     EvaluationRecorder,
     _row_labels,
-    _values_given,
+    _row_values,
     _without_states,
 )
 from ddpcheck.record.loss.gather_recorder import _cross_entropies, _first_column_of
@@ -493,7 +493,7 @@ def test_metrics_of_pairs() -> None:
     ],
 )
 def test_what_is_gathered_may_be_numbers(given: Any, values: list[float]) -> None:
-    assert list(_values_given(given)) == values
+    assert list(_row_values(given)) == values
 
 
 def test_rows_that_are_gathered_batch_by_batch_are_joined_rank_by_rank_or_call_by_call() -> None:
@@ -756,7 +756,7 @@ def test_what_a_loop_counts_of_a_batch_that_was_fetched_ahead(ahead: bool) -> No
         counted = 0
         for right in batches():
             counted += right
-        recorder._prints(f"accuracy {counted / 4:.4f}")
+        recorder._note_print(f"accuracy {counted / 4:.4f}")
 
     evaluate()
     *_, last = (one for one in written if isinstance(one, EvaluationPass))
@@ -776,9 +776,9 @@ def test_what_is_shown_in_the_loop_of_the_next_evaluation_is_how_far_that_is() -
     for number in range(5):  # of which the last ones are not followed
         loader = replace(PASS, number=number, indices=(), batch_size=1)
         recorder.note_pass(loader, None)
-        recorder._prints("of a batch: 12.5")
+        recorder._note_print("of a batch: 12.5")
         recorder.note_pass(loader, None)
-        recorder._prints("12.25")
+        recorder._note_print("12.25")
     shown = [number.text for one in written if isinstance(one, MetricShown) for number in one.numbers]
     assert shown == ["12.25"] * 3
 

@@ -18,12 +18,12 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.record.loss.gather_recorder import (
     GatherRecorder,
     _constants,
+    _contains_rows,
     _distinct_rows,
-    _Gathered,
-    _holds,
-    _nodes,
-    _Parts,
-    _put_back,
+    _find_put_back_parts,
+    _GatheredParts,
+    _nodes_between,
+    _SampledGather,
 )
 from ddpcheck.record.recording import Recording
 from ddpcheck.rules.causes import find_causes
@@ -33,10 +33,10 @@ from ddpcheck.trace.losses import Losses
 LINE = Location("train.py", 8)
 
 
-def _gathered(features: torch.Tensor) -> _Gathered:
+def _gathered(features: torch.Tensor) -> _SampledGather:
     rows = _distinct_rows(features)
     assert rows is not None
-    return _Gathered("all_gather", LINE, (8, 3), rows, features.grad_fn)
+    return _SampledGather("all_gather", LINE, (8, 3), rows, features.grad_fn)
 
 
 def recorder_at(step: int, found: list[Any]) -> GatherRecorder:
@@ -81,7 +81,7 @@ def test_parameters_of_which_the_loss_has_what_was_gathered_alone(loss_of: Any, 
     recorder._run.watches = [watch]  # type: ignore[assignment]
     own = torch.randn(4, 5) @ (weight * torch.randn(5, 3))
     every = torch.cat([own.detach(), torch.randn(4, 3)])
-    recorder._gathered, recorder._parts = [_gathered(own)], [_Parts(2, 0, (8, 3))]
+    recorder._gathered, recorder._parts = [_gathered(own)], [_GatheredParts(2, 0, (8, 3))]
     recorder.note_backward(loss_of(scale, own, every))
     assert [one.names for one in found] == [names]
 
@@ -112,7 +112,7 @@ def test_the_distinct_rows_among_the_constants_of_a_loss(
 
     def constants(everything: torch.Tensor) -> int:
         root = logits(features, everything).logsumexp(1).mean().grad_fn
-        return sum(_holds(one, rows) for one in _constants(_nodes(root, {features.grad_fn}), (8, 3)))
+        return sum(_contains_rows(one, rows) for one in _constants(_nodes_between(root, {features.grad_fn}), (8, 3)))
 
     others = torch.randn(4, 3)
     assert constants(torch.cat([features.detach(), others])) == 1
@@ -128,7 +128,7 @@ def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
     recorder = recorder_at(3, found)
     first, second = _features(), _features()
     recorder._gathered = [_gathered(features) for features in (first, second)][:views]
-    recorder._parts = [_Parts(2, 0, (8, 3))] * views
+    recorder._parts = [_GatheredParts(2, 0, (8, 3))] * views
     bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
     recorder.note_backward((first @ bank.T).logsumexp(1).mean())
     assert found == [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
@@ -144,16 +144,18 @@ def test_what_hooks_have_packed_is_left_alone() -> None:
     unpacked = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpacked.append):
         root = (features @ torch.randn(8, 3).T).mean().grad_fn
-    assert not list(_constants(_nodes(root, {features.grad_fn}), (8, 3))) and not unpacked
+    assert not list(_constants(_nodes_between(root, {features.grad_fn}), (8, 3))) and not unpacked
 
 
 def test_the_own_part_that_is_put_back() -> None:
     features = _features()
-    parts = [_Parts(2, 1, (8, 3))]
+    parts = [_GatheredParts(2, 1, (8, 3))]
 
     def joined(everything: torch.Tensor) -> bool:
         root = (features @ everything.T).logsumexp(1).mean().grad_fn
-        return any(_put_back(node, parts, {features.grad_fn}) for node in _nodes(root, {features.grad_fn}))
+        return any(
+            _find_put_back_parts(node, parts, {features.grad_fn}) for node in _nodes_between(root, {features.grad_fn})
+        )
 
     others = torch.randn(4, 3)
     assert joined(torch.cat([others, features]))
@@ -193,7 +195,7 @@ def _arrival(factor: float, *, own_rows: bool, function: type[_Joined] = _Joined
     features = _features()
     parts = function.apply(features, torch.randn(4, 3), factor)
     every = torch.cat(parts)
-    recorder._gathered, recorder._parts = [], [_Parts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
+    recorder._gathered, recorder._parts = [], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
     loss = ((features if own_rows else every) @ every.T).logsumexp(1).mean()
     recorder.note_backward(loss)
     loss.backward()
@@ -251,7 +253,7 @@ def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) 
     found: list[Any] = []
     recorder = recorder_at(2, found)
     features = _features()
-    recorder._gathered, recorder._parts = [_gathered(features)], [_Parts(2, 1, (8, 3), "all_gather", LINE)]
+    recorder._gathered, recorder._parts = [_gathered(features)], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE)]
     loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
     loss = loss + features.square().mean() if besides else loss
     recorder.note_backward(loss)

@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import frames_from, user_location
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.findings.wording import group_by
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph, all_names, contents
 from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, TensorRecorder, cut_reason, function_name
@@ -87,7 +87,7 @@ class FlowRecorder(TensorRecorder):
         if frame is not self._frames[-1]:
             self._frames[-1].after = f"module {frame.module}"
 
-    @passes_on
+    @forwards_calls
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -33,7 +33,7 @@ from ddpcheck.extras.matrix.option_sets import (
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import Patch
 from ddpcheck.gather.phases import model_build
@@ -79,7 +79,7 @@ def wrap_in_shards(shape: tuple[int, ...]) -> WrappedRow:
     return wrap(None)
 
 
-@passes_on  # errors of torch are no bugs of ddpcheck
+@forwards_calls  # errors of torch are no bugs of ddpcheck
 def _sharded(shape: tuple[int, ...], module: nn.Module, device: torch.device) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

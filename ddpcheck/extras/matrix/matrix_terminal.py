@@ -8,7 +8,7 @@ from textwrap import shorten
 from rich.console import RenderableType
 
 from ddpcheck.findings.rules import Severity
-from ddpcheck.findings.wording import counted, limited
+from ddpcheck.findings.wording import format_count, shorten_texts
 from ddpcheck.render.parts import VERDICTS, words
 from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
@@ -21,7 +21,7 @@ class MatrixTerminalRenderer(TextRenderer):
     """Text renderer: header, one row per option set, legend, advice, notes, verdict."""
 
     def render(self, matrix: Matrix) -> str:
-        matrix = limited(matrix)
+        matrix = shorten_texts(matrix)
         sections = (self._title, self._rows, self._legend, self._advice, self.notes, self.error)
         return self.printed([section(matrix) for section in sections], self._verdict(matrix))
 
@@ -52,7 +52,9 @@ class MatrixTerminalRenderer(TextRenderer):
         if base is None or base.step_time is None:
             return
         world = matrix.world
-        environment = f"{world.get('backend')} on {world.get('device')}, {counted(world.get('world_size'), 'rank')}"
+        environment = (
+            f"{world.get('backend')} on {world.get('device')}, {format_count(world.get('world_size'), 'rank')}"
+        )
         text = (
             f"step time: relative to {base.title} ({_spelled(base.step_time.seconds)}), median of pairs run in "
             f"turns on this machine, {environment}; '=' is no measurable difference"

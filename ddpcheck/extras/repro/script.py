@@ -248,7 +248,7 @@ def _library() -> dict[str, str]:
     library: dict[str, str] = {}
     for source in _SOURCES:
         text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
-        text = re.sub(r"(?m)  # type: ignore.*|^ *@(passes_on|for_target)\n|\bpasses_on(?=\()", "", text)
+        text = re.sub(r"(?m)  # type: ignore.*|^ *@(forwards_calls|runs_target)\n|\bforwards_calls(?=\()", "", text)
         for node in (part for part in ast.parse(text).body for part in _parts_of(part)):
             for name, (module, item) in imports_of(node).items():
                 if module.partition(".")[0] not in ("ddpcheck", "__future__"):

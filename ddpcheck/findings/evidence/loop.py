@@ -90,7 +90,7 @@ class GatheredConstant(Entry, frozen=True):
 
 
 class OwnPartPutBack(Entry, frozen=True):
-    """Loss on gathered features: only this rank's own part of them carries a gradient.
+    """Loss on gathered features, of which only this rank's part carries a gradient.
 
     If every rank computes the whole loss, the gradients of the own parts add up over the ranks.
     """
@@ -149,7 +149,7 @@ class GradientsTaken(Entry, frozen=True):
     # sketch of each gradient; empty at the end of the script
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters of the wrapper
-    marks: tuple[int, ...] = ()  # fingerprint of a small gradient at each call since the last entry
+    marks: tuple[int, ...] = ()  # fingerprint of the smallest parameter at each call since the last entry
 
 
 MAX_PACE_RUNS = 1024  # recorded per wrapper and rank; reached only without a regular pace

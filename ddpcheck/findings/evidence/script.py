@@ -106,7 +106,7 @@ OF_A_LIST = ".index()"  # suffix of the table name of a list
 
 
 class DerivedTable(Entry, frozen=True):
-    """Dictionary of plain values, or the index of each text in a set-ordered list."""
+    """Dictionary of plain values, or positions of texts in a set-ordered list."""
 
     name: str
     values: Mapping[str, str]
@@ -130,7 +130,7 @@ class OptimizerStep(Entry, frozen=True):
     alone: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters in no wrapper, by name
     # gradient sketches of parameters in no wrapper; empty without gradient
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    marks: tuple[int, ...] = ()  # fingerprint of one of `gradients` at each step since the last entry
+    marks: tuple[int, ...] = ()  # fingerprint of the smallest of `alone` at each step since the last entry
     unknown: tuple[str, ...] = ()  # parameters in no wrapper and no module
     collectives: int = 0  # earlier collectives of all ranks on this rank
     idle: tuple[str, ...] = ()  # parameters of the same wrappers in optimizers that have not stepped yet

@@ -58,7 +58,7 @@ class PathEnd:
 
     @property
     def at(self) -> str:
-        """Line in words, or "" if unknown."""
+        """Line as text, such as " at train.py:3"; "" if unknown."""
         return f" at {self.location}" if self.location else ""
 
 

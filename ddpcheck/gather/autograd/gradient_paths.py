@@ -23,7 +23,7 @@ from ddpcheck.findings.program_blocks import omitted_at
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, frames_from, user_location
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.collectives.collective_log import replace_functions
 from ddpcheck.gather.patching import accompanied, patched
@@ -186,7 +186,7 @@ class PathRecorder(TensorRecorder):
         replacement: Callable[..., Any] = accompanied(original, follow)
         return replacement
 
-    @passes_on
+    @forwards_calls
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

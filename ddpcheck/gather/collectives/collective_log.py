@@ -25,7 +25,7 @@ from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.source_lines import frames_from, line_and_lines, user_location
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.collectives.groups import Group, named_group, record_group
 from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.stream.entries import JOINED, JOINING
@@ -260,7 +260,7 @@ def logged(
     parameters = parameters or tuple(inspect.signature(original).parameters)
 
     @functools.wraps(original)
-    @passes_on
+    @forwards_calls
     def call_logged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.depth:
             return original(*args, **kwargs)

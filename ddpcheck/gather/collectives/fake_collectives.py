@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.collectives.collective_log import COLLECTIVES, replace_functions
 
 _Work: Any = dist.distributed_c10d.Work
@@ -40,7 +40,7 @@ class Done(_Work):  # type: ignore[misc]
         return future
 
 
-@passes_on
+@forwards_calls
 def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
     """Return or write a collective's result as if all ranks passed equal values."""
     tensor = kwargs.get("self", kwargs.get("input", kwargs.get("inputs", kwargs.get("tensor"))))
@@ -64,7 +64,7 @@ class CommunicatesError(Exception):
 class _NoCommunication(TorchDispatchMode):
     """Raise for process group operations that bypass the replaced functions."""
 
-    @passes_on
+    @forwards_calls
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -81,7 +81,7 @@ def fake_collectives() -> Iterator[None]:
         parameters = tuple(inspect.signature(original).parameters)
 
         @functools.wraps(original)
-        @passes_on
+        @forwards_calls
         def answer(*args: Any, **kwargs: Any) -> Any:
             return answer_locally(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.tracebacks import is_ours
+from ddpcheck.findings.tracebacks import is_own_bug
 from ddpcheck.gather.collectives.collective_log import replaced_by
 from ddpcheck.gather.collectives.fake_collectives import CommunicatesError
 from ddpcheck.gather.state.randomness import drawn_since, generator_states
@@ -60,7 +60,7 @@ class CopiedOptimizer:
         except CommunicatesError:
             self.trouble = "the optimizer communicates"
         except Exception as error:
-            if is_ours(error):
+            if is_own_bug(error):
                 raise
             self.trouble = f"on a copy of the parameters its step raised {error_summary(error)}"
         if libraries := drawn_since(states, device):

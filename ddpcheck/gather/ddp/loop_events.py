@@ -14,7 +14,7 @@ from torch import nn
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import step_location
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, named_parameters
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
@@ -37,7 +37,7 @@ class LoopEventRecorder:
         location = step_location(sys._getframe(1))
         self.events.append(LoopEvent(kind, location=str(location) if location else "", **more))
 
-    @passes_on
+    @forwards_calls
     def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record and run a backward pass."""
         self.note("backward")
@@ -100,7 +100,7 @@ def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] 
 
 
 @contextlib.contextmanager
-@passes_on
+@forwards_calls
 def _noted(inner: Any, note: Callable[[str], None]) -> Iterator[Any]:
     note("enter no_sync")
     with inner as entered:
@@ -137,7 +137,7 @@ def counted_backwards() -> Iterator[list[int]]:
     """Yield a list whose only element counts the backward passes in the block."""
     count = [0]
 
-    @passes_on
+    @forwards_calls
     def handler(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count[0] += 1
         return original(*args, **kwargs)

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 
 
-@passes_on
+@forwards_calls
 def _summed(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
@@ -30,18 +30,18 @@ class _SumOverRanks(torch.autograd.Function):
     """Differentiable sum all-reduce; its gradient is the sum over ranks as well."""
 
     @staticmethod
-    @passes_on
+    @forwards_calls
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         return _summed(tensor, group)
 
     @staticmethod
-    @passes_on
+    @forwards_calls
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _summed(gradient, ctx.group), None
 
 
-@passes_on
+@forwards_calls
 def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
     group = module.process_group or dist.group.WORLD
     sum_over_ranks: Callable[..., torch.Tensor] = _SumOverRanks.apply
@@ -75,7 +75,7 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
     original, original_refuse = nn.SyncBatchNorm.forward, getattr(ddp, refuse, None)
     used: list[str] = []
 
-    @passes_on
+    @forwards_calls
     def forward(self: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
         together = dist.is_available() and dist.is_initialized()
         wants_batch = self.training or (self.running_mean is None and self.running_var is None)
@@ -86,7 +86,7 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
             used.append(type(self).__name__)
         return _forward_on_cpu(self, inputs)
 
-    @passes_on
+    @forwards_calls
     def handle(self: Any, module: nn.Module) -> None:
         if self.device_type != "cpu" and original_refuse is not None:
             original_refuse(self, module)

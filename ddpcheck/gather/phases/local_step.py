@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
-from ddpcheck.findings.tracebacks import is_ours
+from ddpcheck.findings.tracebacks import is_own_bug
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, engine_answers, named_parameters, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import reachable_tensors, unregistered_leaves
@@ -194,7 +194,7 @@ def blaming_empty_shards(step: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_ours(error):
+        if is_own_bug(error):
             raise
         if isinstance(error.__cause__, StopIteration):
             raise EmptyShardError(f"its loader has ended: {error}", step) from error

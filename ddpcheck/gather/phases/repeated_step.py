@@ -22,7 +22,7 @@ from ddpcheck.findings.evidence.gradients import Difference, RepeatedStep
 from ddpcheck.findings.evidence.steps import Call, PathEnd, ReductionInput, SharedDraw
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, user_location
-from ddpcheck.findings.tracebacks import is_ours, passes_on
+from ddpcheck.findings.tracebacks import forwards_calls, is_own_bug
 from ddpcheck.gather.autograd import autograd_graph
 from ddpcheck.gather.autograd.autograd_graph import line_of, named_parameters
 from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
@@ -77,7 +77,7 @@ def _run(state: RankState, step: int, factor: float) -> tuple[training_step.Grad
     node_names, feeds_others = frozenset[str](), False
     param_ids = {id(p) for p in module.parameters()}
 
-    @passes_on
+    @forwards_calls
     def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal node_names, feeds_others
         arguments = {"grad_tensors": None, **kwargs, **dict(zip(_STARTS, args, strict=False))}
@@ -122,7 +122,7 @@ class _SeededOperations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tell = tell
 
-    @passes_on
+    @forwards_calls
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -239,7 +239,7 @@ def explain(step: int) -> dict[str, PathEnd]:
     try:
         return explainer.explain(missing)
     except Exception as error:  # the missing gradient is still reported
-        if is_ours(error):
+        if is_own_bug(error):
             raise
         return {name: PathEnd("unknown") for name in missing}
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.worlds.rank_setup import generators, set_generators
 
 
@@ -150,7 +150,7 @@ class QuietRandomness(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._remaining = _MOST_DRAWS
 
-    @passes_on
+    @forwards_calls
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -160,7 +160,7 @@ class QuietRandomness(TorchDispatchMode):
         self._remaining -= 1
         return self._answer(name, func, args, dict(kwargs or {}))
 
-    @passes_on
+    @forwards_calls
     def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _UNDRAWN:
             return _UNDRAWN[name](func, args, kwargs)
@@ -240,7 +240,7 @@ _UNDRAWN: dict[str, Callable[..., Any]] = {
 """By operation that draws random numbers and computes with them: the function to call instead."""
 
 for _handler in (*_QUIET.values(), *_UNDRAWN.values()):
-    passes_on(_handler)
+    forwards_calls(_handler)
 
 
 @contextlib.contextmanager
@@ -278,7 +278,7 @@ class SampleRandomness(QuietRandomness):
         super().__init__()
         self._samples = samples if len(samples) <= _MOST_SAMPLES else ()
 
-    @passes_on
+    @forwards_calls
     def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "native_dropout_backward":
             return func(*args, **kwargs)

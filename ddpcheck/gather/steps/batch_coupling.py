@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ddpcheck.findings.evidence.gradients import Coupling
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, location_of
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.steps.gradient_distance import fit
 from ddpcheck.recipe.pytree import tree_tensors
@@ -57,7 +57,7 @@ class _Operations(TorchFunctionMode):
         super().__init__()
         self.record = record
 
-    @passes_on
+    @forwards_calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         caller = sys._getframe(1)

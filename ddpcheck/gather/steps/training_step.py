@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddpcheck.findings.errors import NonFiniteLossError, TargetError
 from ddpcheck.findings.evidence.gradients import RandomNumbers
-from ddpcheck.findings.tracebacks import for_target
+from ddpcheck.findings.tracebacks import runs_target
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
 from ddpcheck.gather.state.fingerprints import fingerprint, plain_values, sums_of_rows, version_counter
 from ddpcheck.gather.state.randomness import (
@@ -86,7 +86,7 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
     return Loss(terms, total, drew, batch, names)
 
 
-@for_target
+@runs_target
 def run_backward(
     total: torch.Tensor,
     *,
@@ -139,7 +139,7 @@ def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> l
     return exact or turned or parts
 
 
-@for_target
+@runs_target
 def run_optimizer(optimizer: torch.optim.Optimizer, method: Literal["step", "zero_grad"]) -> None:
     """Call a method of the optimizer as a training loop does."""
     getattr(optimizer, method)()

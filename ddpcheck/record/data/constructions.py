@@ -36,36 +36,36 @@ _CLASSES = {
 }
 _SEEDS = {"random": ("seed", "setstate"), "torch.random": ("manual_seed", "set_rng_state")}
 _SEEDS |= {"numpy.random": ("seed", "set_state")}
-_MOST = 4096  # max objects; a search may create many samplers
+_MOST_OBJECTS = 4096  # max objects; a search may create many samplers
 _MOST_HISTORIES = 64  # max objects with a digest of earlier draws
 _MOST_GENERATORS = 8  # max NumPy generators, whose state is read in each recorded interval
 
-_made: dict[int, tuple[ref[Any], Location, int]] = {}
-_seeded: dict[str, tuple[Location, str]] = {}
+_objects: dict[int, tuple[ref[Any], Location, int]] = {}
+_seed_calls: dict[str, tuple[Location, str]] = {}
 generators: list[tuple[Any, Location]] = []
 """First NumPy generators that the program created, each with its line."""
 
 
 def construction_line(obj: object) -> Location | None:
     """Return the line that constructed a loader, sampler or `Subset`, or None."""
-    living, line, _ = _made.get(id(obj), (lambda: None, None, 0))
-    return line if living() is obj else None
+    obj_ref, line, _ = _objects.get(id(obj), (lambda: None, None, 0))
+    return line if obj_ref() is obj else None
 
 
 def digest_before(obj: object) -> int:
     """Return a digest of random numbers drawn before an object's construction; 0 if unknown."""
-    living, _, drawn = _made.get(id(obj), (lambda: None, None, 0))
-    return drawn if living() is obj else 0
+    obj_ref, _, drawn = _objects.get(id(obj), (lambda: None, None, 0))
+    return drawn if obj_ref() is obj else 0
 
 
 def seed_line(generator: str) -> Location | None:
     """Return the line that last seeded or restored a generator ("torch", "python" or "numpy")."""
-    return _seeded.get(generator, (None, ""))[0]
+    return _seed_calls.get(generator, (None, ""))[0]
 
 
 def restored_by(generator: str) -> str:
     """Return the name of the function that restored a generator's state; '' if seeded."""
-    name = _seeded.get(generator, (None, ""))[1]
+    name = _seed_calls.get(generator, (None, ""))[1]
     return name if "state" in name else ""
 
 
@@ -77,36 +77,36 @@ def follow(module: ModuleType) -> None:
     for owner in (random, module) if module.__name__ == "torch.random" else (module,):
         generator = "python" if owner is random else module.__name__.partition(".")[0]
         for name in _SEEDS.get(owner.__name__, ()):
-            Patch(owner, name, functools.partial(_noting_seed, generator=generator))
+            Patch(owner, name, functools.partial(_recording_seed, generator=generator))
     if module.__name__ == "numpy.random":  # torch's generator is not available during its import
-        Patch(module, "default_rng", _noting_generator)
+        Patch(module, "default_rng", _recording_generator)
         with contextlib.suppress(Exception):
             begin_history("numpy")
     for name in _CLASSES.get(module.__name__, ()):
         if (kind := getattr(module, name, None)) is not None and "__init__" in vars(kind):
-            Patch(kind, "__init__", _noting)
+            Patch(kind, "__init__", _recording_constructor)
 
 
-def _noting(construct: Callable[..., None]) -> Callable[..., None]:
+def _recording_constructor(construct: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(construct)
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
-            if len(_made) < _MOST and (line := _line_of_construction(self, sys._getframe(1))) is not None:
-                drawn = draw_history() if len(_made) < _MOST_HISTORIES else 0
-                _made[id(self)] = ref(self), line, drawn
+            if len(_objects) < _MOST_OBJECTS and (line := _line_of_construction(self, sys._getframe(1))) is not None:
+                drawn = draw_history() if len(_objects) < _MOST_HISTORIES else 0
+                _objects[id(self)] = ref(self), line, drawn
         construct(self, *arguments, **named)
 
     return __init__
 
 
-def _noting_seed(original: Any, generator: str) -> Any:
+def _recording_seed(original: Any, generator: str) -> Any:
     @functools.wraps(original)
     def seed(*arguments: Any, **named: Any) -> Any:
         if "state" in original.__name__ and not is_user_file(sys._getframe(1).f_code.co_filename):
             return original(*arguments, **named)  # torch restores a state that it saved itself
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if (frame := _frame_of_program(sys._getframe(1))) is not None:
-                _seeded[generator] = location_of(_seed_choosing_frame(frame)), original.__name__
+                _seed_calls[generator] = location_of(_seed_choosing_frame(frame)), original.__name__
             end_history(generator)
         result = original(*arguments, **named)
         with contextlib.suppress(Exception):
@@ -116,14 +116,14 @@ def _noting_seed(original: Any, generator: str) -> Any:
     return seed
 
 
-def _noting_generator(original: Any) -> Any:
+def _recording_generator(original: Any) -> Any:
     @functools.wraps(original)
     def default_rng(*arguments: Any, **named: Any) -> Any:
         generator = original(*arguments, **named)
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
                 generators.append((generator, location_of(_seed_choosing_frame(frame))))
-                _drawn["own"] = _digest(_drawn.get("own", b"") + numpy_digest(generator))
+                _old_draws["own"] = _digest(_old_draws.get("own", b"") + numpy_digest(generator))
         return generator
 
     return default_rng
@@ -168,28 +168,28 @@ _frame_of_program = functools.partial(user_frame, over_packages=True)  # works b
 _MOST_SEEDS = 256  # max calls that seed; a script may seed in each step
 _DEEPEST = 5  # max nesting of attributes and items
 _MOST_PARTS = 64  # max items of a list, such as transforms
-_MOST_HELD = 512  # max objects
+_MOST_VISITED = 512  # max objects
 _PLAIN = (str, bytes, int, float, complex, type, ModuleType, FunctionType, type(None))
-_NEXT = struct.Struct("<Q")
-_NEXT_AT = 16  # byte offset in torch's state
+_INDEX_FORMAT = struct.Struct("<Q")
+_INDEX_OFFSET = 16  # byte offset in torch's state
 
-_seeds = 0
-_began: dict[str, tuple[int, int]] = {}  # (digest, index) of the state after seeding or import
-_drawn: dict[str, bytes] = {}  # digest of earlier output
+_num_seeds = 0
+_starts: dict[str, tuple[int, int]] = {}  # (digest, index) of the state after seeding or import
+_old_draws: dict[str, bytes] = {}  # digest of earlier output
 
 
 def begin_history(generator: str) -> None:
     """Record the state of a new or reseeded generator: "torch", "python" or "numpy"."""
-    global _seeds
-    _seeds += 1
-    if _seeds <= _MOST_SEEDS:
-        _began[generator] = generator_state(generator)
+    global _num_seeds
+    _num_seeds += 1
+    if _num_seeds <= _MOST_SEEDS:
+        _starts[generator] = generator_state(generator)
 
 
 def end_history(generator: str) -> None:
     """Add a generator's draws to `draw_history`; called before the generator is seeded again."""
-    if _seeds <= _MOST_SEEDS:
-        _drawn[generator] = _output_digest(generator)
+    if _num_seeds <= _MOST_SEEDS:
+        _old_draws[generator] = _output_digest(generator)
 
 
 def numpy_digest(generator: Any) -> bytes:
@@ -206,8 +206,8 @@ def generator_attributes(obj: Any) -> list[tuple[str, Any]]:
         if _state_bytes(obj):
             generators.append((name, obj))
         elif depth < _DEEPEST:
-            for key, value in _parts(obj, name):
-                if id(value) not in seen and not isinstance(value, _PLAIN) and len(pending) < _MOST_HELD:
+            for key, value in _contents_of(obj, name):
+                if id(value) not in seen and not isinstance(value, _PLAIN) and len(pending) < _MOST_VISITED:
                     seen.add(id(value))
                     pending.append((key, value, depth + 1))
     return generators
@@ -216,7 +216,7 @@ def generator_attributes(obj: Any) -> list[tuple[str, Any]]:
 def digest_of_generators(generators: Iterable[Any]) -> int:
     """Return a digest of the generators' states; 0 if there are none."""
     states = [_state_bytes(generator) for generator in generators]
-    return _number(b"".join(states)) if states else 0
+    return _digest_number(b"".join(states)) if states else 0
 
 
 def _state_bytes(obj: Any) -> bytes:
@@ -231,7 +231,7 @@ def _state_bytes(obj: Any) -> bytes:
     return generator_bytes(obj) if isinstance(obj, torch.Generator) and obj.device.type == "cpu" else b""
 
 
-def _parts(obj: Any, name: str) -> list[tuple[str, Any]]:
+def _contents_of(obj: Any, name: str) -> list[tuple[str, Any]]:
     if isinstance(obj, list | tuple):
         return [(name, item) for item in obj] if len(obj) <= _MOST_PARTS else []
     parts = obj if isinstance(obj, dict) else getattr(obj, "__dict__", None)
@@ -242,21 +242,21 @@ def _parts(obj: Any, name: str) -> list[tuple[str, Any]]:
 
 def draw_history() -> int:
     """Return a digest of all random numbers drawn so far; 0 if unknown."""
-    if _seeds > _MOST_SEEDS:
+    if _num_seeds > _MOST_SEEDS:
         return 0
-    digests = {name: _output_digest(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
+    digests = {name: _output_digest(name) for name in (*_starts, "torch")} | {"own": _old_draws.get("own", b"")}
     digests = {name: digests[name] for name in sorted(digests) if digests[name]}  # numpy is imported lazily
-    return _number(repr(digests).encode()) + 1
+    return _digest_number(repr(digests).encode()) + 1
 
 
 def generator_state(generator: str) -> tuple[int, int]:
     """Return a digest of a global generator's state, and the next number's index."""
     if generator == "python":
         state: Any = random.getstate()
-        return _number(repr(state).encode()), state[1][-1]
+        return _digest_number(repr(state).encode()), state[1][-1]
     if generator == "numpy":
         _, keys, index, *_ = sys.modules["numpy.random"].get_state()
-        return _number(keys.tobytes() + index.to_bytes(2, "big")), int(index)
+        return _digest_number(keys.tobytes() + index.to_bytes(2, "big")), int(index)
     return _torch_state(sys.modules["torch"].default_generator)
 
 
@@ -266,16 +266,16 @@ def available_generators() -> list[str]:
 
 
 def _output_digest(generator: str) -> bytes:
-    if generator not in _began:  # torch's, not available during its import
+    if generator not in _starts:  # torch's, not available during its import
         torch = sys.modules["torch"]
-        _began[generator] = _torch_state(torch.Generator().manual_seed(torch.default_generator.initial_seed()))
-    before, now = _drawn.get(generator, b""), generator_state(generator)
-    return before if now == _began[generator] else _digest(before + repr(now).encode())
+        _starts[generator] = _torch_state(torch.Generator().manual_seed(torch.default_generator.initial_seed()))
+    before, now = _old_draws.get(generator, b""), generator_state(generator)
+    return before if now == _starts[generator] else _digest(before + repr(now).encode())
 
 
 def _torch_state(generator: Any) -> tuple[int, int]:
     state = generator_bytes(generator)
-    return _number(state), int(_NEXT.unpack_from(state, _NEXT_AT)[0])
+    return _digest_number(state), int(_INDEX_FORMAT.unpack_from(state, _INDEX_OFFSET)[0])
 
 
 def generator_bytes(generator: Any) -> bytes:
@@ -288,6 +288,6 @@ def _digest(state: bytes) -> bytes:
     return hashlib.blake2b(state, digest_size=8).digest()
 
 
-def _number(state: bytes) -> int:
+def _digest_number(state: bytes) -> int:
     """Return a 56-bit digest."""
     return int.from_bytes(_digest(state)[1:], "big")

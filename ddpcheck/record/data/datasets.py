@@ -39,14 +39,14 @@ _MOST_PLAIN = 256  # max items of a dataset attribute
 _MOST_ITEMS = 64  # max samples of a dataset
 _MOST_PARTS = 16  # max parts of an item
 _FEWEST_ITEMS, _DISTINCT = 8, 0.9  # min samples, and min share of distinct samples
-_MANY = 8  # min elements of a row that is a sample
+_FEWEST_SAMPLE_ELEMENTS = 8  # min elements of a row that is a sample
 
 
 class SampleRows:
     """Fingerprints of the samples of a loader pass, and labels, in loading order."""
 
     def __init__(self) -> None:
-        self._known = True
+        self._is_usable = True
         self._clear()
 
     def _clear(self) -> None:
@@ -60,14 +60,14 @@ class SampleRows:
         labels = [t for t in tensors if len(t) == size and _is_label(t)]
         usable = rows and all(t.device.type == "cpu" and not t.is_quantized for t in (*rows, *labels))
         usable = usable and next(tree_tensors(uncollated(batch, count)), None) is None
-        if not self._known or not usable or len(self.rows) + size > _MOST_ROWS:
-            self._known = False
+        if not self._is_usable or not usable or len(self.rows) + size > _MOST_ROWS:
+            self._is_usable = False
             self._clear()
             return
-        self.rows.extend(_together(rows, size))
+        self.rows.extend(_combined_fingerprints(rows, size))
         if labels:
-            self.labels.extend(_together(labels, size))
-        integers = labels or [t.flatten() for t in rows if t.numel() == size and _is_whole(t)]
+            self.labels.extend(_combined_fingerprints(labels, size))
+        integers = labels or [t.flatten() for t in rows if t.numel() == size and _has_whole_numbers(t)]
         if len(integers) == 1:
             self.classes.extend(map(int, integers[0].tolist()))
         single = [t for t in rows if t.numel() == size and t.is_floating_point()]
@@ -93,11 +93,11 @@ def _is_label(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 1 and not tensor.is_floating_point()
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def _has_whole_numbers(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and bool((tensor.isfinite() & (tensor == tensor.round())).all())
 
 
-def _together(tensors: list[torch.Tensor], size: int) -> list[int]:
+def _combined_fingerprints(tensors: list[torch.Tensor], size: int) -> list[int]:
     total = torch.zeros(size, dtype=torch.int64)
     for tensor in tensors:
         flat = tensor.reshape(size, -1)
@@ -113,11 +113,11 @@ def digests_of(dataset: Any) -> dict[str, int]:
         if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
             digests[name] = fingerprint(value[:_MOST_PLAIN].cpu())
         elif hasattr(value, "tobytes") and hasattr(value, "shape") and len(getattr(value, "shape", ())):
-            digests[name] = _number(value[:_MOST_PLAIN].tobytes())
+            digests[name] = _digest_number(value[:_MOST_PLAIN].tobytes())
         elif isinstance(value, list | tuple) and value and all(map(_is_plain, value[:_MOST_PLAIN])):
-            digests[name] = _number((len(value), value[:_MOST_PLAIN]))
+            digests[name] = _digest_number((len(value), value[:_MOST_PLAIN]))
         elif isinstance(value, tuple) and value and all(isinstance(t, torch.Tensor) and t.dim() for t in value):
-            digests[name] = _number(tuple(fingerprint(t[:_MOST_PLAIN].cpu()) for t in value))
+            digests[name] = _digest_number(tuple(fingerprint(t[:_MOST_PLAIN].cpu()) for t in value))
     return digests
 
 
@@ -136,11 +136,11 @@ def first_samples(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tu
     for name, value in attributes.items():
         for number, val in enumerate(value if isinstance(value, tuple) else (value,)):
             if isinstance(val, Dataset):
-                below, known = first_samples(val, size, depth - 1) if depth else ({}, False)
-                samples.update({f"{name}.{number}{key}": items for key, items in below.items()})
+                nested, known = first_samples(val, size, depth - 1) if depth else ({}, False)
+                samples.update({f"{name}.{number}{key}": items for key, items in nested.items()})
                 whole = whole or known
             elif type(val) in (list, range, array, torch.Tensor) or (hasattr(val, "tobytes") and hasattr(val, "shape")):
-                items = _items(val) if size >= _FEWEST_ITEMS and length_of(val) == size else ()
+                items = _item_digests(val) if size >= _FEWEST_ITEMS and length_of(val) == size else ()
                 if len(set(items)) >= _DISTINCT * max(1, len(items)):
                     samples[f"{name}.{number}"] = items
                     whole = whole or _are_samples(val)
@@ -149,7 +149,7 @@ def first_samples(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tu
 
 def _are_samples(values: Any) -> bool:
     if hasattr(values, "shape"):
-        return bool(math.prod(values.shape[1:]) >= _MANY)
+        return bool(math.prod(values.shape[1:]) >= _FEWEST_SAMPLE_ELEMENTS)
     return all(_file_of(value) is not None for value in values[:_MOST_ITEMS])
 
 
@@ -170,27 +170,29 @@ def length_of(sized: Any) -> int:
     return -1
 
 
-def _items(values: Any) -> tuple[int, ...]:
+def _item_digests(values: Any) -> tuple[int, ...]:
     first = values[:_MOST_ITEMS]
     if isinstance(first, torch.Tensor):
         dense = first.layout == torch.strided and not first.is_quantized and first.device.type != "meta"
-        return tuple(_together([first.detach()], len(first))) if dense else ()
-    items = tuple(map(_item, first))
+        return tuple(_combined_fingerprints([first.detach()], len(first))) if dense else ()
+    items = tuple(map(_item_digest, first))
     return () if None in items else items  # type: ignore[return-value]
 
 
-def _item(value: Any) -> int | None:
+def _item_digest(value: Any) -> int | None:
     """Return a fingerprint of a sample or its part; None if of unknown type."""
     if isinstance(value, torch.Tensor):
         return fingerprint(value.detach().cpu()) if value.layout == torch.strided else None
     if hasattr(value, "tobytes"):
-        return _number(value.tobytes())
+        return _digest_number(value.tobytes())
     if isinstance(value, tuple | list | dict):
-        parts = [_item(part) for part in list(value.values() if isinstance(value, dict) else value)[:_MOST_PARTS]]
-        return None if None in parts else _number(tuple(parts))
+        parts = [
+            _item_digest(part) for part in list(value.values() if isinstance(value, dict) else value)[:_MOST_PARTS]
+        ]
+        return None if None in parts else _digest_number(tuple(parts))
     if (file := _file_of(value)) is not None:
-        return _number(file)
-    return _number(value) if _is_plain(value) else None
+        return _digest_number(file)
+    return _digest_number(value) if _is_plain(value) else None
 
 
 def attribute_digests(dataset: Any) -> dict[str, int]:
@@ -199,11 +201,11 @@ def attribute_digests(dataset: Any) -> dict[str, int]:
     lists = {name: value[:_MOST_PLAIN] for name, value in attributes.items() if isinstance(value, list)}
     plain = {name: value for name, value in attributes.items() if isinstance(value, str | int | float)}
     lists = {name: value for name, value in lists.items() if all(map(_is_plain, value))}
-    return {name: _number(value) for name, value in {**plain, **lists}.items()}
+    return {name: _digest_number(value) for name, value in {**plain, **lists}.items()}
 
 
 def sliced_array_rows(dataset: Any) -> int:
-    """Return the row count of the array that an attribute slices, -1 for texts."""
+    """Return the row count of the array that a dataset slices; -1 for texts."""
     for value in getattr(dataset, "__dict__", {}).values():
         for part in value if isinstance(value, tuple) else (value,):
             base = getattr(part, "_base", None) if isinstance(part, torch.Tensor) else getattr(part, "base", None)
@@ -217,7 +219,7 @@ def sliced_array_rows(dataset: Any) -> int:
     return 0
 
 
-def _number(value: object) -> int:
+def _digest_number(value: object) -> int:
     return int(digest_of(value)[:15], 16)
 
 
@@ -271,9 +273,9 @@ def epoch_line() -> Location | None:
     for frame in frames_from(begun):
         location, file = location_of(frame), frame.f_code.co_filename
         loops = [block for block in blocks_around(file, location.path, location.line) if block.kind == "loop"]
-        if is_of_program(file) and (around := [block for block in loops if block.line != location.line]):
-            by_hand = frame is begun and around == loops and not frame.f_code.co_flags & CO_GENERATOR
-            return location if by_hand else replace(location, line=around[-1].line)
+        if is_of_program(file) and (outer_loops := [block for block in loops if block.line != location.line]):
+            is_iter_call = frame is begun and outer_loops == loops and not frame.f_code.co_flags & CO_GENERATOR
+            return location if is_iter_call else replace(location, line=outer_loops[-1].line)
     return None
 
 
@@ -294,7 +296,7 @@ class InputRecorder(Recorder, subjects=("data",)):
     """Recorder of fingerprints of a wrapper's forward inputs."""
 
     _sink: Callable[[Inputs | Evaluated], object]
-    _number: int  # number of the wrapper
+    _wrapper_number: int  # number of the wrapper
     _samples: Callable[[], Sequence[torch.Tensor]]  # returns the last samples from a loader
     _evaluated = 0
 
@@ -302,14 +304,14 @@ class InputRecorder(Recorder, subjects=("data",)):
         if samples := _input_samples(inputs):
             tensors = itertools.islice(tree_tensors(inputs), _MOST_INPUTS)
             parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
-            self._sink(Inputs(self._number, step, samples, line, parts, noise_sketch(self._samples(), inputs)))
+            self._sink(Inputs(self._wrapper_number, step, samples, line, parts, noise_sketch(self._samples(), inputs)))
 
     def evaluates(self, step: int, inputs: Any) -> None:
         """Record the inputs of a forward pass without gradients, up to a limit."""
         if self._evaluated < _MOST_EVALUATED:
             self._evaluated += 1
             if samples := _input_samples(inputs):
-                self._sink(Evaluated(self._number, step, samples))
+                self._sink(Evaluated(self._wrapper_number, step, samples))
 
 
 def _input_samples(inputs: Any) -> tuple[int, ...]:
@@ -341,9 +343,9 @@ def noise_sketch(samples: Sequence[torch.Tensor], inputs: Any) -> tuple[float, .
                 x, y = (t.detach().cpu().double().flatten(1) for t in (sample, tensor))
                 x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
                 factors = (x * y).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp_min(1e-300)
-                rest = y - factors * x
-                rest -= rest.mean(0)
-                return tuple(sketch(rest).tolist()) if rest.norm() > _ROUNDING * y.norm() else ()
+                noise = y - factors * x
+                noise -= noise.mean(0)
+                return tuple(sketch(noise).tolist()) if noise.norm() > _ROUNDING * y.norm() else ()
     return ()
 
 

@@ -61,13 +61,13 @@ class _Pass:
     map_style: bool
     order: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
     batches: list[array[int]] = field(default_factory=list)
-    kept: int = 0
+    num_indices: int = 0
     dataset: Any = None
     sampler: Any = None
     draws: SampleDraws | None = None  # first passes only
     rows: SampleRows = field(default_factory=SampleRows)
-    until: int = -1  # optimizer steps when a pass of another loader began after the last batch; -1 if none
-    used: int = -1  # optimizer steps plus forward passes when the pass began; -1 once a batch is used
+    steps_until: int = -1  # optimizer steps when a pass of another loader began after the last batch; -1 if none
+    uses_before: int = -1  # optimizer steps plus forward passes when the pass began; -1 once a batch is used
     unused: list[ref[Any]] = field(default_factory=list)  # one tensor of each batch before the first use
 
 
@@ -77,35 +77,35 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     def __init__(self, run: Recording, resumes: ResumeRecorder, on_pass: Callable[[LoaderPass, Any], object]) -> None:
         self._run = run
         self._on_pass = on_pass  # gets each pass and its dataset
-        self._kept = 0
+        self._num_copied = 0
         self._resumes = resumes
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # [loader number, passes so far]
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._orders: dict[int, list[int]] = {}  # digests of the orders of passes, by loader
-        self._started: dict[int, dict[str, Any]] = {}  # dataset attributes at the first pass, by loader
+        self._first_attributes: dict[int, dict[str, Any]] = {}  # dataset attributes at the first pass, by loader
         self._draws: WeakKeyDictionary[Any, SampleDraws | None] = WeakKeyDictionary()
         self._open: dict[int, _Pass] = {}  # by loader number
         self._datasets: Any = WeakIdKeyDictionary()  # keyed by id: a tensor dataset compares elementwise
         self._dataset_numbers = itertools.count()
-        self._opening: _Pass | None = None
-        patched(data.DataLoader, "__iter__", self._opens)
-        patched(_BaseDataLoaderIter, "_next_index", self._counts)  # private to torch; if missing, no indices
-        Patch(_BaseDataLoaderIter, "__next__", self._following_next)
+        self._opening_pass: _Pass | None = None
+        patched(data.DataLoader, "__iter__", self._record_iter)
+        patched(_BaseDataLoaderIter, "_next_index", self._record_index)  # private to torch; if missing, no indices
+        Patch(_BaseDataLoaderIter, "__next__", self._recording_next)
 
     def close(self) -> None:
         """End the open passes; called when the script ends."""
         for pass_ in list(self._open.values()):
-            self._end(pass_, exhausted=False)
+            self._end_pass(pass_, exhausted=False)
 
-    def _opens(self, loader: Any) -> Generator[None, Any, None]:
-        outer = self._opening
-        self._opening = pass_ = self._begin(loader)
+    def _record_iter(self, loader: Any) -> Generator[None, Any, None]:
+        outer = self._opening_pass
+        self._opening_pass = pass_ = self._begin_pass(loader)
         draws = SampleDraws(loader, _MOST_BATCHES) if pass_.map_style and pass_.entry.number < _MOST_PASSES else None
         try:
-            with contextlib.nullcontext() if draws is None else draws.followed(loader):
+            with contextlib.nullcontext() if draws is None else draws.recording(loader):
                 iterator = yield
         finally:
-            self._opening = outer
+            self._opening_pass = outer
         seed = getattr(iterator, "_base_seed", None)  # private to torch; if missing, worker seeds are not recorded
         if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
             pass_.entry = replace(pass_.entry, worker_seed=seed)
@@ -113,14 +113,14 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             pass_.draws = self._draws.setdefault(iterator, draws)  # persistent workers keep the iterator
             self._passes[iterator] = pass_
 
-    def _counts(self, iterator: Any) -> Generator[None, Any, None]:
+    def _record_index(self, iterator: Any) -> Generator[None, Any, None]:
         index = yield
-        pass_ = self._opening or self._passes.get(iterator)
+        pass_ = self._opening_pass or self._passes.get(iterator)
         if pass_ is not None and pass_.map_style:
             _note_index(pass_, index)
 
-    def _following_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        took, end = guarded(self._took), guarded(self._end)
+    def _recording_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        note_taken, end = guarded(self._note_taken), guarded(self._end_pass)
 
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:
@@ -132,21 +132,21 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             except StopIteration:
                 end(pass_, exhausted=True)
                 raise
-            took(pass_, batch)
+            note_taken(pass_, batch)
             return batch
 
         return __next__
 
-    def _took(self, pass_: _Pass, batch: Any) -> None:
+    def _note_taken(self, pass_: _Pass, batch: Any) -> None:
         if pass_.entry.number < _MOST_PASSES:
             if pass_.entry.batches < _MOST_BATCHES:
                 _note_batch(pass_, batch)
             pass_.rows.note(batch, len(next(iter(pass_.batches[pass_.entry.batches :]), ())))
-        is_sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in self._run.watches)
-        self._kept += is_sampled
+        is_sampled = self._num_copied < _MOST_KEPT and any(watch.is_sampled for watch in self._run.watches)
+        self._num_copied += is_sampled
         self._run.samples = copied_samples(batch) if is_sampled else []
-        pass_.until = -1
-        if pass_.used >= 0:
+        pass_.steps_until = -1
+        if pass_.uses_before >= 0:
             self._follow_unused(pass_, batch)
         pass_.entry = replace(pass_.entry, batches=pass_.entry.batches + 1)
         self._run.position = pass_.entry.loader, pass_.entry.number, pass_.entry.batches
@@ -157,24 +157,24 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     def _follow_unused(self, pass_: _Pass, batch: Any) -> None:
         """Count batches freed before any forward or step, except the last (perhaps copied)."""
 
-        def gone(_batch: object) -> None:
-            if self._used() == pass_.used:
+        def note_freed(_batch: object) -> None:
+            if self._count_uses() == pass_.uses_before:
                 pass_.entry = replace(pass_.entry, skipped=pass_.entry.skipped + 1)
 
-        if self._used() != pass_.used:
-            pass_.used, pass_.unused = -1, []
+        if self._count_uses() != pass_.uses_before:
+            pass_.uses_before, pass_.unused = -1, []
             pass_.entry = replace(pass_.entry, skipped=min(pass_.entry.skipped, pass_.entry.batches - 1))
         elif (tensor := next(tree_tensors(batch), None)) is not None:
-            pass_.unused.append(ref(tensor, guarded(gone)))
+            pass_.unused.append(ref(tensor, guarded(note_freed)))
 
-    def _used(self) -> int:
+    def _count_uses(self) -> int:
         return self._run.steps + int(self._run.log.forwards)
 
-    def _begin(self, loader: Any) -> _Pass:
+    def _begin_pass(self, loader: Any) -> _Pass:
         location = user_location()
         map_style = not isinstance(loader.dataset, data.IterableDataset)
         size = length_of(loader.dataset) if map_style else -1
-        beneath = _base_dataset(loader.dataset)[0]
+        base = _base_dataset(loader.dataset)[0]
         key = (location, construction_line(loader), type(loader.dataset), size)
         counts = self._numbers.setdefault(key, [len(self._numbers), 0])
         number, counts[1] = counts[1], counts[1] + 1
@@ -189,25 +189,25 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             loader=counts[0],
             number=number,
             location=location,
-            dataset=type(beneath).__qualname__,
+            dataset=type(base).__qualname__,
             size=size,
-            digest=digests_of(beneath) if not number else {},
+            digest=digests_of(base) if not number else {},
             expected=length_of(loader) if map_style else -1,
             batch_size=next((size for size in batch_sizes if isinstance(size, int) and size > 0), 1),
             sampler=type(sampler).__name__,
             shuffles=isinstance(sampler, data.RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, data.WeightedRandomSampler))),
             has_epoch=hasattr(sampler, "set_epoch"),
-            chooses=_chooses(sampler, size),
+            chooses=_selects_subset(sampler, size),
             wrappers=self._run.wrappers,
             data=self._number_of(loader.dataset),
             subset=tuple(map(int, subset[:_MOST_INDICES])) if len(subset) else (),
             made=construction_line(sampler) or construction_line(loader),
-            split=construction_line(loader.dataset) or construction_line(beneath),
-            whole=sliced_array_rows(beneath) if not number else 0,
+            split=construction_line(loader.dataset) or construction_line(base),
+            whole=sliced_array_rows(base) if not number else 0,
             samples=samples,
             holds_samples=has_samples,
-            drawn=next(filter(None, map(digest_before, (beneath, loader.dataset, sampler, loader))), 0),
+            drawn=next(filter(None, map(digest_before, (base, loader.dataset, sampler, loader))), 0),
             replicas=sampler.num_replicas if isinstance(sampler, data.DistributedSampler) else 0,
             state=state,
             persistent=persistent,
@@ -222,10 +222,10 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             workers=int(getattr(loader, "num_workers", 0)),
         )
         if not number:
-            for table in tables_of(beneath, location):
+            for table in tables_of(base, location):
                 self._run.add(table)
         self._open[counts[0]] = pass_ = _Pass(
-            entry, self._run.steps, map_style, dataset=loader.dataset, sampler=sampler, used=self._used()
+            entry, self._run.steps, map_style, dataset=loader.dataset, sampler=sampler, uses_before=self._count_uses()
         )
         self._run.add(entry)
         self._on_pass(entry, loader.dataset)
@@ -234,14 +234,14 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     def _interrupt_passes(self, loader: int) -> None:
         """End a loader's previous pass, and mark open passes of other loaders as interrupted."""
         if (previous := self._open.pop(loader, None)) is not None:
-            self._end(previous, exhausted=False)
+            self._end_pass(previous, exhausted=False)
         for open_pass in self._open.values():
-            open_pass.until = self._run.steps if open_pass.until < 0 else open_pass.until
+            open_pass.steps_until = self._run.steps if open_pass.steps_until < 0 else open_pass.steps_until
 
     def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
         """Return True if a dataset changed its samples since its workers were started."""
         now = {name: vars(dataset)[name] for name in state}
-        before = self._started.setdefault(loader, now)
+        before = self._first_attributes.setdefault(loader, now)
         changed = {name: before[name] for name in before.keys() & now if before[name] != now[name]}
         return bool(changed) and has_changed_samples(dataset, size, changed)
 
@@ -252,27 +252,27 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             return int(self._datasets[dataset])
         return -1
 
-    def _end(self, pass_: _Pass, *, exhausted: bool) -> None:
+    def _end_pass(self, pass_: _Pass, *, exhausted: bool) -> None:
         if self._open.get(pass_.entry.loader) is pass_:
             del self._open[pass_.entry.loader]
         self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
-        taken = pass_.batches[: pass_.entry.batches]
-        indices = tuple(_base_index(pass_.dataset, index) for batch in taken for index in batch)
+        batches = pass_.batches[: pass_.entry.batches]
+        indices = tuple(_base_index(pass_.dataset, index) for batch in batches for index in batch)
         order = int.from_bytes(pass_.order.digest(), "big") if pass_.map_style and exhausted else 0
         # a validation batch now and then, from an iterator that stays open, is not training
-        steps = (self._run.steps if pass_.until < 0 else pass_.until) - pass_.steps
+        steps = (self._run.steps if pass_.steps_until < 0 else pass_.steps_until) - pass_.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, pass_.entry.batches)
         samples: dict[str, Any] = {n: tuple(getattr(pass_.rows, n)) for n in ("rows", "labels", "classes", "targets")}
-        shuffles = pass_.entry.shuffles or (trains and self._shuffles(pass_, order))
+        shuffles = pass_.entry.shuffles or (trains and self._would_shuffle(pass_, order))
         ended = replace(pass_.entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
         ended = replace(ended, shuffles=shuffles, wrappers=self._run.wrappers, **samples)
         if trains:
-            self._resumes.goes_on(ended.restored)
+            self._resumes.forget(ended.restored)
         self._run.add(ended)
         self._on_pass(ended, pass_.dataset)
         pass_.batches, pass_.dataset, pass_.sampler, self._run.samples = [], None, None, []
 
-    def _shuffles(self, pass_: _Pass, order: int) -> bool:
+    def _would_shuffle(self, pass_: _Pass, order: int) -> bool:
         """Return True if a sampler repeated its order, but would shuffle after `set_epoch`."""
         orders = self._orders.setdefault(pass_.entry.loader, [])
         orders.append(order)
@@ -291,8 +291,8 @@ def _note_index(pass_: _Pass, index: Any) -> None:
         pass_.draws.begin(pass_.entry.batches)
     numbers = array("q", map(int, batch))
     pass_.order.update(numbers.tobytes())
-    if pass_.kept < _MOST_INDICES and pass_.entry.number < _MOST_ORDERS:
-        pass_.kept += len(numbers)
+    if pass_.num_indices < _MOST_INDICES and pass_.entry.number < _MOST_ORDERS:
+        pass_.num_indices += len(numbers)
         pass_.batches.append(numbers)
 
 
@@ -305,10 +305,10 @@ def _note_batch(pass_: _Pass, batch: Any) -> None:
         states = *entry.held, *(drawn[name][0] for name in drawn if name == HELD)
         draws = {**entry.draws, **dict(drawn.values())}
         pass_.entry = replace(entry, draws=draws, seeded=line, restored_by=by, held=states, held_at=source.held_at)
-    taken = pass_.entry.batches
-    if taken >= len(pass_.batches):
+    batch_number = pass_.entry.batches
+    if batch_number >= len(pass_.batches):
         return
-    indices = pass_.batches[taken]
+    indices = pass_.batches[batch_number]
     base_indices = [_base_index(pass_.dataset, index) for index in indices]
     contents: dict[str, dict[int, int]] = {key: {**known} for key, known in pass_.entry.contents.items()}
     for index, tensor in enumerate(tree_tensors(batch)):
@@ -335,7 +335,7 @@ def _innermost_sampler(loader: Any) -> Any:
     return sampler
 
 
-def _chooses(sampler: Any, size: int) -> bool:
+def _selects_subset(sampler: Any, size: int) -> bool:
     indices = sampler if isinstance(sampler, list | tuple) else None
     for value in (indices, *getattr(sampler, "__dict__", {}).values()):
         if isinstance(value, list | tuple | array | torch.Tensor) and 1 < len(value) < size:

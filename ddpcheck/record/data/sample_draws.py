@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from ddpcheck.findings.source_lines import defined_at
-from ddpcheck.findings.tracebacks import passes_on
+from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.record.data.constructions import (
     available_generators,
     digest_of_generators,
@@ -44,15 +44,15 @@ class SampleDraws:
         self.held_at = assignment_in_program(generators[0][0]) if generators else None
         self._workers = int(loader.num_workers)
         self._generators = [] if self._workers else [generator for _, generator in generators]
-        self._most = batches  # number of batches recorded per process
+        self._most_batches = batches  # number of batches recorded per process
         self._collate, self._init_worker = loader.collate_fn, loader.worker_init_fn
         count = max(1, self._workers) * batches * _NUMBERS
-        self._noted: Any = RawArray("q", count) if self._workers else [0] * count
-        self._places: list[int] = []  # indices in `_noted` of the next batches of this process
-        self._before: Sequence[int] = ()
+        self._recorded_states: Any = RawArray("q", count) if self._workers else [0] * count
+        self._batch_indices: list[int] = []  # indices in `_recorded_states` of the next batches of this process
+        self._states_before: Sequence[int] = ()
 
     @contextlib.contextmanager
-    def followed(self, loader: Any) -> Iterator[None]:
+    def recording(self, loader: Any) -> Iterator[None]:
         """Replace `collate_fn` and `worker_init_fn` while the `with` block creates an iterator."""
         loader.collate_fn, loader.worker_init_fn = self._recording_collate, self._begin_worker
         try:
@@ -62,44 +62,44 @@ class SampleDraws:
 
     def begin(self, number: int) -> None:
         """Record the generator states before batch `number`, unless workers make the batches."""
-        if not self._workers and number < self._most:
-            self._begin([number])
+        if not self._workers and number < self._most_batches:
+            self._begin_batches([number])
 
     def batch_states(self, number: int) -> Mapping[str, tuple[int, int]]:
         """Return, for each generator used, its states before and after batch `number`."""
         worker, index = (number % self._workers, number // self._workers) if self._workers else (0, number)
-        begin = (worker * self._most + index) * _NUMBERS
-        noted = self._noted[begin : begin + _NUMBERS] if index < self._most else []
-        pairs = zip(GENERATORS, noted[::2], noted[1::2], strict=False)
+        begin = (worker * self._most_batches + index) * _NUMBERS
+        recorded = self._recorded_states[begin : begin + _NUMBERS] if index < self._most_batches else []
+        pairs = zip(GENERATORS, recorded[::2], recorded[1::2], strict=False)
         return {name: (before, after) for name, before, after in pairs if before != after}
 
-    def _begin(self, places: list[int]) -> None:
-        self._places = places
-        self._before = self._states() if places else ()
+    def _begin_batches(self, indices: list[int]) -> None:
+        self._batch_indices = indices
+        self._states_before = self._states() if indices else ()
 
     def _states(self) -> list[int]:
         """Return digests of the states of the generators that augmentations use."""
         return [digest_of_generators(self._generators), *(generator_state(name)[0] for name in available_generators())]
 
-    @passes_on
+    @forwards_calls
     def _begin_worker(self, worker: int) -> None:
         if self._init_worker is not None:
             self._init_worker(worker)
         with contextlib.suppress(Exception):  # an error in ddpcheck, which a worker cannot report
             self._generators = [g for _, g in generator_attributes(getattr(get_worker_info(), "dataset", None))]
-            self._begin(list(range(worker * self._most, (worker + 1) * self._most)))
+            self._begin_batches(list(range(worker * self._most_batches, (worker + 1) * self._most_batches)))
 
-    @passes_on
+    @forwards_calls
     def _recording_collate(self, samples: Any) -> Any:
         with contextlib.suppress(Exception):
-            self._note()
+            self._record_states()
         batch = self._collate(samples)
         with contextlib.suppress(Exception):
-            self._begin(self._places[1:])
+            self._begin_batches(self._batch_indices[1:])
         return batch
 
-    def _note(self) -> None:
-        if self._before:
-            begin = self._places[0] * _NUMBERS
-            states = [state for pair in zip(self._before, self._states(), strict=False) for state in pair]
-            self._noted[begin : begin + len(states)] = states
+    def _record_states(self) -> None:
+        if self._states_before:
+            begin = self._batch_indices[0] * _NUMBERS
+            states = [state for pair in zip(self._states_before, self._states(), strict=False) for state in pair]
+            self._recorded_states[begin : begin + len(states)] = states

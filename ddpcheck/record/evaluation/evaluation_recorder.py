@@ -40,7 +40,7 @@ _MOST_PASSES = 3  # max recorded passes of a loader
 _MOST_ROUNDS = 16  # max rounds; training after an evaluation starts a round
 _MOST_SHOWN = _MOST_EXCHANGED = 64  # max entries per round
 _FEW = 64  # max elements of a tensor that is recorded in full
-_LONGEST = 4096  # max characters of a printed text
+_MOST_CHARS = 4096  # max characters of a printed text
 _MOST_LABELS = 1 << 14  # max samples of a dataset or of a collective's input
 _MOST_COLUMNS = 8  # max floating-point values per row
 _MOST_PARTS = 8  # max parts of a gathered object
@@ -48,9 +48,9 @@ _MOST_ROWS = 1 << 11  # max samples with recorded per-sample values
 _MOST_HELD = 4  # max objects with a value per sample
 _MAX_ROUNDED_CHARS = 7  # max characters of a number that may be rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
-_GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # argument names of collective inputs
-_OF_STATES = ("param_groups", "_last_lr", "growth_factor")  # keys in states of optimizers, schedulers and scalers
-_WITH_RESULTS = ("reduce", "gather")  # in names of collectives
+_INPUT_NAMES = ("tensor", "input_tensor", "obj", "object", "self", "input")  # argument names of collective inputs
+_STATE_KEYS = ("param_groups", "_last_lr", "growth_factor")  # keys in states of optimizers, schedulers and scalers
+_RESULT_WORDS = ("reduce", "gather")  # in names of collectives
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
@@ -75,24 +75,24 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._evaluated = False  # True if an evaluation ended in this round
         self._backwards = 0
         self._remaining = [0, 0]  # remaining exchanges and shown numbers to write in this round
-        self._open: dict[tuple[int, int], _OpenPass] = {}
-        self._ended: tuple[int, int] | None = None  # last evaluation
-        self._late: tuple[_OpenPass, EvaluationPass] | None = (
+        self._open_passes: dict[tuple[int, int], _OpenPass] = {}
+        self._last_evaluation: tuple[int, int] | None = None  # last evaluation
+        self._unfinished: tuple[_OpenPass, EvaluationPass] | None = (
             None  # last evaluation, if its last batch may be in progress
         )
         self._references: set[int] = set()  # loaders whose datasets were recorded
         self._record: Any = None  # last record of `logging`
         self._size = self._samples = 0  # dataset size and samples on this rank, of the last evaluation
         self._comparisons = ComparisonRecorder(sink)
-        patched(builtins, "print", self._prints)
-        patched(logging.Handler, "handle", self._logs)
-        patched(torch, "save", self._saves)
+        patched(builtins, "print", self._note_print)
+        patched(logging.Handler, "handle", self._note_log)
+        patched(torch, "save", self._note_save)
 
     def note_backward(self, _loss: Any) -> None:
         """Begin a new round of evaluations if one has ended; called when backward begins."""
         self.awaits_backward = False
         self._backwards += 1
-        self._late = None
+        self._unfinished = None
         self._comparisons.close()
         if self._evaluated:
             self._evaluated = False
@@ -107,62 +107,62 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._remaining = [0, 0]  # later results may belong to this pass
             return
         key = (entry.loader, entry.number)
-        pass_ = self._open.pop(key, None)
+        pass_ = self._open_passes.pop(key, None)
         if pass_ is None:
             self._comparisons.close()
             counters = {name: bool(numbers.any()) for name, numbers in program_numbers.counters_of_program().items()}
-            self._open[key] = _OpenPass(self._backwards, program_numbers.numbers_of_program(), counters)
+            self._open_passes[key] = _OpenPass(self._backwards, program_numbers.numbers_of_program(), counters)
             return
         if not entry.exhausted or entry.trains or not entry.batches or self._backwards > pass_.backwards:
             return
         if not self._evaluated:
             self._evaluated, self._remaining = True, [_MOST_EXCHANGED, _MOST_SHOWN]
-        self._ended, self._size, self._samples = key, entry.size, len(entry.indices)
+        self._last_evaluation, self._size, self._samples = key, entry.size, len(entry.indices)
         if any(exchanged.rows for exchanged in pass_.exchanged):
             self._comparisons.open(self._round, entry.size)
         attrs = {} if entry.loader in self._references else _dataset_attributes(dataset, entry.size)
         self._references.add(entry.loader)
         labels, floats = _per_sample(attrs, entry.size)
-        numbers, *more = _counted_since(pass_, len(entry.indices))
+        numbers, *more = _changes_since(pass_, len(entry.indices))
         written = EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, lines_after(), floats, *more)
         self._sink(written)
-        self._late = (pass_, written) if _is_fetched_ahead() else None
+        self._unfinished = (pass_, written) if _is_fetched_ahead() else None
         for exchanged in pass_.exchanged:
             self._sink(replace(exchanged, round=self._round))
 
     def _rewrite_counters(self, call: Call | None = None) -> None:
         """Write counters again if the last batch may be counted only after the pass."""
-        if self._late is None:
+        if self._unfinished is None:
             return
-        pass_, written = self._late
+        pass_, written = self._unfinished
         if call is None or all(o.location != Location.parse(call.location) for o in pass_.exchanged):  # an older batch
-            self._late = None
-            numbers, tables, rows = _counted_since(pass_, self._samples)
+            self._unfinished = None
+            numbers, tables, rows = _changes_since(pass_, self._samples)
             self._sink(replace(written, numbers=numbers, tables=tables, rows=rows))
 
     # Collectives
 
     def note_collective(self, call: Call, call_args: Mapping[str, Any]) -> None:
         if call.operation.startswith("broadcast"):
-            self._broadcasts(call_args)
-        if not any(word in call.operation for word in _WITH_RESULTS):
+            self._note_broadcast(call_args)
+        if not any(word in call.operation for word in _RESULT_WORDS):
             return
-        under_way = self._under_way()
+        under_way = self._candidates()
         if (not under_way and not self._evaluated) or self._round >= _MOST_ROUNDS:
             return
-        value = next((call_args[name] for name in _GIVEN if call_args.get(name) is not None), None)
+        value = next((call_args[name] for name in _INPUT_NAMES if call_args.get(name) is not None), None)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return
-        entry = _described(value, self._round, call, during=bool(under_way))
+        entry = _describe_exchange(value, self._round, call, during=bool(under_way))
         entry = replace(
             entry,
-            evaluation=under_way[-1] if under_way else self._ended,
+            evaluation=under_way[-1] if under_way else self._last_evaluation,
             sums=call.operation in ("all_reduce", "reduce") and call_args.get("op", dist.ReduceOp.SUM) in _SUMS,
             shown=0 if under_way else _MOST_SHOWN - self._remaining[1],
             lines=lines_of_value(),
         )
         if under_way:
-            exchanged = self._open[under_way[-1]].exchanged
+            exchanged = self._open_passes[under_way[-1]].exchanged
             if len(exchanged) < _MOST_EXCHANGED:
                 exchanged.append(entry)
             return
@@ -174,7 +174,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             entry = replace(entry, rows=(), values=())
         if not columns and not entry.rows and isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
             columns = list(value.values() if isinstance(value, dict) else value)  # predictions and labels
-        parts = [(_row_labels(column), _values_given(column)) for column in columns]
+        parts = [(_row_labels(column), _row_values(column)) for column in columns]
         for item in (entry, *(replace(entry, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
             if self._remaining[0] > 0:
                 self._remaining[0] -= 1
@@ -182,52 +182,52 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
 
     # Shown values
 
-    def _broadcasts(self, call_args: Mapping[str, Any]) -> None:
+    def _note_broadcast(self, call_args: Mapping[str, Any]) -> None:
         """Record a broadcast of few numbers from this rank (a metric, possibly)."""
         value = call_args.get("tensor", call_args.get("object_list"))
         is_small = not isinstance(value, torch.Tensor) or (value.is_floating_point() and value.numel() <= _FEW)
-        if call_args.get("src") == dist.get_rank() and is_small and self._listens():
+        if call_args.get("src") == dist.get_rank() and is_small and self._is_after_evaluation():
             leaves = value.flatten().tolist() if isinstance(value, torch.Tensor) else tree_leaves(value)
             floats = (leaf for leaf in itertools.islice(leaves, _FEW) if type(leaf) is float)
-            self._show("broadcast", [ShownNumber("", (number,)) for number in floats])
+            self._write_shown("broadcast", [ShownNumber("", (number,)) for number in floats])
 
-    def _prints(self, *texts: Any, **_named: Any) -> None:
-        if self._listens():
-            self._show("printed", list(itertools.chain.from_iterable(map(_fractional_numbers_in, texts))))
+    def _note_print(self, *texts: Any, **_named: Any) -> None:
+        if self._is_after_evaluation():
+            self._write_shown("printed", list(itertools.chain.from_iterable(map(_fractional_numbers_in, texts))))
 
-    def _logs(self, _handler: Any, record: Any) -> None:
-        if self._listens() and record is not self._record:
+    def _note_log(self, _handler: Any, record: Any) -> None:
+        if self._is_after_evaluation() and record is not self._record:
             self._record = record
-            self._show("logged", _fractional_numbers_in(record.getMessage()))
+            self._write_shown("logged", _fractional_numbers_in(record.getMessage()))
 
-    def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
-        if not self._listens():
+    def _note_save(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
+        if not self._is_after_evaluation():
             return
         leaves = itertools.islice((leaf for leaf in tree_leaves(_without_states(obj)) if type(leaf) is float), _FEW)
-        self._show("saved", [ShownNumber("", (leaf,)) for leaf in leaves])
-        self._show("decides", [ShownNumber("", (value,)) for value in numbers_of_conditions()])
+        self._write_shown("saved", [ShownNumber("", (leaf,)) for leaf in leaves])
+        self._write_shown("decides", [ShownNumber("", (value,)) for value in numbers_of_conditions()])
 
-    def _listens(self) -> bool:
+    def _is_after_evaluation(self) -> bool:
         """Return True between an evaluation's end and the next evaluation."""
-        return self._evaluated and self._remaining[1] > 0 and self._round < _MOST_ROUNDS and not self._under_way()
+        return self._evaluated and self._remaining[1] > 0 and self._round < _MOST_ROUNDS and not self._candidates()
 
-    def _under_way(self) -> list[tuple[int, int]]:
+    def _candidates(self) -> list[tuple[int, int]]:
         """Return keys of open passes without a backward pass so far, possibly evaluations."""
-        return [key for key, pass_ in self._open.items() if pass_.backwards == self._backwards]
+        return [key for key, pass_ in self._open_passes.items() if pass_.backwards == self._backwards]
 
-    def _show(self, how: str, numbers: list[ShownNumber]) -> None:
+    def _write_shown(self, how: str, numbers: list[ShownNumber]) -> None:
         if not numbers:
             return
         self._rewrite_counters()
         self._remaining[1] -= 1
         if any(shown.text for shown in numbers):
             known = set(program_numbers.numbers_of_program().values())
-            alike = {shown.text: program_numbers.like(shown.text, known) for shown in numbers if shown.text}
-            numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
+            equal_counts = {shown.text: program_numbers.like(shown.text, known) for shown in numbers if shown.text}
+            numbers = [replace(o, values=tuple({*o.values, *equal_counts[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, program_numbers.line_of_output(), tuple(numbers[:_FEW])))
 
 
-def _counted_since(opened: _OpenPass, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _changes_since(opened: _OpenPass, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the program's numbers, tables and rows that changed during a pass."""
     current = program_numbers.numbers_of_program()
     numbers = {name: value for name, value in current.items() if opened.numbers.get(name) != value}
@@ -242,10 +242,10 @@ def _counted_since(opened: _OpenPass, samples: int) -> tuple[dict[str, Any], dic
     labels = program_numbers.rows_of_program(samples)
     rows = {name: tuple(map(float, t.tolist())) for name, t in labels.items()} if samples <= _MOST_ROWS else {}
     for name, value in program_numbers.program_contents() if 1 < samples <= _MOST_ROWS else ():
-        if len(rows) < _MOST_HELD and _rows_in(value) == samples and len(floats := _values_given(value)) == samples:
+        if len(rows) < _MOST_HELD and _rows_in(value) == samples and len(floats := _row_values(value)) == samples:
             rows[name] = floats
-    alike = {(a, b): float((labels[a] == labels[b]).sum()) for a, b in itertools.combinations(labels, 2)}
-    return numbers | {f"{a} == {b.partition('.')[2]}": count for (a, b), count in alike.items()}, tables, rows
+    equal_counts = {(a, b): float((labels[a] == labels[b]).sum()) for a, b in itertools.combinations(labels, 2)}
+    return numbers | {f"{a} == {b.partition('.')[2]}": count for (a, b), count in equal_counts.items()}, tables, rows
 
 
 def _rows_in(value: Any) -> int:
@@ -263,11 +263,11 @@ def _is_fetched_ahead() -> bool:
 
 def _without_states(obj: Any) -> Any:
     if type(obj) in (dict, OrderedDict):
-        return {} if not obj.keys().isdisjoint(_OF_STATES) else {key: _without_states(obj[key]) for key in obj}
+        return {} if not obj.keys().isdisjoint(_STATE_KEYS) else {key: _without_states(obj[key]) for key in obj}
     return [_without_states(item) for item in obj] if type(obj) in (list, tuple) else obj
 
 
-def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultExchanged:
+def _describe_exchange(value: Any, number: int, call: Call, *, during: bool) -> ResultExchanged:
     plain = ResultExchanged(number, call.operation, Location.parse(call.location), during)
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.device.type == "meta" or value.is_complex():
@@ -281,18 +281,17 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
         values = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
         known = [number for number in values if number is not None]
         numbers, total = tuple(known) if len(values) <= _FEW else (), None
-    return replace(plain, numbers=numbers, total=total, rows=_row_labels(value), values=_values_given(value))
+    return replace(plain, numbers=numbers, total=total, rows=_row_labels(value), values=_row_values(value))
 
 
-def _flat(value: Any) -> Any:
-    """Flatten nested lists in a collective input."""
+def _flattened(value: Any) -> Any:
     if isinstance(value, list) and value and all(isinstance(item, list) for item in value):
         return list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
     return value
 
 
-def _values_given(value: Any) -> tuple[float, ...]:
-    value = _flat(value)
+def _row_values(value: Any) -> tuple[float, ...]:
+    value = _flattened(value)
     if isinstance(value, list) and value and all(type(item) is torch.Tensor and item.dim() for item in value):
         parts = [_floats_of(item) for item in value]
         return tuple(itertools.chain.from_iterable(parts)) if all(parts) else ()
@@ -311,7 +310,7 @@ def _floats_of(value: Any) -> tuple[float, ...]:
 
 def _row_labels(value: Any) -> tuple[int, ...]:
     """Return a label per row, given as an integer or derived from scores."""
-    value = _flat(value)
+    value = _flattened(value)
     sizes = [_length(x) for x in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
     rows = program_numbers.labels_in(value, sum(sizes) or _length(value))
     if rows is None and isinstance(value, list) and value and len(value) <= _MOST_LABELS:
@@ -334,8 +333,8 @@ def _dataset_attributes(dataset: Any, size: int) -> dict[str, Any]:
     attrs = dict(getattr(dataset, "__dict__", None) or {})
     attrs |= {f"tensors[{number}]": tensor for number, tensor in enumerate(getattr(dataset, "tensors", None) or ())}
     if type(dataset) is Subset and size <= _MOST_LABELS:
-        beneath = _dataset_attributes(dataset.dataset, _MOST_LABELS + 1)
-        for name, tensor in beneath.items():
+        base_attrs = _dataset_attributes(dataset.dataset, _MOST_LABELS + 1)
+        for name, tensor in base_attrs.items():
             if type(tensor) is torch.Tensor and tensor.dim() and len(tensor) > max(dataset.indices, default=0):
                 attrs[name] = tensor[list(dataset.indices)]
     return attrs
@@ -356,7 +355,7 @@ def _per_sample(attrs: Mapping[str, Any], size: int) -> tuple[dict[str, Any], di
 
 def _fractional_numbers_in(value: Any) -> list[ShownNumber]:
     if isinstance(value, str):
-        return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
+        return [ShownNumber(text) for text in _DECIMAL.findall(value[:_MOST_CHARS])]
     numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
     shown = [number for number in numbers if number is not None and number != int(number)]
     return [ShownNumber(text if len(text := repr(number)) <= _MAX_ROUNDED_CHARS else "", (number,)) for number in shown]
@@ -370,10 +369,7 @@ _MOST_COMPARED_ROUNDS, _MOST_COMPARISONS = 3, 8  # evaluations, and lines of eac
 
 
 class ComparisonRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of subtractions, comparisons and losses of two tensors while open.
-
-    Patches torch only while open, to avoid overhead in the training loop.
-    """
+    """Recorder of comparisons, differences and losses of two tensors, patched only while open (overhead)."""
 
     def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
         self._sink = sink

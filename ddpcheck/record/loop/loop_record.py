@@ -69,7 +69,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(step_location() or "")))
 
     def report(self, step: int) -> None:
-        """Request a report after `step` of the events so far, which show a fault."""
+        """Request a report of the events so far, which show a fault, after `step`."""
         if not self.to_report:
             events = (*self._last_step, *self.ledger.events)
             is_off = any(event.kind == "forward" and not event.synchronises for event in events)
@@ -89,11 +89,11 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self.ledger.events.clear()
 
 
-def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:
+def _note_method_of(wrapper: nn.Module) -> Callable[[str], None] | None:
     return next((record.note for record in reversed([*_records]) if record._wrapper() is wrapper), None)
 
 
-_records = Followers(lambda: [Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_of)).undo])
+_records = Followers(lambda: [Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_method_of)).undo])
 
 
 switch_calls: deque[LoopEvent] = deque(maxlen=16)
@@ -104,10 +104,7 @@ _kept_patches: list[Patch] = []  # never undone
 
 
 def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
-    """Patch `FSDPModule` to record calls in `switch_calls`.
-
-    The last `LoopRecord.detach` undoes the patch, unless `to_the_end`.
-    """
+    """Record calls of `FSDPModule` in `switch_calls`, until the last `detach` or `to_the_end`."""
     fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not _switch_patches and not _kept_patches:
         (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
@@ -182,14 +179,12 @@ class Snapshot(Struct):
         self,
         module: nn.Module,
         missing: Mapping[str, torch.Tensor],
-        around: Callable[[], contextlib.AbstractContextManager[Any]],
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> dict[str, PathEnd]:
         """Rerun forward on this rank; return where each missing parameter's path to loss ends.
 
         Restores the module's buffers and attributes, the generators and `.grad`. Side effects outside of the module
-        happen twice. Compiled code runs eagerly.
-
-        `around` returns a context manager in which a framework does not count or log the rerun.
+        happen twice. Compiled code runs eagerly. Under `context()`, a framework does not count or log the rerun.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
             return dict.fromkeys(missing, PathEnd("unknown"))  # a rerun would consume data of the run
@@ -215,7 +210,7 @@ class Snapshot(Struct):
         state = capture_state(module, parameters=False)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
-            with around(), fake_collectives(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
+            with context(), fake_collectives(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # already shown by the first run
                 ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
         except Exception:  # report the finding without a cause

@@ -30,14 +30,14 @@ from ddpcheck.stream.rank_report import is_probed
 # Number of optimizer steps on unreduced gradients after which this rank reports without other ranks. Counted here:
 # ranks that train independently on purpose (local SGD) would otherwise report in each step.
 _FEWEST = 3
-_MANY = 16  # for shards reduced before: a loop may step more often than it reduces
-_SPARING = LoopEvent("step", spares_unreduced=True)
+_FEWEST_SHARDED = 16  # for shards reduced before: a loop may step more often than it reduces
+_STEP_SPARING = LoopEvent("step", spares_unreduced=True)
 
 
 @dataclass(slots=True)
-class _Followed:
-    groups: int = 0  # number of parameter groups at the last check
-    holds: bool = False  # True if some parameters belong to the wrapper
+class _OptimizerEntry:
+    num_groups: int = 0  # number of parameter groups at the last check
+    has_parameters: bool = False  # True if some parameters belong to the wrapper
     reductions: int = 0  # number of reductions at the last step
 
 
@@ -50,45 +50,45 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
     _has_others: Callable[[], bool]  # returns True if there are ranks to average with
     # called after several steps on gradients not reduced (with the last contribution of a forward pass of the
     # wrapper, if any), and after a step on gradients of a second backward pass
-    _tell: Callable[[Contribution | None], object]
-    _look: Callable[[], object]  # called if a prepared reduction is missing for several steps
-    _listen: Callable[[], object]  # called after the first step on gradients without a forward pass of the wrapper
-    _known: WeakKeyDictionary[Any, _Followed] = field(default_factory=WeakKeyDictionary, init=False)
+    _report_unreduced: Callable[[Contribution | None], object]
+    _report_replaced: Callable[[], object]  # called if a prepared reduction is missing for several steps
+    _locate_bypass: Callable[[], object]  # called after the first step on gradients without a forward pass
+    _entries: WeakKeyDictionary[Any, _OptimizerEntry] = field(default_factory=WeakKeyDictionary, init=False)
     _steps_without_reduction = 0  # consecutive steps without a reduction since the optimizer's last step
-    _around = 0  # steps on gradients of backward passes that bypass the wrapper
-    _last = 0  # number of reductions at the last step of any optimizer
-    _unanswered = 0  # consecutive steps whose prepared reduction is missing
+    _bypassing_steps = 0  # steps on gradients of backward passes that bypass the wrapper
+    _last_reductions = 0  # number of reductions at the last step of any optimizer
+    _missing_reductions = 0  # consecutive steps whose prepared reduction is missing
 
     @property
     def has_stepped(self) -> bool:
         """Return True if an optimizer with parameters of the wrapper has stepped."""
-        return any(entry.holds for entry in self._known.values())
+        return any(entry.has_parameters for entry in self._entries.values())
 
     def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
         if not inside:
             self._tracker.settle()
             if not has_closure:
-                self.passes_ended(optimizer)
+                self.record_step(optimizer)
 
     def after_step(self, optimizer: Any, has_closure: bool) -> None:
         if has_closure and not in_backward():  # the closure has run the last passes
-            self.passes_ended(optimizer)
+            self.record_step(optimizer)
 
-    def passes_ended(self, optimizer: Any) -> None:
+    def record_step(self, optimizer: Any) -> None:
         """Record an optimizer step, once its forward and backward passes have ended."""
-        last, self._last = self._last, self._tracker.number
-        if last == self._last and self._loop.ledger.prepared is not None:
+        last_reductions, self._last_reductions = self._last_reductions, self._tracker.number
+        if last_reductions == self._last_reductions and self._loop.ledger.prepared is not None:
             self._count_missing_reduction()
         else:
-            self._unanswered = 0
-        entry = self._known.get(optimizer)
-        if entry is None or entry.groups != len(optimizer.param_groups):
-            entry = self._known.setdefault(optimizer, _Followed())
-            entry.groups = len(optimizer.param_groups)
-            entry.holds = not {*map(id, optimizer_params(optimizer))}.isdisjoint(
+            self._missing_reductions = 0
+        entry = self._entries.get(optimizer)
+        if entry is None or entry.num_groups != len(optimizer.param_groups):
+            entry = self._entries.setdefault(optimizer, _OptimizerEntry())
+            entry.num_groups = len(optimizer.param_groups)
+            entry.has_parameters = not {*map(id, optimizer_params(optimizer))}.isdisjoint(
                 map(id, self._tracker.parameters.tensors)
             )
-        if not entry.holds:
+        if not entry.has_parameters:
             return
         number, ledger = self._tracker.number, self._loop.ledger
         reductions, entry.reductions = number - entry.reductions, number
@@ -97,16 +97,16 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._loop.add(STEP)
             return
         if self._tracker.parameters.is_sharded:
-            self._step_without_gradients(no_reduction=not reductions)
+            self._step_unreduced_shards(no_reduction=not reductions)
         else:
             self._step_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
 
     def _count_missing_reduction(self) -> None:
-        """Report replaced parameters, which DDP may wait for, after 3, 6, 12, ... steps."""
-        self._unanswered += 1
-        times, rest = divmod(self._unanswered, _FEWEST)
-        if not rest and is_probed(times) and self._has_others():
-            self._look()
+        """Count a missing prepared reduction; report replaced parameters after 3, 6, 12, ..."""
+        self._missing_reductions += 1
+        times, remainder = divmod(self._missing_reductions, _FEWEST)
+        if not remainder and is_probed(times) and self._has_others():
+            self._report_replaced()
 
     def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
         """Record an optimizer step without reduction (`no_reduction`), or on gradients added after a reduction."""
@@ -116,7 +116,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         if used:
             self._loop.note("step")
         else:
-            self._loop.add(_SPARING if ledger.unreduced else STEP)
+            self._loop.add(_STEP_SPARING if ledger.unreduced else STEP)
         bypassing = [entry for entry in used if entry.backward.kind in AROUND]
         from_forward = [entry for entry in used if entry.forward is not None]
         unpaired = [entry for entry in used if entry.after is not None]
@@ -124,12 +124,12 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._tracker.unreduced.clear()
             self._loop.report(self._tracker.number)
         if unpaired:
-            self._tell(unpaired[-1])
+            self._report_unreduced(unpaired[-1])
             return
         grad_ids = {id(p) for p in self._tracker.parameters.tensors if p.grad is not None}
         times = 0
         if bypassing:
-            times = self._around = self._around + 1
+            times = self._bypassing_steps = self._bypassing_steps + 1
         elif not no_reduction or not grad_ids:
             self._steps_without_reduction = 0
         elif grad_ids & param_ids:
@@ -137,11 +137,11 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             if prepared:  # the loss does not depend on the returned tensors
                 times, self._tracker.hooks_parameters = 0, True
         if times == 1 and not from_forward:
-            self._listen()
+            self._locate_bypass()
         if times == _FEWEST and not grad_ids & parameters_in_wrappers(but=self._tracker.wrapper):  # else wrapped again
-            self._tell(from_forward[-1] if from_forward else None)
+            self._report_unreduced(from_forward[-1] if from_forward else None)
 
-    def _step_without_gradients(self, *, no_reduction: bool) -> None:
+    def _step_unreduced_shards(self, *, no_reduction: bool) -> None:
         """Record a step on shards without reduction (`no_reduction`), or with gradients added afterwards.
 
         Gradients that are not reduced never reach `.grad` of the shards.
@@ -150,8 +150,10 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         pending = [entry for entry in ledger.open if not entry.reduced]
         self._loop.note("step")
         self._steps_without_reduction = self._steps_without_reduction + 1 if pending else 0
-        if pending and self._steps_without_reduction == (_MANY if no_reduction and self._tracker.number else _FEWEST):
-            self._tell(pending[-1])
+        if pending and self._steps_without_reduction == (
+            _FEWEST_SHARDED if no_reduction and self._tracker.number else _FEWEST
+        ):
+            self._report_unreduced(pending[-1])
 
     def _are_unreduced(self, param_ids: set[int]) -> bool:
         """Return True if any of these parameters has a gradient that was not reduced."""
@@ -166,7 +168,7 @@ _GradientMarks = list[tuple[int, int] | None]
 
 
 class BypassRecorder(Recorder, subjects=("loop",)):
-    """Recorder of backward passes that bypass one wrapper, whose gradients are not reduced."""
+    """Recorder of backward passes that bypass DDP's forward, so that gradients are not reduced."""
 
     def __init__(
         self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
@@ -174,46 +176,46 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self.event = LoopEvent("forward inside")  # call that causes the bypass, with the line once known
         self._sink = sink  # receives an event for each bypass
         self._module = module
-        self._some = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
+        self._sampled_params = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
         self._marks: _GradientMarks = []
         self.reductions = 0  # number of finished reductions at the start of the running backward pass
         self._in_forward = False
-        self._listens = True
+        self._may_hook = True
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Record versions of two gradients when any backward begins; `reductions`: number so far."""
+        """Record the versions of two gradients at the start of any backward pass."""
         self._in_forward = in_forward
-        self._marks, self.reductions = self._marked(), reductions
+        self._marks, self.reductions = self._read_marks(), reductions
 
     def backward_ended(self) -> None:
         """Report a bypass if the two gradients changed in a backward pass without reduction."""
-        marks, before = self._marked(), self._marks
-        if any(mark is not None and mark != previous for mark, previous in zip(marks, before, strict=False)):
+        marks, last_marks = self._read_marks(), self._marks
+        if any(mark is not None and mark != previous for mark, previous in zip(marks, last_marks, strict=False)):
             if self._in_forward:
                 self.event = LoopEvent("backward inside", location=str(user_location() or ""))
             else:
-                self.listen()
+                self.locate_bypass()
             self._sink(self.event)
 
     def close(self) -> None:
-        self._listens = False
+        self._may_hook = False
         remove_hooks(self._handles)
 
-    def _marked(self) -> _GradientMarks:
+    def _read_marks(self) -> _GradientMarks:
         marks: _GradientMarks = []
-        for parameter in self._some:
+        for parameter in self._sampled_params:
             gradient = parameter.grad
             marks.append(None if gradient is None else (id(gradient), version_counter(gradient)))
         return marks
 
-    def listen(self) -> None:
+    def locate_bypass(self) -> None:
         """Hook the inner module and submodules, to find the line that calls them directly."""
-        if self._listens and not self._handles and not self.event.location:
-            hook = OutsideOfCompiledCode(UnpickledHook(self._called))
+        if self._may_hook and not self._handles and not self.event.location:
+            hook = OutsideOfCompiledCode(UnpickledHook(self._note_call))
             self._handles = [before_forward(part, hook) for part in self._module.modules()]
 
-    def _called(self, *_arguments: Any) -> None:
+    def _note_call(self, *_arguments: Any) -> None:
         """Record the program line that calls a hooked module, unless within DDP's forward."""
         if self.event.location or not torch.is_grad_enabled():
             return

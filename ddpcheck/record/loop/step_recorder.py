@@ -113,8 +113,8 @@ class StepRecorder(StepListener):
         self.ranks = ranks_of(wrapper)  # ranks of the wrapper's process group
         self._sink = sink
         self._checks_parameters, self._is_live = checks_parameters, is_live
-        self._compares_after, self._keeps_in = compares, keeps
-        self._began = time.monotonic()
+        self._compares_after, self._keeps_gradients = compares, keeps
+        self._start_time = time.monotonic()
         self.loop = LoopRecord(sink.alarm)
         self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=is_live)
         synced = self.tracker.parameters
@@ -122,7 +122,7 @@ class StepRecorder(StepListener):
         self.parameters = dict(zip(synced.names, synced.tensors, strict=True))
         self.is_sharded = synced.is_sharded  # True if the module is sharded by `fully_shard`
         # description of the wrapper at construction of the recorder
-        self.context = _context_of(wrapper, synced.names, built or {}, began_alike=began_alike)
+        self.context = _watch_context(wrapper, synced.names, built or {}, began_alike=began_alike)
         self.history = ParameterHistory(self.rank, self.module, self.parameters, self.context.wrapper)
         self.replica = ReplicaCapture(
             self.parts,
@@ -134,7 +134,7 @@ class StepRecorder(StepListener):
         )
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._splits = {n: split_of(p, mesh) for n, p in self.parameters.items()} if self.is_sharded else {}
-        self._in_few_parts = all(split is not None and split[0] <= _MOST_PARTS for split in self._splits.values())
+        self._has_few_parts = all(split is not None and split[0] <= _MOST_PARTS for split in self._splits.values())
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if checks_weights else None
         self.bypass = BypassRecorder(self.module, synced.tensors, self.loop.add)
@@ -144,7 +144,7 @@ class StepRecorder(StepListener):
             lambda: self.has_others,
             self.report_unaveraged,
             self.report_replaced,
-            self.bypass.listen,
+            self.bypass.locate_bypass,
         )
 
     def attach(self) -> None:
@@ -186,14 +186,14 @@ class StepRecorder(StepListener):
         return wrapper is not None and uses_join(wrapper)
 
     def report_unaveraged(self, used: Contribution | None) -> None:
-        """Report optimizer steps on unreduced gradients; `used`: last from the wrapper's forward, if any."""
+        """Report steps on unreduced gradients; `used`: the last from the wrapper's forward, or None."""
         if self.uses_join:  # under Join, a rank without batches steps a sharded optimizer for the others
             return
         if used is not None and used.after is not None:
             self.report_unpaired()
             return
         self.steps_on_local_grads |= used is not None and used.under is not None
-        self.bypass.listen()
+        self.bypass.locate_bypass()
         bypassing = self.bypass.event, LoopEvent("step", location=str(step_location() or ""))
         switches = switch_calls if self.is_sharded else ()
         self.report_now(*switches, *(bypassing if used is None else used.events))
@@ -233,18 +233,18 @@ class StepRecorder(StepListener):
             self.loop.report(self.step)  # no known optimizer: presumably used
 
     def step_begins(self, step: int) -> None:
-        self.is_due = self.is_sharded or is_probed(step) or self._keeps_in(step) or self._compares_after(step)
+        self.is_due = self.is_sharded or is_probed(step) or self._keeps_gradients(step) or self._compares_after(step)
         if not self.is_due:
             return
-        keeps = self._keeps_in(step) and not self.may_diverge and self._in_few_parts
+        keeps = self._keeps_gradients(step) and not self.may_diverge and self._has_few_parts
         if self._probe is not None:
             self._probe.attach()
         elif (self._checks_parameters and self._reports(step)) or keeps:
             leaves = self.tracker.parameters.leaves
-            keep = self._keep if keeps else None
+            keep = self._sample_gradient if keeps else None
             self._probe = StepProbe(self.module, self.parts, self.parameters, leaves, keep=keep)
 
-    def _keep(self, name: str, gradient: torch.Tensor) -> Any:
+    def _sample_gradient(self, name: str, gradient: torch.Tensor) -> Any:
         split = self._splits.get(name)
         if split is not None:
             return KeptParts.record(gradient, *split)
@@ -321,7 +321,7 @@ class StepRecorder(StepListener):
         self._sink.reduced(EndedStep(step, due, bool(awaited), probe, snapshot, compares, reports))
 
     def _compares(self, step: int) -> bool:
-        return (self._keeps_in(step) or self._compares_after(step)) and not self.may_diverge
+        return (self._keeps_gradients(step) or self._compares_after(step)) and not self.may_diverge
 
     def _reports(self, step: int) -> bool:
         wanted = self._checks_parameters or self._micro_batches is not None
@@ -346,7 +346,7 @@ class StepRecorder(StepListener):
                 parameters=parameters,
             )
         measured = () if self._micro_batches is None else self._micro_batches.measured()
-        seconds = (time.monotonic() - self._began) / (ended.number + 1)
+        seconds = (time.monotonic() - self._start_time) / (ended.number + 1)
         events, self.loop.to_report = self.loop.to_report, ()
         return replace(report, events=events, micro_batches=measured, seconds=seconds)
 
@@ -364,11 +364,11 @@ class StepRecorder(StepListener):
 
         A live comparison has judged before, except in a short run.
         """
-        goes_on = self.context.wrapper.goes_on_without and self._checks_parameters
-        return goes_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)
+        trains_on = self.context.wrapper.goes_on_without and self._checks_parameters
+        return trains_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)
 
 
-def _context_of(
+def _watch_context(
     wrapper: nn.Module, synced: Sequence[str], built: Mapping[str, int], *, began_alike: bool
 ) -> WatchContext:
     module = inner_module(wrapper)

@@ -47,7 +47,7 @@ from ddpcheck.record.recording import UnpickledHook, follow_forward, inside_forw
 _FORWARDS_KEPT = 2  # forward passes per step whose outputs are referenced
 
 
-_OF_EACH_STEP = ("called", "forward_begins", "step_begins", "forward_returned", "backward_begins", "step_ended")
+_FREQUENT_EVENTS = ("called", "forward_begins", "step_begins", "forward_returned", "backward_begins", "step_ended")
 
 
 class BackwardKind(Enum):
@@ -59,17 +59,16 @@ class BackwardKind(Enum):
     GRAD = "reaches no parameter: torch.autograd.grad, or all of them are in re-entrant checkpoints"
 
 
-_TO_DDP = (BackwardKind.SYNCED, BackwardKind.GRAD)
+_SYNCED_KINDS = (BackwardKind.SYNCED, BackwardKind.GRAD)
 _NO_NAMES: frozenset[str] = frozenset()
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class _Step:
     """State of the current step.
 
-    The first synchronized forward pass sets `ready`. Only `_finish` starts the next step, after one or more backward
-    passes.
+    The first synchronized forward pass sets `ready`. `_finish_step` starts the next step, after one or more backwards.
     """
 
     # True once a forward pass that averages has returned; otherwise, a backward pass is unpaired
@@ -105,29 +104,29 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._listeners = listeners
         # overridden methods of the listeners, by event
         (
-            self._at_call,
-            self._at_forward,
-            self._at_begin,
-            self._at_return,
-            self._at_backward,
-            self._at_step_end,
+            self._call_callbacks,
+            self._forward_callbacks,
+            self._begin_callbacks,
+            self._return_callbacks,
+            self._backward_callbacks,
+            self._step_end_callbacks,
         ) = (
             [getattr(obj, name) for obj in listeners if getattr(type(obj), name) is not getattr(StepListener, name)]
-            for name in _OF_EACH_STEP
+            for name in _FREQUENT_EVENTS
         )
-        self._completes = completes
+        self._adds_zeros = completes
         self._step = _Step()
-        self._last: Snapshot | None = None  # of the last step, while parameters are late
-        self._waits = False  # True if DDP waits for gradients missing in the last step
-        self._backward = BackwardKind.NONE
-        self._took_part: Set[int] = NONE  # indices reached by the running backward pass; `parameters.all` if complete
-        self._is_hidden = False  # True once backward runs under compiled autograd; no hooks are registered then
-        self._expected_inside = False  # True if backward passes are expected inside the running forward pass
-        self._by_name = False  # True if the running forward pass is a call of `wrapper.forward`
+        self._last_snapshot: Snapshot | None = None  # of the last step, while parameters are late
+        self._ddp_waits = False  # True if DDP waits for gradients missing in the last step
+        self._kind = BackwardKind.NONE
+        self._reached: Set[int] = NONE  # indices reached by the running backward pass; `parameters.all` if complete
+        self._is_compiled = False  # True once backward runs under compiled autograd; no hooks are registered then
+        self._expects_inner_backward = False  # True if backward passes are expected inside the running forward pass
+        self._is_direct_call = False  # True if the running forward pass is a call of `wrapper.forward`
         self._hook = UnpickledHook(self._on_gradient)
         self._no_sync_hook = UnpickledHook(self._on_no_sync_gradient)
-        self._end_hook = UnpickledHook(self._at_end)
-        self._finish_hooks = UnpickledHook(self._finish), UnpickledHook(self._finish_after_next)
+        self._end_hook = UnpickledHook(self._on_backward_end)
+        self._finish_hooks = UnpickledHook(self._finish_step), UnpickledHook(self._finish_in_next_callback)
         self._handles: list[Any] = []
         self._pass_handles: list[Any] = []  # removed at the end of the backward pass
 
@@ -155,24 +154,24 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
 
     # Forward
 
-    def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NOTHING) -> None:
+    def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NO_KEYWORDS) -> None:
         """Handle a call of the wrapper; torch omits `named` if the hook was removed."""
         if self._step.still_expected or self.late:
             self.settle()
         self.in_forward = True
         inside_forward.add(id(wrapper))
-        self._backward = BackwardKind.NONE  # the last backward pass may have raised
-        self._expected_inside = False
+        self._kind = BackwardKind.NONE  # the last backward pass may have raised
+        self._expects_inner_backward = False
         if not self._step.ready:
             self._step.roots.clear()
-        for callback in self._at_call:
+        for callback in self._call_callbacks:
             callback(wrapper, arguments, named)
         if not torch.is_grad_enabled():
             return
-        for callback in self._at_forward:
+        for callback in self._forward_callbacks:
             callback()
         if self.parameters.is_sharded or self.parameters.are_averaged:
-            self._begin()
+            self._begin_step()
             self._step.snapshot = Snapshot.take(self._module, arguments, named, thorough=self.number < 1)
         else:
             self._loop.add(FORWARDS[False])
@@ -180,35 +179,35 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def enter_by_name(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Handle the start of a direct call of `wrapper.forward`, which runs no hooks."""
         if self.wrapper is wrapper and not self.in_forward:
-            self._by_name = True
+            self._is_direct_call = True
             self.before_forward(wrapper, arguments, named)
             inside_forward.discard(id(wrapper))
 
     def leave_by_name(self, wrapper: Any, output: Any) -> None:
-        if self._by_name and self.wrapper is wrapper:
-            self._by_name = False
+        if self._is_direct_call and self.wrapper is wrapper:
+            self._is_direct_call = False
             self.after_forward(wrapper, (), output)
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         if len(self._step.unused) in (0, len(self.parameters.all)):  # no backward pass of the step has run yet
             self._step.unused = self.parameters.all
-            for callback in self._at_begin:
+            for callback in self._begin_callbacks:
                 callback(self.number)
 
     def after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
         self.in_forward = False
         inside_forward.discard(id(wrapper))
         synced = self.parameters.are_averaged
-        if torch.is_grad_enabled() and (synced or not self._expected_inside):
+        if torch.is_grad_enabled() and (synced or not self._expects_inner_backward):
             self._expect_backward(output, synced=synced)
 
     def expect(self, loss: Any) -> None:
         """Treat `loss` as forward output: a framework will call backward inside forward."""
         self._step.snapshot = None
-        self._expected_inside = True
+        self._expects_inner_backward = True
         synced = torch.is_grad_enabled() and self.parameters.are_averaged
         if synced:
-            self._begin()
+            self._begin_step()
         else:
             self._loop.add(FORWARDS[False])
         self._expect_backward(loss, synced=synced)
@@ -223,9 +222,9 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             if len(tensors) != 1 or tensors[0] is not output:  # else there are no nested tensors
                 self._hook_leaves(output)
             self._step.roots.append([*map(node_of, tensors)])
-        for callback in self._at_return:
+        for callback in self._return_callbacks:
             callback(self.number, output, tensors, synced=synced)
-        if self._is_hidden:
+        if self._is_compiled:
             return
         for tensor in tensors:
             tensor.register_hook(self._hook if synced or sharded else self._no_sync_hook)
@@ -240,52 +239,52 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             input_ids = {id(value) for value in tree_leaves((snapshot.arguments, snapshot.named))}
             for leaf in leaves:
                 if id(leaf) not in input_ids:
-                    leaf.register_post_accumulate_grad_hook(UnpickledHook(self._on_leaf))
+                    leaf.register_post_accumulate_grad_hook(UnpickledHook(self._on_leaf_gradient))
 
     def settle(self) -> None:
         """End a step still awaiting backward passes; called at optimizer steps and forward passes."""
         if self._step.still_expected:
             self._step.still_expected = NONE
-            self._complete(callbacks=0)
+            self._end_step(callbacks=0)
         if self.late:
-            late, snapshot = self.late, self._last
-            self.late, self._last = frozenset(), None
+            late, snapshot = self.late, self._last_snapshot
+            self.late, self._last_snapshot = frozenset(), None
             for listener in self._listeners:
                 listener.parameters_left_out(self.number - 1, sorted(late), snapshot)
 
     # Backward
 
     def _on_no_sync_gradient(self, _gradient: torch.Tensor) -> None:
-        if self._backward is not BackwardKind.NONE or self._is_hidden or (in_compiled_backward() and self._hide()):
+        if self._kind is not BackwardKind.NONE or self._is_compiled or (in_compiled_backward() and self._disable()):
             return
         reached = self.parameters.reached()
         if reached:  # empty under torch.autograd.grad
             at_end_of_backward(UnpickledHook(self._after_no_sync_backward))
-            self._backward = BackwardKind.NO_SYNC
+            self._kind = BackwardKind.NO_SYNC
             self.unreduced |= reached
             if self.parameters.is_sharded:
                 self._loop.add(FORWARDS[False])
             self._loop.add(BACKWARD)
 
     def _after_no_sync_backward(self) -> None:
-        if self._backward is BackwardKind.NO_SYNC:
-            self._backward = BackwardKind.NONE
+        if self._kind is BackwardKind.NO_SYNC:
+            self._kind = BackwardKind.NONE
 
-    def _on_leaf(self, _leaf: torch.Tensor) -> None:
+    def _on_leaf_gradient(self, _leaf: torch.Tensor) -> None:
         if self._step.ready:
             self._on_gradient(_leaf, is_grad=False)
 
     def _on_gradient(self, _gradient: torch.Tensor, *, is_grad: bool = True) -> None:
-        if self._backward in _TO_DDP or self._is_hidden or (in_compiled_backward() and self._hide()):
+        if self._kind in _SYNCED_KINDS or self._is_compiled or (in_compiled_backward() and self._disable()):
             return
         if sharded := self.parameters.is_sharded:
             self._step.ready = True
-            if self._backward is BackwardKind.NO_SYNC or not self.parameters.are_averaged:
+            if self._kind is BackwardKind.NO_SYNC or not self.parameters.are_averaged:
                 self._on_no_sync_gradient(_gradient)
                 return
-        self._backward = BackwardKind.SYNCED
+        self._kind = BackwardKind.SYNCED
         at_end_of_backward(self._end_hook)
-        self._took_part = reached = self.parameters.reached()
+        self._reached = reached = self.parameters.reached()
         if self.parameters.unused_first and (unexpected := self.parameters.newly_used(reached)):
             for listener in self._listeners:
                 listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
@@ -293,53 +292,53 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         if not is_complete:
             reached = reached | self.parameters.reached_by_another_node(self.parameters.all - reached)
             if is_grad and not reached:
-                self._backward = BackwardKind.GRAD
-        if self._backward is BackwardKind.SYNCED:
+                self._kind = BackwardKind.GRAD
+        if self._kind is BackwardKind.SYNCED:
             if sharded:
                 self._loop.add(FORWARDS[True])
             if self._step.ready:
                 self._loop.add(BACKWARD)
             else:
-                self._begin_unpaired(reached)
-            for callback in self._at_backward:
+                self._note_unpaired_backward(reached)
+            for callback in self._backward_callbacks:
                 callback()
         if is_complete:
             return
         self._hook_unreached(reached)
-        self._step.still_expected = NONE if self._backward is BackwardKind.GRAD else self._expected_later(reached)
+        self._step.still_expected = NONE if self._kind is BackwardKind.GRAD else self._expected_later(reached)
         absent = self.parameters.all - reached - self._step.still_expected - self.unreduced
-        if sharded and absent and self._backward is BackwardKind.SYNCED:
+        if sharded and absent and self._kind is BackwardKind.SYNCED:
             for listener in self._listeners:
                 listener.parameters_absent(self.number, sorted(self.parameters.names_of(absent)))
 
-    def _begin_unpaired(self, reached: Set[int]) -> None:
+    def _note_unpaired_backward(self, reached: Set[int]) -> None:
         self._loop.note("backward")
         self.unreduced |= reached
         self.late -= self.parameters.names_of(reached)
         for listener in self._listeners:
-            listener.backward_unpaired(raises=self._waits)
+            listener.backward_unpaired(raises=self._ddp_waits)
 
-    def _hide(self) -> bool:
+    def _disable(self) -> bool:
         """Stop following steps, since backward runs under compiled autograd; return True."""
-        self._is_hidden = True
+        self._is_compiled = True
         for listener in self._listeners:
             listener.backward_hidden()
         return True
 
     def _hook_unreached(self, reached: Set[int]) -> None:
         """Hook parameters not in `reached`, which a re-entrant checkpoint may still reach."""
-        self._took_part = arrived = set(reached)
+        self._reached = reached_now = set(reached)
         for index in self.parameters.all - reached:
             parameter = self.parameters.leaves[index]
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.add(index))
+                handle = parameter.register_post_accumulate_grad_hook(lambda _, index=index: reached_now.add(index))
                 self._pass_handles.append(handle)
 
     def _expected_later(self, reached: Set[int]) -> set[int]:
         """Return indices that a later backward pass may reach, through an output unused now.
 
-        If such an output also depends on a parameter that is reduced now, the later pass comes too late: its parameters
-        are added to `late` if the graph is kept, since both passes share a part of the graph.
+        If such an output also depends on a parameter reduced now, the later pass comes too late, and is possible only
+        if the graph is kept: its parameters are added to `late`.
         """
         later: set[int] = set()
         late: set[int] = set()
@@ -351,51 +350,51 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 self._step.snapshot.used = tuple(index for index, is_used in enumerate(used) if is_used)
             for root, is_used in zip(roots, used, strict=True):
                 if not is_used:
-                    behind = self.parameters.reached_from(root)
-                    (late if reduced & behind else later).update(behind)
+                    reachable = self.parameters.reached_from(root)
+                    (late if reduced & reachable else later).update(reachable)
         if keeps_graph():
             self._step.late = self._step.late | late
         return later
 
-    def _at_end(self) -> None:
-        backward, self._backward, step = self._backward, BackwardKind.NONE, self._step
+    def _on_backward_end(self) -> None:
+        backward, self._kind, step = self._kind, BackwardKind.NONE, self._step
         step.roots.clear()
         if self._pass_handles:
             remove_hooks(self._pass_handles)
-        if backward is BackwardKind.GRAD and not self._took_part:
+        if backward is BackwardKind.GRAD and not self._reached:
             return
         if not step.ready:
             if backward is BackwardKind.GRAD:  # reached by a re-entrant checkpoint
-                self._begin_unpaired(self._took_part)
+                self._note_unpaired_backward(self._reached)
             return
-        if self._took_part is self.parameters.all:  # fast path of a healthy step
+        if self._reached is self.parameters.all:  # fast path of a healthy step
             step.unused = step.still_expected = NONE
         else:
-            step.unused = step.unused - self._took_part
+            step.unused = step.unused - self._reached
             step.still_expected = step.still_expected & step.unused
         if not step.still_expected:
-            self._complete(callbacks=2 if self.parameters.is_static_graph else 1)
+            self._end_step(callbacks=2 if self.parameters.is_static_graph else 1)
 
     # End of a step
 
-    def _complete(self, callbacks: int) -> None:
+    def _end_step(self, callbacks: int) -> None:
         """Add zero gradients that DDP waits for; end the step after `callbacks` engine callbacks."""
         if self._step.unused and (missing := sorted(self.parameters.awaited_by_ddp(self._step.unused))):
             if names := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:
                     listener.parameters_missing(self.number, names)
-            if self._completes:
+            if self._adds_zeros:
                 self.parameters.add_zero_gradients(missing)
             callbacks = 0
         if callbacks:  # DDP ends the reduction in a callback, nested under static_graph
             at_end_of_backward(self._finish_hooks[callbacks - 1])
         else:
-            self._finish()
+            self._finish_step()
 
-    def _finish_after_next(self) -> None:
+    def _finish_in_next_callback(self) -> None:
         at_end_of_backward(self._finish_hooks[0])
 
-    def _finish(self) -> None:
+    def _finish_step(self) -> None:
         step, unused = self._step, self._step.unused
         if self.parameters.is_sharded:  # also reduces gradients of earlier backward passes
             unused = unused - self.unreduced
@@ -407,8 +406,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             names, names_awaited, self.late = names_of(unused), names_of(awaited), names_of(step.late & awaited)
         if self.parameters.unused_first is None:
             self.parameters.unused_first = unused
-        self._last, self._waits = snapshot if self.late else None, bool(awaited) and not self._completes
+        self._last_snapshot, self._ddp_waits = snapshot if self.late else None, bool(awaited) and not self._adds_zeros
         self.number, step.ready, step.unused, step.late, step.snapshot = number + 1, False, NONE, NONE, None
         self.unreduced.clear()
-        for callback in self._at_step_end:
+        for callback in self._step_end_callbacks:
             callback(number, names, names_awaited, snapshot)

@@ -50,8 +50,8 @@ class SyncedParameters:
         self.all: Set[int] = frozenset(range(len(synced)))  # indices of all parameters
         self._nodes = [gradient_node(parameter) for parameter in self.tensors]
         self._groups = parameter_groups(module) if self.is_sharded else []
-        self._unknown = dict(zip(self.names, range(len(synced)), strict=True)) if self.is_sharded else {}
-        self._sparse = {  # found as in DDP
+        self._not_found = dict(zip(self.names, range(len(synced)), strict=True)) if self.is_sharded else {}
+        self._sparse_ids = {  # found as in DDP
             id(part.weight)
             for part in module.modules()
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
@@ -77,11 +77,11 @@ class SyncedParameters:
 
     def find_unsharded(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
         """Find unsharded parameters of submodule `part` (path `prefix`) when its forward pass begins."""
-        for name, parameter in nn.Module.named_parameters(part) if self._unknown else ():  # even if overridden
-            index = self._unknown.get(prefix + name)
+        for name, parameter in nn.Module.named_parameters(part) if self._not_found else ():  # even if overridden
+            index = self._not_found.get(prefix + name)
             if index is not None and parameter.requires_grad and is_gathered(parameter, self.tensors[index]):
                 self.leaves[index], self._nodes[index] = parameter, gradient_node(parameter)
-                del self._unknown[prefix + name]
+                del self._not_found[prefix + name]
 
     def names_of(self, indices: Iterable[int]) -> frozenset[str]:
         return frozenset(map(self.names.__getitem__, indices))
@@ -92,7 +92,7 @@ class SyncedParameters:
         return self.all if all(reached) else {index for index, is_reached in enumerate(reached) if is_reached}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """Return indices whose new AccumulateGrad node (after a cast) is reached, unknown to DDP."""
+        """Return indices reached by a new AccumulateGrad node (after a cast), unknown to DDP."""
         reached = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
@@ -122,7 +122,7 @@ class SyncedParameters:
                 parameter.grad = None
 
     def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
-        if id(parameter) not in self._sparse:
+        if id(parameter) not in self._sparse_ids:
             return torch.zeros_like(parameter)
         indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
         return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)

@@ -38,26 +38,26 @@ class LocalSgdTracker(StepListener, Recorder, subjects=("replicas",)):
         self._number = number
         self._under_no_sync = under_no_sync  # True to record while steps use `no_sync`, too
         self._fingerprints: list[int] = []
-        self._since, self._hook = 0, ""
+        self._first_step, self._hook = 0, ""
 
     def forward_begins(self) -> None:
         recorder = self._recorder()
         trains_locally = recorder.may_diverge or (self._under_no_sync and recorder.steps_on_local_grads)
         if trains_locally and not recorder.uses_join and len(self._fingerprints) < _MAX_FINGERPRINTS:
             if not self._fingerprints and (wrapper := recorder.wrapper) is not None:
-                self._since, self._hook = recorder.step, comm_hook_of(wrapper)
-            self._add(recorder)
+                self._first_step, self._hook = recorder.step, comm_hook_of(wrapper)
+            self._add_fingerprint(recorder)
 
     def final_entry(self) -> LocalSgdEnd | None:
         """Return the fingerprints recorded, and those of all parameters now; `None` if none recorded."""
         if not self._fingerprints:
             return None
         recorder = self._recorder()
-        self._add(recorder)
+        self._add_fingerprint(recorder)
         values = fingerprints(recorder.module.named_parameters())
-        return LocalSgdEnd(self._number, self._since, tuple(self._fingerprints), values, self._hook)
+        return LocalSgdEnd(self._number, self._first_step, tuple(self._fingerprints), values, self._hook)
 
-    def _add(self, recorder: StepRecorder) -> None:
+    def _add_fingerprint(self, recorder: StepRecorder) -> None:
         current = fingerprint(min(recorder.parameters.values(), key=torch.Tensor.numel))
         if self._fingerprints[-1:] != [current]:
             self._fingerprints.append(current)
@@ -76,10 +76,10 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
 
     def begin(self) -> None:
         """Start recording; requires that `DTensor` is imported."""
-        _open.add(self)
+        _ignored_data_recorders.add(self)
 
     def close(self) -> None:
-        _open.discard(self)
+        _ignored_data_recorders.discard(self)
 
     def note(self, shard: torch.Tensor, where: Location) -> None:
         """Record an assignment to `.data` of a shard."""
@@ -99,24 +99,26 @@ def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
     return part is not None and part.numel() > 0 and part.data_ptr() != local_part(value).data_ptr()
 
 
-def _followed(original: Any) -> Any:
-    note = guarded(_assigned)
+def _recording_property(original: Any) -> Any:
+    note = guarded(_note_assignment)
 
-    def put(shard: Any, value: Any) -> None:
+    def set_data(shard: Any, value: Any) -> None:
         original.__set__(shard, value)
         note(shard, value)
 
-    return property(lambda shard: original.__get__(shard), put)
+    return property(lambda shard: original.__get__(shard), set_data)
 
 
-def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:
+def _note_assignment(shard: torch.Tensor, value: torch.Tensor) -> None:
     caller = sys._getframe(_CALLER)
     if is_user_file(caller.f_code.co_filename) and is_ignored(shard, value):
-        for recorder in _open:
+        for recorder in _ignored_data_recorders:
             recorder.note(shard, location_of(caller))
 
 
-_open = Followers(lambda: [Patch(vars(sys.modules["torch.distributed.tensor"])["DTensor"], "data", _followed).undo])
+_ignored_data_recorders = Followers(
+    lambda: [Patch(vars(sys.modules["torch.distributed.tensor"])["DTensor"], "data", _recording_property).undo]
+)
 
 
 class PaceRecorder(Recorder, subjects=("loop",)):
@@ -127,31 +129,31 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         self._number = number
         self.forwards = 0  # forward passes in training mode since the last reduction
         self.lines: tuple[str, ...] = ()  # stack of the first such forward pass, program lines only
-        self._taken: dict[int, int] = {}  # batches until the last reduction, by loader
-        self._loader = -1  # loader at the last reduction
-        self._runs = 0
-        self._now = (-1, -1)
+        self._last_batches: dict[int, int] = {}  # batches until the last reduction, by loader
+        self._last_loader = -1  # loader at the last reduction
+        self._num_runs = 0
+        self._pace = (-1, -1)
 
     def reduced(self, step: int) -> None:
         pace, self.forwards = (self.forwards, self._batches()), 0
-        self._loader, self._taken = self._run.position[0], dict(self._run.batches)
-        if pace != self._now and self._runs < MAX_PACE_RUNS:
-            after_forward = self.lines if pace[0] != self._now[0] else ()
+        self._last_loader, self._last_batches = self._run.position[0], dict(self._run.batches)
+        if pace != self._pace and self._num_runs < MAX_PACE_RUNS:
+            after_forward = self.lines if pace[0] != self._pace[0] else ()
             lines = skipping_lines(lines_of_program(sys._getframe(1)), after_forward)
             location = lines[0] if len(lines) == 1 else user_location()  # line that may skip the backward pass
-            self._now, self._runs = pace, self._runs + 1
+            self._pace, self._num_runs = pace, self._num_runs + 1
             self._run.add(PaceRun(self._number, step, *pace, location))
 
     def ended(self, step: int) -> None:
         """Record forward passes and batches since the last reduction, unless another loader is used."""
         pace = self.forwards, self._batches()
-        if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MAX_PACE_RUNS:
+        if any(pace) and self._run.position[0] == self._last_loader and 0 < self._num_runs < MAX_PACE_RUNS:
             self._run.add(PaceRun(self._number, step, *pace, None))
 
     def _batches(self) -> int:
         """Return the number of batches of the current loader since the last reduction."""
         loader = self._run.position[0]
-        return self._run.batches[loader] - self._taken.get(loader, 0)
+        return self._run.batches[loader] - self._last_batches.get(loader, 0)
 
 
 WITH_BUCKETS = "with the order of buckets"  # DDP forward pass that also exchanges the bucket order
@@ -159,8 +161,6 @@ _MOST_CALLING_LINES = 256  # cached per wrapper
 
 
 class _CallingLine:
-    """Line that calls the wrapper."""
-
     def __init__(self, location: Location | None) -> None:
         self.location = location
         self.number, self.text = (0, "") if location is None else (location.line, str(location))
@@ -174,45 +174,45 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         self.forwards = 0
         self._log = log
         self._number = number
-        self._which = which  # name of the wrapper in the log if its process group has several
+        self._label = which  # name of the wrapper in the log if its process group has several
         # by code and line of the innermost program frame
-        self._lines: dict[tuple[CodeType, int] | None, _CallingLine] = {}
+        self._lines_by_code: dict[tuple[CodeType, int] | None, _CallingLine] = {}
         self._by_location: dict[Location | None, _CallingLine] = {}  # several functions may share a location
-        self._last = _CallingLine(None)
+        self._line = _CallingLine(None)
         # process group of the last reduction; weak, since a reference keeps the group's threads alive
         self._group: tuple[ref[Any], Group] | None = None
-        self._unsynced = 0  # forward passes under no_sync
+        self._num_unsynced = 0  # forward passes under no_sync
         self._has_reduced = False
 
     def forward_returned(self, *, synced: bool) -> None:
         frame = user_frame(sys._getframe(1))
         key = None if frame is None else (frame.f_code, frame.f_lineno)
-        line = self._lines.get(key)
+        line = self._lines_by_code.get(key)
         if line is None:
             location = user_location(frame) if frame is not None else None
-            if len(self._lines) >= _MOST_CALLING_LINES:  # code objects may be created anew in each step
-                self._lines.clear()
-            line = self._lines[key] = self._by_location.setdefault(location, _CallingLine(location))
+            if len(self._lines_by_code) >= _MOST_CALLING_LINES:  # code objects may be created anew in each step
+                self._lines_by_code.clear()
+            line = self._lines_by_code[key] = self._by_location.setdefault(location, _CallingLine(location))
         self.forwards += 1
         line.forwards += 1
-        self._last = line
+        self._line = line
         self._log.count_forward(self._number, line.number, line.forwards)
-        self._unsynced += not synced
+        self._num_unsynced += not synced
 
     @property
     def code(self) -> CodeType | None:
         """Return the program function that called the last forward pass with gradients."""
-        return next((key[0] for key, line in self._lines.items() if key and line is self._last), None)
+        return next((key[0] for key, line in self._lines_by_code.items() if key and line is self._line), None)
 
     @property
     def line(self) -> Location | None:
-        return self._last.location
+        return self._line.location
 
     def broadcasts(self, wrapper: nn.Module) -> None:
         """Record the buffer broadcast of a DDP forward pass, if DDP does one."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
             if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
-                labels = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges_bucket_order(wrapper)
+                labels = [self._label] * bool(self._label) + [WITH_BUCKETS] * self._exchanges_bucket_order(wrapper)
                 note_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
 
     def _exchanges_bucket_order(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
@@ -226,8 +226,8 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         line = self._by_location.get(location, _CallingLine(location))
         backward_place = ""
         if torch.is_grad_enabled():
-            backward_place = place_of_backward(line.forwards + 1, line.text, self._unsynced, self._log.batch)
-        note_collective(SHARD_FORWARD, self._which, group, call_place=backward_place)
+            backward_place = place_of_backward(line.forwards + 1, line.text, self._num_unsynced, self._log.batch)
+        note_collective(SHARD_FORWARD, self._label, group, call_place=backward_place)
 
     def reduces(self, wrapper: nn.Module) -> None:
         """Record the reduction of a DDP backward pass (FSDP2's collectives run in Python)."""
@@ -237,5 +237,5 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         group = wrapper.process_group
         if self._group is None or self._group[0]() is not group:
             self._group = ref(group), named_group(group)
-        backward_place = place_of_backward(self._last.forwards, self._last.text, self._unsynced, self._log.batch)
-        note_collective(DDP_BACKWARD, self._which, known=self._group[1], call_place=backward_place)
+        backward_place = place_of_backward(self._line.forwards, self._line.text, self._num_unsynced, self._log.batch)
+        note_collective(DDP_BACKWARD, self._label, known=self._group[1], call_place=backward_place)

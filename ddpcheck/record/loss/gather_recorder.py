@@ -31,7 +31,7 @@ _JOINS = ("CatBackward", "StackBackward")
 _MOST_ELEMENTS = 1 << 22  # max elements of a gathered tensor
 _FEWEST_ROWS, _MOST_ROWS = 2, 8  # of the rank's own rows, searched in the loss
 _FEWEST_ELEMENTS = 3  # min elements of a row that is identified by its direction
-_MOST_LOOKED_AT = 64  # candidate rows
+_MOST_CANDIDATES = 64  # candidate rows
 _INPUTS = {"all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor"}
 _SAVED = "_saved_"  # prefix of a node's tensors saved for backward
 _PARALLEL = 1e-4  # max 1 - cosine of rows that differ in scale only
@@ -39,7 +39,7 @@ _DISTINCT = 1e-2  # min 1 - cosine of distinguishable rows
 
 
 @dataclass(slots=True)
-class _Gathered:
+class _SampledGather:
     operation: str
     location: Location | None
     shape: tuple[int, int]
@@ -48,7 +48,7 @@ class _Gathered:
 
 
 @dataclass(slots=True)
-class _Parts:
+class _GatheredParts:
     count: int  # world size of the group
     group_rank: int
     shape: tuple[int, ...]  # shape of the gathered tensor
@@ -63,8 +63,8 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
 
     def __init__(self, run: Recording) -> None:
         self._run = run
-        self._gathered: list[_Gathered] = []
-        self._parts: list[_Parts] = []
+        self._gathered: list[_SampledGather] = []
+        self._parts: list[_GatheredParts] = []
         self._step = -1  # step of the gathered tensors
 
     def note_collective(self, call: Call, arguments: Mapping[str, Any]) -> None:
@@ -80,12 +80,12 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         if is_usable and len(self._parts) < _MOST_GATHERED:
             group_rank, shape = call.members.index(dist.get_rank()), (len(tensor) * count, *tensor.shape[1:])
             is_global = count == dist.get_world_size()
-            self._parts.append(_Parts(count, group_rank, shape, call.operation, location, node, is_global))
+            self._parts.append(_GatheredParts(count, group_rank, shape, call.operation, location, node, is_global))
         if call.differentiable or tensor.dim() < 2 or node_of(tensor) is None or not tensor.is_floating_point():
             return
         if tensor.numel() <= _MOST_ELEMENTS and (rows := _distinct_rows(tensor)) is not None:
             shape = tensor.numel() // tensor.shape[-1] * count, tensor.shape[-1]
-            self._gathered.append(_Gathered(call.operation, location, shape, rows, node_of(tensor)))
+            self._gathered.append(_SampledGather(call.operation, location, shape, rows, node_of(tensor)))
 
     @property
     def awaits_backward(self) -> bool:
@@ -101,29 +101,29 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         if not parts or self._step != self._run.steps or not isinstance(losses, torch.Tensor):
             return
         ends = {op.node for op in gathered}
-        nodes = _nodes(losses, ends)
-        joins = {node: joined for node in nodes if (joined := _put_back(node, parts, ends)) is not None}
+        nodes = _nodes_between(losses, ends)
+        joins = {node: joined for node in nodes if (joined := _find_put_back_parts(node, parts, ends)) is not None}
         for node, joined in itertools.islice(joins.items(), 1):
             origins = ends if joined.node is None else {*ends, joined.node}
-            nodes_beside = _nodes(losses, origins | joins.keys())
+            nodes_beside = _nodes_between(losses, origins | joins.keys())
             inputs = (child for node_beside in nodes_beside for child, _ in node_beside.next_functions)
-            self._follow(node, joined, besides=any(child in origins for child in inputs))
+            self._hook_gradients(node, joined, besides=any(child in origins for child in inputs))
         for op in gathered:
             views = [view for view in gathered if view.shape == op.shape]  # possibly concatenated
             shapes = [(op.shape[0] * count, op.shape[1]) for count in range(1, len(views) + 1)]
             constants = (constant for shape in shapes for constant in _constants(nodes, shape))
-            if any(_holds(constant, op.rows) for constant in constants):
+            if any(_contains_rows(constant, op.rows) for constant in constants):
                 names = self._without_gradient(losses, ends)
                 self._run.add(GatheredConstant(self._step, op.operation, op.location, op.shape[0], names))
                 return
 
     def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
         """Return names of wrapped parameters that affect the loss only through gathered tensors."""
-        made_of = {id(leaf) for leaf in LossGraph(ends).leaves} - {id(leaf) for leaf in LossGraph([loss]).leaves}
+        gathered_only = {id(leaf) for leaf in LossGraph(ends).leaves} - {id(leaf) for leaf in LossGraph([loss]).leaves}
         numbered = [watch.numbered for watch in list(self._run.watches)]
-        return tuple(name for names in numbered for key, name in names.items() if key in made_of)
+        return tuple(name for names in numbered for key, name in names.items() if key in gathered_only)
 
-    def _follow(self, node: Any, parts: _Parts, *, besides: bool) -> None:
+    def _hook_gradients(self, node: Any, parts: _GatheredParts, *, besides: bool) -> None:
         """Hook `node`, which joins ranks' parts, to record the gradients of the parts.
 
         `besides`: True if this rank's part has another path to the loss.
@@ -131,10 +131,10 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         function = getattr(type(node), "_forward_cls", None)
         source_line = parts.location if function is None else defined_at(function.backward)
 
-        def keep(gradients: Any) -> None:
+        def keep_gradients(gradients: Any) -> None:
             captured.extend(None if grad is None else grad.detach().clone() for grad in gradients)
 
-        def note(input_grads: Any, _output_grads: Any) -> None:
+        def note_factor(input_grads: Any, _output_grads: Any) -> None:
             remove_hooks(handles)
             digest, factor = _passed_gradient(node, input_grads, captured, parts)
             digest = digest if parts.spans_world else ()
@@ -143,8 +143,8 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
                 self._run.add(OwnPartPutBack(self._step, parts.operation, source_line, digest, factor, inside, besides))
 
         captured: list[torch.Tensor | None] = []  # copies: a custom backward may reduce in place
-        handles = [node.register_prehook(UnpickledHook(keep, self))]
-        handles.append(node.register_hook(UnpickledHook(note, self)))
+        handles = [node.register_prehook(UnpickledHook(keep_gradients, self))]
+        handles.append(node.register_hook(UnpickledHook(note_factor, self)))
 
 
 def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.Tensor]:
@@ -159,10 +159,10 @@ def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.T
         for name in dir(node) if rows in sizes else ():
             tensor = kept_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
             if tensor is not None and not tensor.requires_grad and tensor.is_floating_point():
-                yield from _as_rows(tensor, shape)
+                yield from _matrices_of(tensor, shape)
 
 
-def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+def _matrices_of(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
     """Yield `tensor` or its transpose as a matrix, if the matrix has `shape`."""
     if tensor.dim() < 2 or tensor.numel() > _MOST_ELEMENTS * tensor.shape[0]:
         return
@@ -177,7 +177,7 @@ def _distinct_rows(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a few normalized rows of `tensor` with clearly different directions, or None."""
     if tensor.shape[-1] < _FEWEST_ELEMENTS:
         return None
-    rows = _normed(tensor.detach().reshape(-1, tensor.shape[-1])[:_MOST_LOOKED_AT])
+    rows = _normed(tensor.detach().reshape(-1, tensor.shape[-1])[:_MOST_CANDIDATES])
     close = (rows @ rows.T > 1 - _DISTINCT).tolist()
     chosen: list[int] = []
     for index in range(len(rows)):
@@ -186,19 +186,19 @@ def _distinct_rows(tensor: torch.Tensor) -> torch.Tensor | None:
     return rows[chosen] if len(chosen) >= _FEWEST_ROWS and bool(rows.isfinite().all()) else None
 
 
-def _holds(constant: torch.Tensor, rows: torch.Tensor) -> bool:
+def _contains_rows(constant: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return True if `constant` contains each of `rows`, up to scale."""
     closest = (rows @ _normed(constant.detach()).T).nan_to_num(-1.0).amax(1)
     return bool((closest > 1 - _PARALLEL).all())
 
 
 def _normed(rows: torch.Tensor) -> torch.Tensor:
-    wide = rows.cpu().double()
-    normed: torch.Tensor = wide / torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+    rows64 = rows.cpu().double()
+    normed: torch.Tensor = rows64 / torch.linalg.vector_norm(rows64, dim=1, keepdim=True)
     return normed
 
 
-def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
+def _find_put_back_parts(node: Any, parts: list[_GatheredParts], ends: set[Any]) -> _GatheredParts | None:
     """Return the gathered parts that `node` joins, if only this rank's part requires grad."""
     following = [next_node for next_node, _ in node.next_functions]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # a custom autograd function of the program
@@ -213,7 +213,7 @@ def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
 
 
 def _passed_gradient(
-    node: Any, input_grads: Any, output_grads: Sequence[torch.Tensor | None], parts: _Parts
+    node: Any, input_grads: Any, output_grads: Sequence[torch.Tensor | None], parts: _GatheredParts
 ) -> tuple[tuple[float, ...], float]:
     """Return a sketch of all parts' gradients, and the scale of this rank's gradient.
 
@@ -236,7 +236,7 @@ def _passed_gradient(
     return tuple(sketch(torch.cat(part_grads)).tolist()) if lost else (), factor
 
 
-def _nodes(loss: torch.Tensor, ends: set[Any]) -> list[Any]:
+def _nodes_between(loss: torch.Tensor, ends: set[Any]) -> list[Any]:
     """Return the graph nodes between a loss and `ends`, at most `_MOST_NODES`."""
     graph = LossGraph([loss], limit=_MOST_NODES, is_end=ends.__contains__)
     return [node for node in graph.nodes if node not in ends]
@@ -244,9 +244,9 @@ def _nodes(loss: torch.Tensor, ends: set[Any]) -> list[Any]:
 
 _MOST_TARGET_NODES = 64
 _MOST_TARGETS = 4  # max tensors since the last backward pass
-_ALIKE = 0.99  # min cosine of a row before and after the gather (may be normalized, scaled or rounded)
+_LEAST_COSINE = 0.99  # min cosine of a row before and after the gather (may be normalized, scaled or rounded)
 _INPUT_NAMES = ("tensor", "input_tensor", "self", "input")
-_OF_PRODUCTS = ("mat2", "self", "other", "x1", "x2")  # saved tensors of matrix products and distances
+_PRODUCT_TENSORS = ("mat2", "self", "other", "x1", "x2")  # saved tensors of matrix products and distances
 _KEEPS_COLUMNS = (
     *("LogSoftmax", "Mul", "Div", "Add", "Sub", "MaskedFill", "Clone", "ToCopy", "Where", "Alias", "Neg", "Squeeze"),
     *("View", "UnsafeView", "Reshape", "Permute", "Unsqueeze", "T", "Transpose"),  # of an einsum, or transposed
@@ -316,16 +316,16 @@ def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.T
     graph = LossGraph([loss], limit=_MOST_TARGET_NODES, is_end=lambda node: node.name().startswith("NllLoss"))
     for node in graph.ends:
         targets = kept_tensor(node, "target")
-        soft = [next_node for next_node, _ in node.next_functions if next_node is not None]
-        is_soft = len(soft) == 1 and soft[0].name().startswith("LogSoftmax")
-        classes = kept_tensor(soft[0], "result") if is_soft else None
+        probability_nodes = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        is_soft = len(probability_nodes) == 1 and probability_nodes[0].name().startswith("LogSoftmax")
+        classes = kept_tensor(probability_nodes[0], "result") if is_soft else None
         if targets is None or targets.dim() != 1 or classes is None:
             continue
-        behind = LossGraph(
-            soft, limit=_MOST_TARGET_NODES, is_end=lambda node: not node.name().startswith(_KEEPS_COLUMNS)
+        logits_graph = LossGraph(
+            probability_nodes, limit=_MOST_TARGET_NODES, is_end=lambda node: not node.name().startswith(_KEEPS_COLUMNS)
         )
-        for kept in (kept_tensor(product, name) for product in behind.nodes for name in _OF_PRODUCTS):
-            matrix = kept[0] if kept is not None and kept.dim() == 3 else kept
+        for saved in (kept_tensor(product, name) for product in logits_graph.nodes for name in _PRODUCT_TENSORS):
+            matrix = saved[0] if saved is not None and saved.dim() == 3 else saved
             if matrix is not None and matrix.dim() == 2 and classes.shape[-1] in matrix.shape:
                 columns = matrix if matrix.shape[1] == classes.shape[-1] else matrix.T
                 yield targets.detach(), columns.detach()
@@ -341,6 +341,6 @@ def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
     best = cosines.argmax(1)
     first = int(best[0])
     in_order = best == torch.arange(first, first + count, device=best.device)
-    is_close = cosines.gather(1, best[:, None]) > _ALIKE
+    is_close = cosines.gather(1, best[:, None]) > _LEAST_COSINE
     copies = (cosines > 1 - 1e-6).sum()  # copies of the same rows elsewhere
     return first if bool(in_order.all()) and bool(is_close.all()) and int(copies) <= count else None

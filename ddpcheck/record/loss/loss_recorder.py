@@ -30,16 +30,16 @@ from ddpcheck.stream.rank_report import is_probed
 
 _ENGINE = "_engine_run_backward"  # private to torch; called by all imports of `backward` and `grad`
 _MOST_NODES = 32  # max visited nodes of a loss
-_MOST_A_STEP = 64  # max backward passes per step
-_PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
+_MOST_PER_STEP = 64  # max backward passes per step
+_LOSS_OPS = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
 _SINK = "_DDPSinkBackward"  # through which DDP returns the forward outputs if find_unused_parameters
 _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
-_CHOICES = ("Index", "MaskedSelect")  # selection of elements by value
+_SELECTIONS = ("Index", "MaskedSelect")  # selection of elements by value
 _REDUCTIONS: dict[Any, str] = {1: "mean", 2: "sum"}  # by the value of `reduction` in torch's losses
 _MOST_FOLLOWED = 6  # max operations between a mean and the selection of its elements
 _MOST_SOURCES = 256
 _MOST_VARIABLES = 64  # max local variables of the function that calls backward
-_MOST_A_NUMBER = 4  # max elements of a tensor treated as numbers
+_MOST_NUMBER_ELEMENTS = 4  # max elements of a tensor treated as numbers
 _MOST_NUMBERS = 16  # max reduced numbers between two backward passes
 
 
@@ -54,80 +54,80 @@ class LossRecorder(Recorder, subjects=("loss",)):
         Each listener gets the backward passes that it awaits (`awaits_backward`), by `note_backward(losses)`.
         """
         self._run = run
-        self._scaled: tuple[int, Any] = (0, None)  # id of the last scaled loss, and its gradient scaler
+        self._last_scaled: tuple[int, Any] = (0, None)  # id of the last scaled loss, and its gradient scaler
         self._optimizers = optimizers
-        self._counted = (-1, 0)  # (step, backward passes in the step)
-        self._wrapped = (0, 0)  # number of the newest wrapper, and the step of its first appearance
+        self._backwards_in_step = (-1, 0)  # (step, backward passes in the step)
+        self._newest_wrapper = (0, 0)  # number of the newest wrapper, and the step of its first appearance
         self._watches: tuple[Any, ...] = ()  # wrappers known at that time
-        self._reduced: list[NumberReduced] = []
-        self._used: int | None = None  # last step with a backward pass after the reductions
-        self._exchanged = -1  # last step with a gather or broadcast
+        self._reduced_numbers: list[NumberReduced] = []
+        self._last_backward_step: int | None = None  # last step with a backward pass after the reductions
+        self._last_exchange_step = -1  # last step with a gather or broadcast
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
         name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
-        patched(torch.autograd, name, partial(_backward, (self, listeners, optimizers, taken)))
-        patched(torch.amp.GradScaler, "scale", self._scales)
+        patched(torch.autograd, name, partial(_notify_recorders, (self, listeners, optimizers, taken)))
+        patched(torch.amp.GradScaler, "scale", self._note_scaled_loss)
 
     def note_collective(self, call: Call, arguments: Mapping[str, Any]) -> None:
-        """Record the input of an all_reduce (sum) of at most `_MOST_A_NUMBER` elements."""
+        """Record the input of an all_reduce (sum) of at most `_MOST_NUMBER_ELEMENTS` elements."""
         if "gather" in call.operation or "broadcast" in call.operation:
-            self._exchanged = self._run.steps
+            self._last_exchange_step = self._run.steps
         tensor = arguments.get("tensor")
         if call.operation != "all_reduce" or arguments.get("op", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
             return
         if not self._is_probed(self._run.steps):
             return
-        if isinstance(tensor, torch.Tensor) and not tensor.is_complex() and tensor.numel() <= _MOST_A_NUMBER:
-            if self._used not in (None, self._run.steps):
-                self._reduced, self._used = [], None
+        if isinstance(tensor, torch.Tensor) and not tensor.is_complex() and tensor.numel() <= _MOST_NUMBER_ELEMENTS:
+            if self._last_backward_step not in (None, self._run.steps):
+                self._reduced_numbers, self._last_backward_step = [], None
             user_line = Location.parse(call.location)
             values = tensor.detach().flatten().tolist()
             members = () if len(call.members) == dist.get_world_size() else call.members
-            self._reduced += [NumberReduced(float(value), user_line, members) for value in values]
-            del self._reduced[:-_MOST_NUMBERS]
+            self._reduced_numbers += [NumberReduced(float(value), user_line, members) for value in values]
+            del self._reduced_numbers[:-_MOST_NUMBERS]
 
     def _is_probed(self, step: int) -> bool:
         """Return True if `step` is sampled, counted from 0 or since the newest wrapper."""
-        return self._run.are_probed() or is_probed(step - self._wrapped[1])
+        return self._run.are_probed() or is_probed(step - self._newest_wrapper[1])
 
-    def _scales(self, scaler: Any, *_outputs: Any, **_named: Any) -> Generator[None, Any, None]:
+    def _note_scaled_loss(self, scaler: Any, *_outputs: Any, **_named: Any) -> Generator[None, Any, None]:
         result = yield
-        self._scaled = id(result), scaler if scaler.is_enabled() else None
+        self._last_scaled = id(result), scaler if scaler.is_enabled() else None
 
-    def begins(self, losses: Any) -> Callable[[], object] | None:
+    def backward_begins(self, losses: Any) -> Callable[[], object] | None:
         """Hook the terms of a loss; return a callback for backward's end, or None."""
         step = self._run.steps
-        before = self._counted[1] if self._counted[0] == step else 0
-        self._counted = (step, before + 1)
+        before = self._backwards_in_step[1] if self._backwards_in_step[0] == step else 0
+        self._backwards_in_step = (step, before + 1)
         if self._watches is not self._run.watches.refs:
             self._watches = self._run.watches.refs
-            if (newest := max(self._optimizers.reductions(), default=0)) > self._wrapped[0]:
-                self._wrapped = newest, step  # also sample the first steps of the new wrapper
-        self._used = step
+            if (newest := max(self._optimizers.reductions(), default=0)) > self._newest_wrapper[0]:
+                self._newest_wrapper = newest, step  # also sample the first steps of the new wrapper
+        self._last_backward_step = step
         if not self._is_probed(step):
             return None
-        reductions, reduced = self._optimizers.reductions(), tuple(self._reduced)
-        if before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
+        reductions, reduced = self._optimizers.reductions(), tuple(self._reduced_numbers)
+        if before >= _MOST_PER_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
             return None
         hooked = bool(reduced) and self._optimizers.have_hooks()
         user_line = user_location()
-        source = self._source()
-        targets = () if self._exchanged == step else loss_targets(losses)
+        source = self._source_of_loss()
+        targets = () if self._last_exchange_step == step else loss_targets(losses)
         arrived: dict[int, ScaledTerm] = {}
         handles = []
-        scaler = self._scaled[1] if self._scaled[0] == id(losses) else None
+        scaler = self._last_scaled[1] if self._last_scaled[0] == id(losses) else None
         scale = 1.0 if scaler is None else scaler.get_scale()
         terms = list(_terms(losses))
         lines_of_terms = _lines_of_terms(losses, len(terms))
         heads: dict[Any, int] = {}
         for number, (node, kind, scales) in enumerate(terms):
             head = heads.setdefault((head_of(node) or node, node.name()), len(heads))
-            note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node), head)
+            note = _term_hook(arrived, number, kind, node, scales, lines_of_terms.get(node), head)
             handles.append(node.register_prehook(UnpickledHook(note, self)))
         totals: list[float] = []
         for node in log_softmaxes([losses]):
-            handles.append(node.register_prehook(UnpickledHook(partial(_note_targets, totals), self)))
+            handles.append(node.register_prehook(UnpickledHook(partial(_add_target_weight, totals), self)))
 
-        def ended() -> None:
+        def on_backward_end() -> None:
             for handle in handles:
                 handle.remove()
             terms = tuple(arrived[number] for number in sorted(arrived))
@@ -143,9 +143,9 @@ class LossRecorder(Recorder, subjects=("loss",)):
             fields = step, before, terms, user_line, line, source.scaled, wrappers, put_off
             self._run.add(LossDifferentiated(*fields, self._run.taken, reduced, hooked, targets, weights, uncounted))
 
-        return guarded(ended, self)
+        return guarded(on_backward_end, self)
 
-    def _source(self) -> LossSource:
+    def _source_of_loss(self) -> LossSource:
         frame = user_frame(sys._getframe(1))
         if frame is None:
             return LossSource()
@@ -158,14 +158,14 @@ class LossRecorder(Recorder, subjects=("loss",)):
 _Recorders = tuple[LossRecorder, Sequence[Any], OptimizerRecorder, AutogradGradRecorder]
 
 
-def _backward(
+def _notify_recorders(
     recorders: _Recorders, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
 ) -> Generator[None, Any, None]:
     """Notify the recorders before and after a backward pass; each handles its own errors."""
     recorder, listeners, optimizers, taken = recorders
     if not accumulate_grad:
         gradients = yield
-        taken.taken(arguments[3] if len(arguments) > 3 else (), gradients)
+        taken.note_results(arguments[3] if len(arguments) > 3 else (), gradients)
         return
     losses = tensors[0] if isinstance(tensors, tuple) and len(tensors) == 1 else tensors
     for listener in listeners:
@@ -173,12 +173,12 @@ def _backward(
             listener.note_backward(losses)
     if in_backward():  # of a checkpoint: part of the outer backward pass
         return
-    ended = recorder.begins(losses)
+    on_backward_end = recorder.backward_begins(losses)
     optimizers.before_backward(losses)
     yield
     optimizers.after_backward()
-    if ended is not None:
-        ended()
+    if on_backward_end is not None:
+        on_backward_end()
 
 
 def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
@@ -208,10 +208,10 @@ def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
     return lines
 
 
-def _note_of(
+def _term_hook(
     arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any, scales: _Scales, line: Location | None, head: int
 ) -> Callable[[Any], None]:
-    count, chosen = _count(node)
+    count, chosen = _count_elements(node)
 
     def note(gradients: Any) -> None:
         if gradients[0] is not None and gradients[0].numel():
@@ -222,7 +222,7 @@ def _note_of(
     return note
 
 
-def _note_targets(totals: list[float], gradients: Any) -> None:
+def _add_target_weight(totals: list[float], gradients: Any) -> None:
     """Append the total weight of targets: minus the sum of the gradient of log-probabilities."""
     if gradients[0] is not None:
         totals.append(-float(local_part(gradients[0]).double().sum()))
@@ -245,14 +245,14 @@ def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
             terms.append((node, reduction or ("mean" if name.startswith(_MEANS) else "sum"), scales))
         elif name == _SINK:
             pending.append((*node.next_functions[min(index, len(node.next_functions) - 1)], scales))
-        elif name.startswith(_PASSED):
+        elif name.startswith(_LOSS_OPS):
             for edge, (next_node, output_nr) in enumerate(node.next_functions):
                 if next_node is not None:
-                    pending.append((next_node, output_nr, scales + _scale(node, name[:3], edge)))
+                    pending.append((next_node, output_nr, scales + _constant_scale(node, name[:3], edge)))
     yield from terms
 
 
-def _scale(node: Any, name: str, edge: int) -> _Scales:
+def _constant_scale(node: Any, name: str, edge: int) -> _Scales:
     """Return the constant that multiplies or divides input `edge` of a node, if any."""
     constant = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
     if constant is None or constant.numel() != 1 or constant.is_complex() or constant.requires_grad:
@@ -260,7 +260,7 @@ def _scale(node: Any, name: str, edge: int) -> _Scales:
     return ((name, float(local_part(constant))),)
 
 
-def _count(node: Any) -> tuple[int, bool]:
+def _count_elements(node: Any) -> tuple[int, bool]:
     """Return a reduction's element count, and True if the elements were selected.
 
     Targets ignored by a cross entropy, and elements masked in a sum, do not count.
@@ -285,7 +285,7 @@ def _is_selected(node: Any, shape: tuple[int, ...]) -> bool:
     for _ in range(_MOST_FOLLOWED):
         if node is None or ((shapes := output_shapes(node)) and shapes[0][:1] != shape[:1]):
             return False
-        if node.name().startswith(_CHOICES):
+        if node.name().startswith(_SELECTIONS):
             return True
         node = next((next_node for next_node, _ in node.next_functions if next_node is not None), None)
     return False

@@ -42,7 +42,7 @@ from ddpcheck.record.source.source_scope import (
 )
 
 _DEEPEST = 24  # max nesting of names, operations and functions
-_ITEMS = "num_items_in_batch"  # argument that the Trainer of transformers passes to compute_loss
+_ITEM_COUNT = "num_items_in_batch"  # argument that the Trainer of transformers passes to compute_loss
 _WORLD_SIZE = "world_size"  # keyword of init_process_group, and part of the name get_world_size
 
 
@@ -65,13 +65,13 @@ def loss_source(frame: FrameType | None) -> LossSource:
     """Return the lines of the loss whose backward is called in `frame`."""
     trace = _Trace()
     for scope, caller in scopes_from(frame):
-        if _follow_call(trace, scope, statement_at(scope.body, caller)) is None:
+        if _trace_statement(trace, scope, statement_at(scope.body, caller)) is None:
             break
     scaled = (location_in(scope, line) for scope, factor, line in trace.factors if is_world_size(scope, factor, set()))
     return LossSource(trace.made, next(scaled, None))
 
 
-def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
+def _trace_statement(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
     """Trace a statement's loss; return the parameter that passed the loss, or None."""
     if statement is None:
         return None
@@ -80,17 +80,17 @@ def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str
     call = _backward_call(statement)
     if call is not None and isinstance(call.func, ast.Attribute):
         loss = (call.args[0] if call.args else call.func.value) if loss is None or not call.args else call.args[0]
-        loss = _unscaled(scope, loss)
+        loss = _without_scaler(scope, loss)
     if loss is None:
         return None
-    _follow(trace, scope, loss, node_position(statement), None)
+    _trace_expr(trace, scope, loss, node_position(statement), None)
     if trace.made is None and isinstance(loss, ast.Name) and loss.id in parameter_names(scope.body):
         return loss.id
     trace.made = trace.made or location_in(scope, loss.lineno)
     return None
 
 
-def _unscaled(scope: Scope, loss: ast.expr) -> ast.expr:
+def _without_scaler(scope: Scope, loss: ast.expr) -> ast.expr:
     """Return the argument of `scaler.scale(loss)` and similar calls, else `loss`."""
     if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and len(loss.args) == 1:
         if isinstance(loss.args[0], ast.Name) and _is_loss(scope.value(loss.args[0].id)):
@@ -112,35 +112,37 @@ def _is_loss(value: Any) -> bool:
 # Following the source
 
 
-def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
+def _trace_expr(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
     """Trace a loss, or container item `part`, to its origin; return True if found."""
     trace.steps += 1
     if trace.steps > _DEEPEST or trace.made is not None:
         return trace.made is not None
     if isinstance(node, ast.Name):
-        return _follow_name(trace, scope, node.id, min(before, node_position(node)), part)
+        return _trace_name(trace, scope, node.id, min(before, node_position(node)), part)
     if isinstance(node, ast.BinOp):
-        return _follow_operation(trace, scope, node, before)
+        return _trace_operation(trace, scope, node, before)
     if isinstance(node, ast.UnaryOp | ast.Await | ast.NamedExpr):
-        return _follow(trace, scope, node.operand if isinstance(node, ast.UnaryOp) else node.value, before, part)
+        return _trace_expr(trace, scope, node.operand if isinstance(node, ast.UnaryOp) else node.value, before, part)
     if isinstance(node, ast.IfExp):
-        return _follow(trace, scope, node.body, before, part) or _follow(trace, scope, node.orelse, before, part)
+        return _trace_expr(trace, scope, node.body, before, part) or _trace_expr(
+            trace, scope, node.orelse, before, part
+        )
     if isinstance(node, ast.Tuple) and isinstance(part, int) and part < len(node.elts):
-        return _follow(trace, scope, node.elts[part], before, None)
+        return _trace_expr(trace, scope, node.elts[part], before, None)
     if isinstance(node, ast.Dict) and part is not None:
         values = {k.value: v for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)}
-        return part in values and _follow(trace, scope, values[part], before, None)
+        return part in values and _trace_expr(trace, scope, values[part], before, None)
     if isinstance(node, ast.Attribute):
-        return _follow(trace, scope, node.value, before, node.attr)
+        return _trace_expr(trace, scope, node.value, before, node.attr)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         key = node.slice.value
-        return _follow(trace, scope, node.value, before, key if isinstance(key, int | str) else None)
+        return _trace_expr(trace, scope, node.value, before, key if isinstance(key, int | str) else None)
     if isinstance(node, ast.Call):
-        return _follow_result(trace, scope, node, before, part)
+        return _trace_call(trace, scope, node, before, part)
     return False
 
 
-def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
+def _trace_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
     """Trace a name to its last assignment, and factors of later in-place operations."""
     for pos, target, value in sorted(bindings(scope.body, name), key=lambda binding: binding[0], reverse=True):
         if pos >= before:
@@ -149,14 +151,14 @@ def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: in
             if isinstance(target.op, ast.Mult | ast.Div):
                 trace.factors.append((scope, target.value, pos[0]))
                 continue
-            if _follow(trace, scope, ast.Name(name, lineno=pos[0], col_offset=pos[1]), pos, part):
+            if _trace_expr(trace, scope, ast.Name(name, lineno=pos[0], col_offset=pos[1]), pos, part):
                 return True
-            return _follow(trace, scope, target.value, pos, None)
+            return _trace_expr(trace, scope, target.value, pos, None)
         if isinstance(target, int):
             part = target
         if _is_constant(scope, value):  # initial value of a sum of losses
             continue
-        if not _follow(trace, scope, value, pos, part):
+        if not _trace_expr(trace, scope, value, pos, part):
             trace.made = location_in(scope, value.lineno)
         return True
     return False
@@ -171,7 +173,7 @@ def _is_constant(scope: Scope, node: ast.expr) -> bool:
     return isinstance(node, ast.Constant)
 
 
-def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Place) -> bool:
+def _trace_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Place) -> bool:
     if isinstance(node.op, ast.Mult | ast.Div):
         scales_right = _is_number(scope, node.left) or _has_loss(scope, node.right)
         scales_left = _is_number(scope, node.right) or _has_loss(scope, node.left)
@@ -181,12 +183,12 @@ def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Plac
             trace.factors.append((scope, node.right, node.lineno))
             if isinstance(node.op, ast.Div) and not _is_number(scope, node.right):
                 return _note_origin(trace, scope, node)  # division by a count, for example: the mean of a sum
-            return _follow(trace, scope, node.left, before, None) or _note_origin(trace, scope, node.left)
+            return _trace_expr(trace, scope, node.left, before, None) or _note_origin(trace, scope, node.left)
         if scales_right:
             trace.factors.append((scope, node.left, node.lineno))
-            return _follow(trace, scope, node.right, before, None) or _note_origin(trace, scope, node.right)
+            return _trace_expr(trace, scope, node.right, before, None) or _note_origin(trace, scope, node.right)
     if isinstance(node.op, ast.Mult | ast.Div | ast.Add | ast.Sub):
-        return _follow(trace, scope, node.left, before, None) or _follow(trace, scope, node.right, before, None)
+        return _trace_expr(trace, scope, node.left, before, None) or _trace_expr(trace, scope, node.right, before, None)
     return _note_origin(trace, scope, node)
 
 
@@ -219,21 +221,21 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
     return isinstance(node, ast.Constant)
 
 
-def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
+def _trace_call(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
     """Trace the result of a script function, cast or copy; other calls are origins."""
     called = resolved(scope, call.func)
     is_library = function_of(called)[0] is None
     if is_library and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
         if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast or copy
-            return _follow_name(trace, scope, call.func.value.id, before, part)
+            return _trace_name(trace, scope, call.func.value.id, before, part)
     inner = scope_of_function(called)
     if inner is None:
         arguments = {keyword.arg: keyword.value for keyword in call.keywords}
         if isinstance(part, str) and part in arguments:  # a container constructed here
-            return _follow(trace, scope, arguments[part], before, None)
+            return _trace_expr(trace, scope, arguments[part], before, None)
         return _note_origin(trace, scope, call)
     results = reversed(list(returns(inner.body)))
-    followed = any(_follow(trace, inner, result, (result.lineno + 1, 0), part) for result in results)
+    followed = any(_trace_expr(trace, inner, result, (result.lineno + 1, 0), part) for result in results)
     return followed or _note_origin(trace, scope, call)
 
 
@@ -249,9 +251,9 @@ def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
 def uncounted_at(code: CodeType) -> Location | None:
     """Return a function's first line if its argument `num_items_in_batch` is unused, or None."""
     body = body_of(code)
-    if body is None or _ITEMS not in parameter_names(body):
+    if body is None or _ITEM_COUNT not in parameter_names(body):
         return None
-    reads = any(isinstance(node, ast.Name) and node.id == _ITEMS for node in ast.walk(body))
+    reads = any(isinstance(node, ast.Name) and node.id == _ITEM_COUNT for node in ast.walk(body))
     return None if reads else Location(relative_path(code.co_filename), code.co_firstlineno)
 
 
@@ -325,7 +327,7 @@ def _is_world_size_node(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
         called = resolved(scope, node.func)
         if called is not UNKNOWN and getattr(called, "__name__", "") == f"get_{_WORLD_SIZE}":
             return True
-        return any(is_world_size(inner, expr, seen) for inner, expr in _results(called, None, seen))
+        return any(is_world_size(inner, expr, seen) for inner, expr in _returned_values(called, None, seen))
     if not isinstance(node, ast.Name | ast.Attribute):
         return False
     if isinstance(node, ast.Attribute):
@@ -346,13 +348,13 @@ def _is_world_size_node(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
                 results = [(scope, value.elts[target])] if target < len(value.elts) else []
             else:
                 called = resolved(scope, value.func) if isinstance(value, ast.Call) else UNKNOWN
-                results = list(_results(called, target, seen))
+                results = list(_returned_values(called, target, seen))
             if any(is_world_size(owner, expr, seen) for owner, expr in results):
                 return True
     return False
 
 
-def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Scope, ast.expr]]:
+def _returned_values(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Scope, ast.expr]]:
     """Yield the returned expressions of a script function, or item `part` of each."""
     inner = scope_of_function(called)
     if inner is None or (inner.body, part) in seen:

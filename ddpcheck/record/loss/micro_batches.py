@@ -25,11 +25,11 @@ from ddpcheck.record.recording import remove_hooks
 from ddpcheck.stream.rank_report import MicroBatch, is_probed
 
 _STEPS_KEPT = 4
-_MOST_A_STEP = 256  # max micro-batches
+_MOST_PER_STEP = 256  # max micro-batches
 _MOST_HEADS = 4
-_SAMPLED = 8  # max parameters checked for an optimizer step
-_NODES = 2000  # max graph nodes: the loss is close to the root
-_ELEMENTS = 1 << 22  # max elements of logits kept for backward; larger logits are sampled by row
+_MOST_PARAMS = 8  # max parameters checked for an optimizer step
+_MOST_NODES = 2000  # max graph nodes: the loss is close to the root
+_MOST_ELEMENTS = 1 << 22  # max elements of logits kept for backward; larger logits are sampled by row
 _LEAST_ROWS = 16
 _TOLERANCE = 0.02  # half-precision gradients have 8 significant bits
 _Measure = Callable[[torch.Tensor], torch.Tensor]
@@ -41,44 +41,44 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._some = parameters[:: -(-len(parameters) // _SAMPLED) | 1]  # odd stride: alternate weights and biases
-        self._index = 0  # optimizer step
-        self._reduced = False
-        self._versions = 0
+        self._sampled_params = parameters[:: -(-len(parameters) // _MOST_PARAMS) | 1]  # odd stride: weights and biases
+        self._optimizer_step = 0  # optimizer step
+        self._has_reduced = False
+        self._version_sum = 0
         self._has_moved = False
         self._across_reductions = False
-        self._seen = 0
+        self._num_forwards = 0
         self._without_backward: set[int] = set()  # forward passes without a backward pass yet
         self._measured: list[_Measured] = []
         self._handles: list[Any] = []
 
     def forward_returned(self, step: int, output: Any) -> None:
         """Hook the `output` of a forward pass with gradients enabled."""
-        if self._reduced:
-            self._reduced = False
+        if self._has_reduced:
+            self._has_reduced = False
             self._across_reductions = self._is_accumulating()
             if not self._across_reductions:  # first forward of an optimizer step
-                self._index += 1
-                self._seen = 0
+                self._optimizer_step += 1
+                self._num_forwards = 0
                 self._without_backward.clear()
                 if self._handles:
                     remove_hooks(self._handles)
-        if is_probed(self._index) and self._seen < _MOST_A_STEP:
+        if is_probed(self._optimizer_step) and self._num_forwards < _MOST_PER_STEP:
             hooks = len(self._handles)
             with contextlib.suppress(Exception):  # unknown output type
-                self._hook(step, self._seen, output)
+                self._hook_output(step, self._num_forwards, output)
             if len(self._handles) > hooks:
-                self._without_backward.add(self._seen)
-            self._seen += 1
+                self._without_backward.add(self._num_forwards)
+            self._num_forwards += 1
 
     def step_ended(self) -> None:
-        self._reduced = True
-        self._versions = sum(map(version_counter, self._some))
+        self._has_reduced = True
+        self._version_sum = sum(map(version_counter, self._sampled_params))
 
     def measured(self) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of the last measured optimizer steps."""
-        kept = sorted({measured[0] for measured in self._measured})[-_STEPS_KEPT:]
-        self._measured = [measured for measured in self._measured if measured[0] in kept]
+        last_steps = sorted({measured[0] for measured in self._measured})[-_STEPS_KEPT:]
+        self._measured = [measured for measured in self._measured if measured[0] in last_steps]
         return tuple(
             MicroBatch(index, step, head, position, sequences, *values.tolist())
             for index, step, head, position, sequences, values in self._measured
@@ -95,7 +95,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
         True only if parameters have changed between earlier reductions, and gradients were not zeroed.
         """
-        if sum(map(version_counter, self._some)) != self._versions:
+        if sum(map(version_counter, self._sampled_params)) != self._version_sum:
             self._has_moved = True
             return False
         return self._has_moved and self._has_gradients()
@@ -106,35 +106,35 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
     # Measuring
 
-    def _hook(self, step: int, position: int, output: Any) -> None:
+    def _hook_output(self, step: int, position: int, output: Any) -> None:
         tensors = _tensors(output)
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
         nodes = log_softmaxes(tensors)
         for index in _with_unshared_head(nodes):
-            which = step, f"log_softmax {index}", position, sequences
-            self._measure(nodes[index], 0, which, _weights_of_log_probs)
+            key = step, f"log_softmax {index}", position, sequences
+            self._hook_node(nodes[index], 0, key, _weights_of_log_probs)
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
         for index in _with_unshared_head([node_of(tensor) for tensor in scores]):
-            which = step, f"output {index}", position, sequences
-            self._measure(*_original_output(scores[index]), which, _Logits(scores[index]))
+            key = step, f"output {index}", position, sequences
+            self._hook_node(*_original_output(scores[index]), key, _SampledLogits(scores[index]))
 
-    def _measure(self, node: Any, output_nr: int, which: tuple[int, str, int, int], measure: _Measure) -> None:
-        """Measure the gradient at a node's output; `which`: step, head, position, sequence count."""
-        index = self._index
+    def _hook_node(self, node: Any, output_nr: int, key: tuple[int, str, int, int], measure: _Measure) -> None:
+        """Measure the gradient at a node's output; `key`: step, head, position, sequence count."""
+        index = self._optimizer_step
 
-        def arrived(grads: tuple[torch.Tensor | None, ...]) -> None:
+        def measure_gradient(grads: tuple[torch.Tensor | None, ...]) -> None:
             gradient = grads[output_nr]
-            if gradient is None or gradient.ndim < 2 or index != self._index:
+            if gradient is None or gradient.ndim < 2 or index != self._optimizer_step:
                 return
             values = torch.tensor([1.0, 0.0, 1.0])  # unknown weight
-            self._without_backward.discard(which[2])
+            self._without_backward.discard(key[2])
             is_mixed = self._without_backward or (self._across_reductions and not self._has_gradients())
             if not is_mixed:  # several forwards in one loss are not micro-batches; ignore gradients of a skipped step
                 with torch.no_grad(), contextlib.suppress(Exception):
                     values = measure(gradient)
-            self._measured.append((index, *which, values))
+            self._measured.append((index, *key, values))
 
-        self._handles.append(node.register_prehook(arrived))
+        self._handles.append(node.register_prehook(measure_gradient))
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -144,7 +144,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Return the first `log_softmax` nodes in the graph of `tensors`, at most `_MOST_HEADS`."""
-    graph = LossGraph(tensors, limit=_NODES, is_end=lambda node: node.name().startswith("LogSoftmaxBackward"))
+    graph = LossGraph(tensors, limit=_MOST_NODES, is_end=lambda node: node.name().startswith("LogSoftmaxBackward"))
     return graph.ends[:_MOST_HEADS]
 
 
@@ -163,10 +163,10 @@ def _original_output(logits: torch.Tensor) -> tuple[Any, int]:
     node: Any = node_of(logits)
     index = logits.output_nr
     while node.name() in ("ToCopyBackward0", "_DDPSinkBackward"):
-        below = node.next_functions[index if len(node.next_functions) > index else 0]
-        if below[0] is None:
+        edge = node.next_functions[index if len(node.next_functions) > index else 0]
+        if edge[0] is None:
             break
-        node, index = below
+        node, index = edge
     return node, index
 
 
@@ -184,28 +184,28 @@ def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor
 
 def _weights_of_log_probs(gradient: torch.Tensor) -> torch.Tensor:
     """Measure weights: log-probability gradients are -weight at the target (less with label smoothing)."""
-    least = _rows(gradient).amin(-1)
+    least = _target_rows(gradient).amin(-1)
     counted = least < 0
     return _summary(-least, counted, counted)
 
 
-class _Logits:
+class _SampledLogits:
     """Sampled rows of logits, kept until their gradient arrives."""
 
     def __init__(self, logits: torch.Tensor) -> None:
-        rows = _rows(logits.detach())
-        limit = max(_LEAST_ROWS, _ELEMENTS // max(1, rows.shape[-1]))
-        self._chosen = torch.arange(len(rows), device=rows.device)
+        rows = _target_rows(logits.detach())
+        limit = max(_LEAST_ROWS, _MOST_ELEMENTS // max(1, rows.shape[-1]))
+        self._row_indices = torch.arange(len(rows), device=rows.device)
         if len(rows) > limit:  # aperiodic sampling avoids the same position in every sequence
             golden = torch.arange(limit, dtype=torch.float64).mul(0.6180339887498949).frac()
-            self._chosen = (golden * len(rows)).long().unique().to(rows.device)
-        self._kept = rows[self._chosen]
+            self._row_indices = (golden * len(rows)).long().unique().to(rows.device)
+        self._sampled_rows = rows[self._row_indices]
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        rows = _rows(gradient)
+        rows = _target_rows(gradient)
         counted = rows.amin(-1) < 0
-        grad = rows[self._chosen].float()
-        probabilities = self._kept.float().softmax(-1)
+        grad = rows[self._row_indices].float()
+        probabilities = self._sampled_rows.float().softmax(-1)
         target = grad.argmin(-1, keepdim=True)
         wrong = probabilities.scatter_add(-1, target, -torch.ones_like(grad[:, :1]))
         smooth = probabilities - 1 / probabilities.shape[-1]  # direction of label smoothing
@@ -216,7 +216,7 @@ class _Logits:
         residual = grad - weights * wrong
         off = (residual - _coefficients(residual, smooth) * smooth).norm(dim=-1) > _TOLERANCE * grad.norm(dim=-1)
         weights = torch.where(off, torch.full_like(weights[:, 0], torch.nan), weights[:, 0])
-        return _summary(weights, counted, counted[self._chosen])
+        return _summary(weights, counted, counted[self._row_indices])
 
 
 def _coefficients(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _coefficients(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     return (rows * directions).sum(-1, keepdim=True) / squares
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def _target_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Reshape to (targets, classes); the classes are dimension 1 of images, else the last."""
     classes_last = tensor.movedim(1, -1) if tensor.ndim > 3 else tensor
     return classes_last.reshape(-1, classes_last.shape[-1])

@@ -36,9 +36,9 @@ from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import names_of_parameters
 from ddpcheck.stream.rank_report import is_probed
 
-_WITH_NORM = "_clip_grads_with_norm_"  # private to torch; called by all imports of clip_grad_norm_
+_TORCH_CLIP = "_clip_grads_with_norm_"  # private to torch; called by all imports of clip_grad_norm_
 _FEW = 4  # max elements of a reduced tensor that is no gradient
-_MOST_GIVEN = 4096  # max all_reduce inputs per step
+_MOST_INPUTS = 4096  # max all_reduce inputs per step
 
 
 class ClipRecorder(Recorder, subjects=("optimizers",)):
@@ -49,38 +49,38 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         # True if there was a clip or sampled backward pass since the last optimizer step or backward begin
         self.follows = False
         self._run = run
-        self._before, self._after = before, after
-        self._clips = 0
-        self._last: tuple[str, Location | None] = ("", None)
-        self._line: Location | None = None  # line of the last backward pass
+        self._before_clip, self._after_clip = before, after
+        self._num_clips = 0
+        self._last_clip: tuple[str, Location | None] = ("", None)
+        self._backward_line: Location | None = None  # line of the last backward pass
         self._norms: dict[int, float] = {}  # gradient norm after backward, by wrapper number
-        patch_clip_grad_norm(self._clips_norm)
-        patched(nn.utils, "clip_grad_value_", self._clips_value)
+        patch_clip_grad_norm(self._record_clip_by_norm)
+        patched(nn.utils, "clip_grad_value_", self._record_clip_by_value)
 
-    def _clips_norm(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
+    def _record_clip_by_norm(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
         norm = norm_before_clip(arguments, named)
-        self._before()
+        self._before_clip()
         result = yield
         limit = named["max_norm"] if "max_norm" in named else arguments[1]
-        self._clipped("clip_grad_norm_", result if norm is None else norm, limit)
+        self._note_clip("clip_grad_norm_", result if norm is None else norm, limit)
 
-    def _clips_value(self, *arguments: Any, **named: Any) -> Iterator[None]:
+    def _record_clip_by_value(self, *arguments: Any, **named: Any) -> Iterator[None]:
         parameters = arguments[0] if arguments else named.get("parameters")
         is_list = isinstance(parameters, torch.Tensor | list | tuple)
-        norm = _norm(parameters) if is_list and self._run.is_written(self._clips) else None
-        self._before()
+        norm = _total_norm(parameters) if is_list and self._run.is_written(self._num_clips) else None
+        self._before_clip()
         yield
-        self._clipped("clip_grad_value_", norm)
+        self._note_clip("clip_grad_value_", norm)
 
-    def _clipped(self, name: str, norm: Any, limit: Any = 0.0) -> None:
+    def _note_clip(self, name: str, norm: Any, limit: Any = 0.0) -> None:
         if norm is math.inf:
             return
-        self._last, self.follows = (name, user_location()), True
-        if type(norm) in (torch.Tensor, float) and self._run.is_written(self._clips) and not math.isnan(norm):
-            clip = self._clips, float(norm), self._last[1], self._run.steps, name, float(limit), has_parts()
+        self._last_clip, self.follows = (name, user_location()), True
+        if type(norm) in (torch.Tensor, float) and self._run.is_written(self._num_clips) and not math.isnan(norm):
+            clip = self._num_clips, float(norm), self._last_clip[1], self._run.steps, name, float(limit), has_parts()
             self._run.add(GradientsClipped(*clip))
-        self._clips += 1
-        self._after()
+        self._num_clips += 1
+        self._after_clip()
 
     def backward_begins(self) -> None:
         """Record changes of gradient norms between two backward passes, when the second begins."""
@@ -90,11 +90,11 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
             last_norm = last_norms.get(watch.number)
             if last_norm is None:
                 continue
-            norm = _norm(watch.parameters.values()) or 0.0
+            norm = _total_norm(watch.parameters.values()) or 0.0
             if 0.0 < norm < math.inf:
-                name, clip_line = self._last
+                name, clip_line = self._last_clip
                 put_off = watch.has_unreduced
-                if put_off or location == self._line:  # otherwise the next loss may involve other parameters
+                if put_off or location == self._backward_line:  # otherwise the next loss may involve other parameters
                     change = norm / last_norm
                     clip_line = clip_line or location
                     self._run.add(GradientsChanged(watch.number, self._run.steps, name, change, clip_line, put_off))
@@ -102,14 +102,14 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
 
     def backward_ended(self) -> None:
         """Record gradient norms; called after a backward pass in a sampled step."""
-        self._line, self.follows = user_location(), True
+        self._backward_line, self.follows = user_location(), True
         for watch in list(self._run.watches):
-            norm = _norm(watch.parameters.values(), watch.reduced_gradients)
+            norm = _total_norm(watch.parameters.values(), watch.reduced_gradients)
             if norm is not None and 0.0 < norm < math.inf:
                 self._norms[watch.number] = norm
 
     def forget(self) -> None:
-        self._norms, self._last, self.follows = {}, ("", None), False
+        self._norms, self._last_clip, self.follows = {}, ("", None), False
 
 
 def kinds_clipped(error: BaseException) -> list[list[str]]:
@@ -123,21 +123,21 @@ def kinds_clipped(error: BaseException) -> list[list[str]]:
 
 
 def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
-    """Patch clips by norm to call `before` with the arguments (see `norm_before_clip`)."""
-    has_norm = hasattr(clip_grad, _WITH_NORM)
-    patched(clip_grad if has_norm else nn.utils, _WITH_NORM if has_norm else "clip_grad_norm_", before)
+    """Call `before` with the arguments of each clip by norm (see `norm_before_clip`)."""
+    has_norm = hasattr(clip_grad, _TORCH_CLIP)
+    patched(clip_grad if has_norm else nn.utils, _TORCH_CLIP if has_norm else "clip_grad_norm_", before)
 
 
 def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Return the total norm before a clip; infinity if `max_norm` is, None if unknown."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf
-    if not hasattr(clip_grad, _WITH_NORM):
+    if not hasattr(clip_grad, _TORCH_CLIP):
         return None
     return named["total_norm"] if "total_norm" in named else arguments[2]
 
 
-def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
+def _total_norm(parameters: Any, rows: InRows | None = None) -> float | None:
     """Return the total gradient norm of parameters, or None; `rows`: gradients from `in_rows`."""
     if rows is None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
@@ -147,33 +147,33 @@ def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
     return math.hypot(*norms(rows).values())
 
 
-_MOST_LOOKED_AT = 16  # max steps per optimizer
+_MOST_TRACKED_STEPS = 16  # max steps per optimizer
 _MOST_STEPS = 1024  # max steps of all optimizers
-_SOME_PARAMETERS = 8  # of an optimizer, read at each zero_grad in its first steps
+_MOST_READ_PARAMS = 8  # of an optimizer, read at each zero_grad in its first steps
 
-_State = tuple[Callable[[], Any], int]  # weak reference to a gradient, and its version
-_NONE: _State = (lambda: None, 0)
+_GradientState = tuple[Callable[[], Any], int]  # weak reference to a gradient, and its version
+_NO_GRADIENT: _GradientState = (lambda: None, 0)
 
 
 @dataclass(slots=True)
-class _Followed:
+class _TrackedOptimizer:
     number: int
-    sample: Callable[[], Any]  # weak reference to a sample parameter
-    plain: bool  # True if the gradient is a plain tensor, no shard
+    sample_ref: Callable[[], Any]  # weak reference to a sample parameter
+    is_plain: bool  # True if the gradient is a plain tensor, no shard
     steps: int = 0
-    now: _State = _NONE  # gradient after the last backward pass or clip
+    last_gradient: _GradientState = _NO_GRADIENT  # gradient after the last backward pass or clip
 
-    stale: int = 0  # gradient fingerprint after a step, 0 if zero or None
+    stale_mark: int = 0  # gradient fingerprint after a step, 0 if zero or None
     is_own: bool = False  # True if recorded after a step of this optimizer
-    line: Location | None = None  # of the last backward pass that changed the gradient
-    mixed: tuple[Location | None, Location | None] | None = None  # lines of two accumulated backward passes
+    backward_line: Location | None = None  # of the last backward pass that changed the gradient
+    mixed_lines: tuple[Location | None, Location | None] | None = None  # lines of two accumulated backward passes
     stale_steps: int = 0
     stale_params: list[Callable[[], Any]] = field(default_factory=list)  # parameters whose gradient a step left
 
     zeroed: dict[Location | None, int] = field(default_factory=dict)  # zero_grad count since the last step, by line
     zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # same, before the last step
     times_zeroed: int = 0  # consecutive steps with the same counts
-    for_inputs: bool = False  # True if a backward pass was for inputs (adversarial attack, gradient penalty)
+    is_for_inputs: bool = False  # True if a backward pass was for inputs (adversarial attack, gradient penalty)
 
 
 class ZeroingRecorder(Recorder, subjects=("loop",)):
@@ -187,122 +187,125 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self._sink = sink
         self._names = names
         self._steps = 0
-        self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, _TrackedOptimizer] = WeakKeyDictionary()
         self.follows = False  # True if any parameter is followed
 
-    def begins_to_step(self, optimizer: Any, number: int) -> bool:
+    def note_step_begin(self, optimizer: Any, number: int) -> bool:
         """Handle a step's start; return True if the optimizer is no longer followed."""
         tracked = self._known.get(optimizer)
         if tracked is None:
             params = [p for p in optimizer_params(optimizer) if p.grad is not None]
             if params:
                 is_plain = type(params[0].grad) is torch.Tensor
-                self._known[optimizer] = _Followed(number, tensor_ref(params[0]), is_plain)
+                self._known[optimizer] = _TrackedOptimizer(number, tensor_ref(params[0]), is_plain)
                 self.follows = True
             return False
         self._note_stale(optimizer, tracked)
         self._note_zeroed(tracked)
-        return tracked.steps >= _MOST_LOOKED_AT
+        return tracked.steps >= _MOST_TRACKED_STEPS
 
-    def has_stepped(self, optimizer: Any, steps: int) -> None:
+    def note_step_end(self, optimizer: Any, steps: int) -> None:
         """Record gradients after an optimizer step; `steps`: steps of all optimizers so far."""
         self._steps = steps
-        living = self._living()
-        self.follows = bool(living)
-        for known, tracked in living:
-            tracked.steps += known is optimizer
-            if tracked.plain and (known is optimizer or not tracked.stale):
-                tracked.stale, tracked.is_own = _mark(tracked.sample()), known is optimizer
+        tracked_pairs = self._tracked_optimizers()
+        self.follows = bool(tracked_pairs)
+        for tracked_optimizer, tracked in tracked_pairs:
+            tracked.steps += tracked_optimizer is optimizer
+            if tracked.is_plain and (tracked_optimizer is optimizer or not tracked.stale_mark):
+                tracked.stale_mark, tracked.is_own = _grad_mark(tracked.sample_ref()), tracked_optimizer is optimizer
 
     def backward_begins(self, loss: Any) -> None:
         """Detect gradients not zeroed since the last step; called before a backward pass."""
         leaves: Iterable[Any] | None = None
-        for optimizer, tracked in self._living():
-            tracked.now = _gradient_of(tracked)
-            if (tracked.stale or tracked.mixed) and not (value := _mark(tracked.sample())):
-                tracked.stale, tracked.mixed = 0, None  # zeroed
-                if tracked.steps == 1 and (kept := next(filter(_mark, optimizer_params(optimizer)), None)) is not None:
-                    tracked.sample, tracked.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # was not zeroed
-            elif tracked.stale and value != tracked.stale:
-                tracked.stale = 0
-            elif tracked.stale:
-                tracked.stale_params = [tensor_ref(p) for p in optimizer_params(optimizer) if _mark(p)]
-            if _repeats(tracked.zeroed_before) and not tracked.for_inputs and isinstance(loss, torch.Tensor):
+        for optimizer, tracked in self._tracked_optimizers():
+            tracked.last_gradient = _gradient_of(tracked)
+            if (tracked.stale_mark or tracked.mixed_lines) and not (value := _grad_mark(tracked.sample_ref())):
+                tracked.stale_mark, tracked.mixed_lines = 0, None  # zeroed
+                if (
+                    tracked.steps == 1
+                    and (p := next(filter(_grad_mark, optimizer_params(optimizer)), None)) is not None
+                ):
+                    tracked.sample_ref, tracked.is_plain = tensor_ref(p), type(p.grad) is torch.Tensor  # was not zeroed
+            elif tracked.stale_mark and value != tracked.stale_mark:
+                tracked.stale_mark = 0
+            elif tracked.stale_mark:
+                tracked.stale_params = [tensor_ref(p) for p in optimizer_params(optimizer) if _grad_mark(p)]
+            if _repeats(tracked.zeroed_before) and not tracked.is_for_inputs and isinstance(loss, torch.Tensor):
                 leaves = LossGraph([loss]).leaves if leaves is None else leaves
-                tracked.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
+                tracked.is_for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
     def backward_ended(self) -> None:
         location: Location | None = None
-        for _, tracked in self._living():
-            if not tracked.plain or getattr(tracked.sample(), "grad", None) is None or _is_unchanged(tracked):
+        for _, tracked in self._tracked_optimizers():
+            if not tracked.is_plain or getattr(tracked.sample_ref(), "grad", None) is None or _is_unchanged(tracked):
                 continue
             location = location or user_location()
-            if tracked.stale:
-                tracked.mixed, tracked.stale = (tracked.line, location), 0
-            tracked.line = location
+            if tracked.stale_mark:
+                tracked.mixed_lines, tracked.stale_mark = (tracked.backward_line, location), 0
+            tracked.backward_line = location
         self.note_changed()
 
     def note_changed(self) -> None:
         """Record the gradients after backward or a clip, to notice later changes."""
-        for _, tracked in self._living():
-            tracked.now = _gradient_of(tracked)
+        for _, tracked in self._tracked_optimizers():
+            tracked.last_gradient = _gradient_of(tracked)
 
-    def zeroes(self, optimizer: Any) -> None:
+    def note_zero_grad(self, optimizer: Any) -> None:
         """Count a `zero_grad` call that zeroes nonzero gradients of an optimizer, by line."""
         tracked = self._known.get(optimizer)
-        if tracked is None or tracked.steps >= _MOST_LOOKED_AT:
+        if tracked is None or tracked.steps >= _MOST_TRACKED_STEPS:
             return
         gradients = [p.grad for p in optimizer_params(optimizer) if p.grad is not None]
-        if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:_SOME_PARAMETERS])):
+        if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:_MOST_READ_PARAMS])):
             location = user_location()
             tracked.zeroed[location] = tracked.zeroed.get(location, 0) + 1
 
-    def _note_stale(self, optimizer: Any, tracked: _Followed) -> None:
-        mixed, tracked.mixed = tracked.mixed, None
-        again = mixed is not None and (tracked.is_own or mixed[0] != mixed[1])
-        tracked.stale_steps = tracked.stale_steps + 1 if again else 0
-        if mixed is not None and again:
+    def _note_stale(self, optimizer: Any, tracked: _TrackedOptimizer) -> None:
+        mixed, tracked.mixed_lines = tracked.mixed_lines, None
+        is_repeated = mixed is not None and (tracked.is_own or mixed[0] != mixed[1])
+        tracked.stale_steps = tracked.stale_steps + 1 if is_repeated else 0
+        if mixed is not None and is_repeated:
             params = [p for ref in tracked.stale_params if (p := ref()) is not None]
             count = len([p for p in optimizer_params(optimizer) if p.grad is not None])
             names = self._names(params) if len(params) < count else ()
             lines = *mixed, user_location()
             self._sink(StaleGradients(tracked.number, tracked.is_own, *lines, names, tracked.stale_steps))
 
-    def _note_zeroed(self, tracked: _Followed) -> None:
+    def _note_zeroed(self, tracked: _TrackedOptimizer) -> None:
         """Record that gradients are zeroed repeatedly before each step, at the same lines.
 
         Skipped if a gradient changed after backward: the program itself adds up gradients before zeroing them.
         """
         repeats = tracked.zeroed == tracked.zeroed_before and _repeats(tracked.zeroed)
-        again = repeats and _is_unchanged(tracked) and not tracked.for_inputs
-        tracked.times_zeroed = tracked.times_zeroed + 1 if again else 0
-        if again:
+        is_repeated = repeats and _is_unchanged(tracked) and not tracked.is_for_inputs
+        tracked.times_zeroed = tracked.times_zeroed + 1 if is_repeated else 0
+        if is_repeated:
             location = max(tracked.zeroed, key=lambda line: tracked.zeroed[line])
             self._sink(GradientsZeroed(tracked.number, tracked.zeroed[location], location, tracked.times_zeroed))
         tracked.zeroed, tracked.zeroed_before = {}, tracked.zeroed
-        tracked.for_inputs = False
+        tracked.is_for_inputs = False
 
-    def _living(self) -> list[tuple[Any, _Followed]]:
+    def _tracked_optimizers(self) -> list[tuple[Any, _TrackedOptimizer]]:
         if not self.follows or self._steps >= _MOST_STEPS:
             return []
-        return [(known, tracked) for known, tracked in list(self._known.items()) if tracked.steps < _MOST_LOOKED_AT]
+        return [(opt, tracked) for opt, tracked in list(self._known.items()) if tracked.steps < _MOST_TRACKED_STEPS]
 
 
 def _repeats(zeroed: dict[Location | None, int]) -> bool:
     return any(times > 1 for times in zeroed.values())
 
 
-def _gradient_of(tracked: _Followed) -> _State:
-    gradient = getattr(tracked.sample(), "grad", None)
-    return _NONE if gradient is None else (tensor_ref(gradient), version_counter(gradient))
+def _gradient_of(tracked: _TrackedOptimizer) -> _GradientState:
+    gradient = getattr(tracked.sample_ref(), "grad", None)
+    return _NO_GRADIENT if gradient is None else (tensor_ref(gradient), version_counter(gradient))
 
 
-def _is_unchanged(tracked: _Followed) -> bool:
-    gradient, (gradient_ref, version) = getattr(tracked.sample(), "grad", None), tracked.now
+def _is_unchanged(tracked: _TrackedOptimizer) -> bool:
+    gradient, (gradient_ref, version) = getattr(tracked.sample_ref(), "grad", None), tracked.last_gradient
     return gradient is not None and gradient_ref() is gradient and version_counter(gradient) == version
 
 
-def _mark(parameter: Any) -> int:
+def _grad_mark(parameter: Any) -> int:
     """Return a fingerprint of a parameter's gradient; 0 if None or zero."""
     if parameter is None or not has_gradient(parameter):
         return 0
@@ -314,15 +317,15 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
 
     def __init__(self, run: Recording) -> None:
         # line of the last all_reduce of the gradient of a parameter that only this rank has
-        self.of_a_part: Location | None = None
+        self.part_line: Location | None = None
         # line of the largest collective over all ranks before the first backward pass (of parameters, possibly)
-        self.before: Location | None = None
+        self.line_before_backward: Location | None = None
         self._largest: tuple[int, str] = (0, "")  # (elements, line)
-        self._began = False
+        self._has_backward = False
         self._run = run
         self._inputs: list[tuple[int, int]] = []  # (elements, fingerprint)
         self.clear = self._inputs.clear  # clears the recorded inputs after a step
-        self._parts: Counter[int] = Counter()  # all_reduce count of the gradient, by parameter id
+        self._reduction_counts: Counter[int] = Counter()  # all_reduce count of the gradient, by parameter id
 
     def note(self, call: Call, call_args: Mapping[str, Any]) -> None:
         tensor = call_args.get("tensor")
@@ -333,15 +336,15 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         if call.operation != "all_reduce" or type(tensor) is not torch.Tensor or not tensor.is_floating_point():
             return
         if (part := part_of_gradient(tensor)) is not None:
-            self._parts[id(part)] += 1
-            self.of_a_part = Location.parse(call.location)
-        if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._inputs) < _MOST_GIVEN:
+            self._reduction_counts[id(part)] += 1
+            self.part_line = Location.parse(call.location)
+        if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._inputs) < _MOST_INPUTS:
             if next(iter(self._run.watches), None) is None:  # no wrapper: the script averages gradients
                 self._inputs.append((tensor.numel(), fingerprint(tensor)))
 
     def backward_begins(self) -> None:
-        if not self._began:
-            self._began, self.before = True, self.largest
+        if not self._has_backward:
+            self._has_backward, self.line_before_backward = True, self.largest
         self._largest = (0, "")
 
     @property
@@ -350,14 +353,14 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         return Location.parse(self._largest[1])
 
     def inputs_for(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
-        """Return fingerprints of inputs with, in total, as many elements as a gradient list."""
+        """Return the fingerprints of all inputs if their total size is a gradient list's."""
         sizes = [[gradient.numel() for gradient in group] for group in gradients]
         elements = {sum(size for size in group if size > least) for group in sizes for least in (0, _FEW)}
         return tuple(digest for _, digest in self._inputs) if sum(size for size, _ in self._inputs) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:
         """Return True if the gradient of this rank's own `parameter` was all-reduced repeatedly."""
-        return self._parts[id(parameter)] > 1
+        return self._reduction_counts[id(parameter)] > 1
 
 
 _MOST_MARKS = 1024  # fingerprints per entry
@@ -382,9 +385,9 @@ class AutogradGradRecorder(Recorder, subjects=("loop",)):
     def close(self) -> None:
         for watch, followed in list(self._known.items()):
             if followed.calls and followed.location is not None:
-                self._note(watch, followed, {}, followed.location)
+                self._write_entry(watch, followed, {}, followed.location)
 
-    def taken(self, inputs: Any, gradients: Any) -> None:
+    def note_results(self, inputs: Any, gradients: Any) -> None:
         if not isinstance(inputs, tuple) or not isinstance(gradients, tuple):
             return
         pairs = [(p, g) for p, g in zip(inputs, gradients, strict=False) if isinstance(p, torch.nn.Parameter)]
@@ -398,12 +401,12 @@ class AutogradGradRecorder(Recorder, subjects=("loop",)):
             if is_probed(followed.calls):
                 grads = {name: g for name, _, g in entries[:_MOST_PARAMETERS] if type(g) is torch.Tensor}
                 followed.location = user_location()
-                self._note(watch, followed, grads, followed.location)
+                self._write_entry(watch, followed, grads, followed.location)
             elif len(followed.marks) < _MOST_MARKS and not watch.step:
                 followed.marks.append(fingerprint(min((p for _, p, _ in entries), key=torch.Tensor.numel)))
             followed.calls += 1
 
-    def _note(
+    def _write_entry(
         self,
         watch: WrapperRecorder,
         followed: _AutogradGrads,

@@ -35,8 +35,8 @@ from ddpcheck.record.source.source_scope import location_in, own_nodes, scopes_f
 from ddpcheck.stream.rank_report import is_sampled
 
 _NORMS = ("norm", "vector_norm", "square", "pow", "get_total_norm")
-_OF_SHARDS = ("to_local", "_local_tensor")
-_BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
+_SHARD_ATTRS = ("to_local", "_local_tensor")
+_BINDINGS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 
 
 def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location | None:
@@ -47,7 +47,7 @@ def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location |
     for scope, _ in scopes_from(frame):
         for inner, _arguments in ((scope, {}), *called_in(scope)):
             bodies = [inner.body, *(callee.body for callee, _ in called_in(inner))]
-            if (plain or any(_mentions(body, _OF_SHARDS) for body in bodies)) and (line := _norm_line(inner.body)):
+            if (plain or any(_mentions(body, _SHARD_ATTRS) for body in bodies)) and (line := _norm_line(inner.body)):
                 return location_in(inner, line)
     return None
 
@@ -55,15 +55,15 @@ def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location |
 def _norm_line(body: ast.AST) -> int | None:
     """Return the first line that computes a norm from `.grad`, or None."""
     derived: set[str] = set()
-    for node in sorted((stmt for stmt in own_nodes(body) if isinstance(stmt, _BINDING)), key=lambda stmt: stmt.lineno):
+    for node in sorted((stmt for stmt in own_nodes(body) if isinstance(stmt, _BINDINGS)), key=lambda stmt: stmt.lineno):
         value = node.iter if isinstance(node, ast.For) else node.value
-        if value is None or not (_mentions(value, ("grad",)) or derived & _names(value)):
+        if value is None or not (_mentions(value, ("grad",)) or derived & _variable_names(value)):
             continue
         has_power = any(isinstance(child, ast.BinOp) and isinstance(child.op, ast.Pow) for child in ast.walk(value))
         if not isinstance(node, ast.For) and (has_power or _mentions(value, _NORMS)):
             return node.lineno
         for target in [node.target] if isinstance(node, ast.For) else assignment_targets(node):
-            derived |= _names(target)
+            derived |= _variable_names(target)
     return None
 
 
@@ -71,11 +71,11 @@ def _mentions(body: ast.AST, attributes: tuple[str, ...]) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr in attributes for node in ast.walk(body))
 
 
-def _names(node: ast.AST) -> set[str]:
+def _variable_names(node: ast.AST) -> set[str]:
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
-_HOME = "torch.distributed.tensor.parallel.style"  # its styles call `distribute_module`, independent of imports
+_STYLES = "torch.distributed.tensor.parallel.style"  # its styles call `distribute_module`, independent of imports
 
 
 class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
@@ -90,10 +90,10 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
     ) -> None:
         self._sink = sink
         self._watches = watches
-        self._every = every  # steps between two entries
+        self._interval = every  # steps between two entries
         self._lines = lines  # recorder of optimizer constructors
         self._groups: set[tuple[int, ...]] = set()
-        self._split: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # split parameter names by module
+        self._split_params: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # names by module
         self._steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # (number, steps) by optimizer
         self._names: dict[int, str] = {}  # parameter names at the first step of their optimizer
         self._norm_at: Location | None = None
@@ -102,11 +102,11 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
 
     def follow_script(self) -> None:
         """Record the modules that `distribute_module` splits from now on."""
-        when_imported((_HOME,), guarded(self._follow))
+        when_imported((_STYLES,), guarded(self._patch_styles))
 
     def split(self, ranks: tuple[int, ...], parts: Mapping[nn.Module, list[str]], where: Location | None) -> None:
         """Record a model split over `ranks`; `parts`: names of split parameters by module."""
-        self._split.update(parts)
+        self._split_params.update(parts)
         if ranks not in self._groups:
             if not self._groups:
                 self._handles.append(register_optimizer_step_pre_hook(UnpickledHook(self._before_step)))
@@ -122,14 +122,14 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
     def close(self) -> None:
         remove_hooks(self._handles)
 
-    def _follow(self, home: ModuleType) -> None:
-        if hasattr(home, "distribute_module"):
-            patched(home, "distribute_module", self._distributes)
+    def _patch_styles(self, styles: ModuleType) -> None:
+        if hasattr(styles, "distribute_module"):
+            patched(styles, "distribute_module", self._note_split)
         for name in ("ColwiseParallel", "RowwiseParallel", "PrepareModuleInput"):
-            if (style := getattr(home, name, None)) is not None and hasattr(style, "_apply"):
-                patched(style, "_apply", self._applies)  # private to torch; if missing, split inputs are not detected
+            if (style := getattr(styles, name, None)) is not None and hasattr(style, "_apply"):
+                patched(style, "_apply", self._note_style)  # private; if missing, split inputs are not detected
 
-    def _applies(self, style: Any, module: Any, *_arguments: Any, **_named: Any) -> None:
+    def _note_style(self, style: Any, module: Any, *_arguments: Any, **_named: Any) -> None:
         if isinstance(module, nn.Module):
             self._hook_split_input(module, getattr(style, "input_layouts", None) or ())
 
@@ -140,14 +140,14 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _before_forward(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Record that the script itself splits data over ranks: an input requires no grad."""
+        """Note if the script itself splits data over ranks: an input requires no grad."""
         inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():
             self._script_splits_input |= any(
                 isinstance(tensor, torch.Tensor) and not tensor.requires_grad for tensor in inputs
             )
 
-    def _distributes(self, module: nn.Module, mesh: Any = None, *_arguments: Any, **named: Any) -> Iterator[None]:
+    def _note_split(self, module: nn.Module, mesh: Any = None, *_arguments: Any, **named: Any) -> Iterator[None]:
         yield
         mesh = named.get("device_mesh", mesh)
         ranks = tuple(mesh.mesh.flatten().tolist())
@@ -163,20 +163,20 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
     def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         number, count = self._steps.get(optimizer, (len(self._steps), 0))
         self._steps[optimizer] = number, count + 1
-        if not is_sampled(count, self._every):
+        if not is_sampled(count, self._interval):
             return
         params = optimizer_params(optimizer)
         if not count:
             self._norm_at = self._norm_at or shard_norm_at(user_frame(sys._getframe(1)), plain=True)
             watched = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
-            loose = ({id(p) for p in params} | self._split_names().keys()) - watched.keys()
-            names = names_of_parameters(loose) if loose and self._lines is not None else {}  # unused without `lines`
+            ids = ({id(p) for p in params} | self._split_names().keys()) - watched.keys()
+            names = names_of_parameters(ids) if ids and self._lines is not None else {}  # unused without `lines`
             self._names |= {key: name.partition(".")[2] for key, name in names.items()} | watched
         named = {self._names[id(p)]: p for p in params if id(p) in self._names}
         split = self._split_names()
         sharded = {id(p) for watch in list(self._watches) if watch.is_sharded for p in watch.parameters.values()}
         parts = tuple(name for name, p in named.items() if id(p) in split)
-        whole = {name: p for name, p in named.items() if id(p) not in split}
+        replicated = {name: p for name, p in named.items() if id(p) not in split}
         others = () if self._lines is None else self._lines.optimizers()
         assigned = {id(p) for opt in (*others, optimizer) for p in optimizer_params(opt)}
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not is_sum(p.grad)}
@@ -189,8 +189,8 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 parts,
                 tuple(name for key, name in split.items() if key not in assigned),
                 norms({name: dense(gradient) for name, gradient in gradients.items()}),
-                fingerprints(whole.items()),
-                sketches({name: dense(gradients[name]) for name in whole if name in gradients}),
+                fingerprints(replicated.items()),
+                sketches({name: dense(gradients[name]) for name in replicated if name in gradients}),
                 tuple(name for name, p in named.items() if id(p) in sharded),
                 fingerprint(torch.get_rng_state()),
                 seed_line("torch"),
@@ -202,7 +202,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
     def _split_names(self) -> dict[int, str]:
         """Return names of split parameters by `id()`; DDP may replace the parameters in forward."""
         split_names = {}
-        for module, names in list(self._split.items()):
+        for module, names in list(self._split_params.items()):
             for name in names:
                 param = vars(module)["_parameters"].get(name)
                 for watch in list(self._watches):

@@ -42,7 +42,7 @@ from ddpcheck.record.source.source_scope import (
 )
 
 _MOST_NUMBERS = 64  # attributes of a schedule, and items of a container among them
-_SAME = 1e-6  # relative to the highest rate
+_RATE_TOLERANCE = 1e-6  # relative to the highest rate
 
 
 @dataclass(slots=True)
@@ -51,10 +51,10 @@ class _Schedule:
 
     optimizer: ref[Any]
     state: ScheduleState
-    for_all: bool = False  # True if the constructor's line uses the world size
+    uses_world_size: bool = False  # True if the constructor's line uses the world size
     passes: int = -1  # backward passes plus optimizer steps at the last step
     rates: list[float] = field(default_factory=lambda: [math.nan, 0.0, math.inf])  # [last, highest, lowest]
-    stepping: bool = False
+    is_stepping: bool = False
 
 
 class ScheduleRecorder(Recorder, subjects=("optimizers",)):
@@ -65,22 +65,24 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
     ) -> None:
         self._sink = sink
         self._monitors = MonitorRecorder(sink)
-        self._passes = passes  # counts backward passes and optimizer steps
+        self._count_passes = passes  # counts backward passes and optimizer steps
         self._number_of = number_of
         self._numbers = itertools.count()
         self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, metrics so far]
-        self._known: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
-        self.followed: set[type] = set()
+        self._schedules: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
+        self.followed_types: set[type] = set()
         for base in (LRScheduler, ReduceLROnPlateau):
-            patched(base, "__init__", self._made)
-        patched(ReduceLROnPlateau, "step", self._before_plateau)
+            patched(base, "__init__", self._note_construction)
+        patched(ReduceLROnPlateau, "step", self._note_plateau_metric)
 
     def state_of(self, optimizer: Any) -> ScheduleState | None:
         """Return the state of an optimizer's schedule with the most steps, or None."""
-        if not self.followed:
+        if not self.followed_types:
             return None
         groups = optimizer.param_groups  # shared with wrappers around the optimizer
-        schedules = [s for s in list(self._known.values()) if getattr(s.optimizer(), "param_groups", None) is groups]
+        schedules = [
+            s for s in list(self._schedules.values()) if getattr(s.optimizer(), "param_groups", None) is groups
+        ]
         return max((s.state for s in reversed(schedules)), key=lambda state: state.steps, default=None)
 
     def follow_attributes(self, optimizer: Any) -> None:
@@ -90,24 +92,24 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
             if not is_users(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
                 continue
             with contextlib.suppress(Exception):  # unhashable, no weak references, or raises on access
-                if value not in self._known and any(item is optimizer for _, item in items_with_paths("", value)):
-                    self._follow(value, _Schedule(ref(optimizer), ScheduleState(None)))
+                if value not in self._schedules and any(item is optimizer for _, item in items_with_paths("", value)):
+                    self._follow_schedule(value, _Schedule(ref(optimizer), ScheduleState(None)))
 
-    def _made(self, schedule: Any, *arguments: Any, **named: Any) -> None:
+    def _note_construction(self, schedule: Any, *arguments: Any, **named: Any) -> None:
         optimizer = arguments[0] if arguments else named.get("optimizer")
-        if isinstance(optimizer, Optimizer) and schedule not in self._known:
+        if isinstance(optimizer, Optimizer) and schedule not in self._schedules:
             frame = next(program_frames(), None)
-            for_all = frame is not None and _takes_world_size(frame, optimizer)
-            self._follow(schedule, _Schedule(ref(optimizer), ScheduleState(user_location()), for_all))
+            uses_world_size = frame is not None and _takes_world_size(frame, optimizer)
+            self._follow_schedule(schedule, _Schedule(ref(optimizer), ScheduleState(user_location()), uses_world_size))
 
-    def _follow(self, schedule: Any, known: _Schedule) -> None:
-        self._known[schedule] = known
+    def _follow_schedule(self, schedule: Any, entry: _Schedule) -> None:
+        self._schedules[schedule] = entry
         kind = next(cls for cls in type(schedule).__mro__ if "step" in vars(cls))
-        if kind not in self.followed:
-            self.followed.add(kind)
-            patched(kind, "step", self._steps)
+        if kind not in self.followed_types:
+            self.followed_types.add(kind)
+            patched(kind, "step", self._record_step)
 
-    def _before_plateau(self, schedule: Any, metrics: Any, *_arguments: Any, **_named: Any) -> None:
+    def _note_plateau_metric(self, schedule: Any, metrics: Any, *_arguments: Any, **_named: Any) -> None:
         count = self._metrics.setdefault(schedule, [])
         if not count:
             count += [next(self._numbers), 0]
@@ -118,45 +120,45 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         self._sink(MetricUsed(count[0], count[1], value, location, number))
         count[1] += 1
 
-    def _steps(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
-        known = self._known.get(schedule)
+    def _record_step(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+        entry = self._schedules.get(schedule)
         ready = not isinstance(schedule, LRScheduler) or hasattr(schedule, "_last_lr")
-        if known is None or known.stepping or not ready:  # skip super().step(), and the first step in the constructor
+        if entry is None or entry.is_stepping or not ready:  # skip super().step() and the constructor's step
             yield
             return
-        if not known.state.steps:  # numbers before stepping
+        if not entry.state.steps:  # numbers before stepping
             numbers = tuple(itertools.islice(_numbers_of(schedule), _MOST_NUMBERS))
-            known.state = replace(known.state, numbers=numbers)
-        before, known.stepping = getattr(schedule, "last_epoch", None), True
+            entry.state = replace(entry.state, numbers=numbers)
+        before, entry.is_stepping = getattr(schedule, "last_epoch", None), True
         try:
             yield
-            self._has_stepped(schedule, known, before)
+            self._update_schedule(schedule, entry, before)
         finally:
-            known.stepping = False
+            entry.is_stepping = False
 
-    def _has_stepped(self, schedule: Any, known: _Schedule, before: Any) -> None:
-        state, now, passes = known.state, getattr(schedule, "last_epoch", None), self._passes()
+    def _update_schedule(self, schedule: Any, entry: _Schedule, before: Any) -> None:
+        state, now, passes = entry.state, getattr(schedule, "last_epoch", None), self._count_passes()
         steps = state.steps + (now - before if type(now) is type(before) is int and now > before else 1)
         if state.location is None:
             state = replace(state, location=user_location(), by_package=is_called_by_a_package())
-        if passes != known.passes:
+        if passes != entry.passes:
             state = replace(state, turns=state.turns + 1)
-        elif state.turns == 2 and not known.for_all:
+        elif state.turns == 2 and not entry.uses_world_size:
             state = replace(state, by_world=state.by_world or _repeats_by_world_size(next(program_frames(), None)))
-        known.state, known.passes = replace(state, steps=steps), passes
-        optimizer = known.optimizer()
+        entry.state, entry.passes = replace(state, steps=steps), passes
+        optimizer = entry.optimizer()
         rate = math.nan if optimizer is None else optimizer.param_groups[0]["lr"]
         if not isinstance(rate, float | int):  # a tensor, possibly on a GPU
             return
-        last, highest, lowest = known.rates
+        last, highest, lowest = entry.rates
         settled, lowest_at = state.ends
         if rate != last:
             settled = steps
         highest = max(highest, abs(rate))
-        if abs(rate) < lowest - _SAME * highest:
+        if abs(rate) < lowest - _RATE_TOLERANCE * highest:
             lowest, lowest_at = abs(rate), steps
-        known.rates = [rate, highest, lowest]
-        known.state = replace(known.state, ends=(settled, lowest_at))
+        entry.rates = [rate, highest, lowest]
+        entry.state = replace(entry.state, ends=(settled, lowest_at))
 
 
 def _numbers_of(schedule: Any) -> Iterator[float]:
@@ -205,7 +207,7 @@ def _repeats_by_world_size(frame: FrameType | None) -> bool:
         if frame is None:
             break
         scope = scope_of_frame(frame)  # a comprehension has no scope
-        if scope is not None and (passes := _loop_around(scope, frame.f_lineno)) is not None:
+        if scope is not None and (passes := _innermost_iterable(scope, frame.f_lineno)) is not None:
             return any(_is_number_of_ranks(scope, node) for node in ast.walk(passes))
         frame = user_caller(frame)
     return False
@@ -221,7 +223,7 @@ def _is_number_of_ranks(scope: Scope, node: ast.AST) -> bool:
     return type(count) is int and count == dist.get_world_size() and is_world_size(scope, node, set())
 
 
-def _loop_around(scope: Scope, line: int) -> ast.expr | None:
+def _innermost_iterable(scope: Scope, line: int) -> ast.expr | None:
     """Return the iterable of the innermost loop around a line, or None."""
     iterables: dict[int, ast.expr] = {}
     for node in own_nodes(scope.body):
@@ -234,7 +236,7 @@ def _loop_around(scope: Scope, line: int) -> ast.expr | None:
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _CALLBACKS = ("ModelCheckpoint", "EarlyStopping")
-_ENDS = ("on_validation_end", "on_train_epoch_end")
+_END_METHODS = ("on_validation_end", "on_train_epoch_end")
 _MOST_USES = 64  # max recorded uses by a callback
 
 
@@ -247,7 +249,7 @@ class MonitorRecorder(Recorder, subjects=("optimizers",)):
         self._trainer: Callable[[], Any] = lambda: None
         self._numbers = itertools.count()
         self._uses: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, uses so far]
-        follow_modules = guarded(lambda module: patched(module.LightningModule, "log", self._logs), self)
+        follow_modules = guarded(lambda module: patched(module.LightningModule, "log", self._note_log), self)
         when_imported([f"{package}.core" for package in _PACKAGES], follow_modules)
         when_imported([f"{package}.callbacks" for package in _PACKAGES], guarded(self._follow_callbacks))
 
@@ -257,10 +259,10 @@ class MonitorRecorder(Recorder, subjects=("optimizers",)):
         return next((line for name, line in self._lines.items() if name in metrics and metrics[name] == value), None)
 
     def _follow_callbacks(self, module: ModuleType) -> None:
-        for name, end in itertools.product(_CALLBACKS, _ENDS):
+        for name, end in itertools.product(_CALLBACKS, _END_METHODS):
             patched(getattr(module, name), end, self._note_use)
 
-    def _logs(self, module: Any, name: str, *_arguments: Any, **_named: Any) -> None:
+    def _note_log(self, module: Any, name: str, *_arguments: Any, **_named: Any) -> None:
         if name not in self._lines:
             self._lines[name], self._trainer = user_location(), ref(module.trainer)
 
@@ -284,12 +286,12 @@ _DEEPEST = 3  # max nesting depth of a state in dictionaries
 
 
 class ResumeRecorder(Recorder, subjects=("data",)):
-    """Recorder of optimizer states from `state_dict` or `torch.load` to `load_state_dict`."""
+    """Recorder of optimizer steps and epochs in the states that `load_state_dict` restores."""
 
     def __init__(self, steps_of: Callable[[Any], int]) -> None:
-        self.restored: Restored | None = None  # the last restored optimizer state since `goes_on`, or None
+        self.restored: Restored | None = None  # the last restored optimizer state since `forget`, or None
         self._steps_of = steps_of  # returns the step count of an optimizer
-        self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # step offset of a restored optimizer
+        self._step_offsets: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # step offset of a restored optimizer
         self._states: dict[int, tuple[Any, int, int]] = {}  # (param_groups, steps, epochs) by id of param_groups
         self._files: dict[str, int] = {}  # steps of the saved states, by path
         self._epoch_lines: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # last set_epoch by sampler
@@ -299,7 +301,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         patched(torch, "load", self._note_load)
         patched(DistributedSampler, "set_epoch", self._note_epoch)
 
-    def goes_on(self, restored: Restored | None) -> None:
+    def forget(self, restored: Restored | None) -> None:
         """Forget state `restored`, since training has continued from that state."""
         if self.restored is restored:
             self.restored = None
@@ -313,10 +315,10 @@ class ResumeRecorder(Recorder, subjects=("data",)):
 
     def _note_state_dict(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         state = yield
-        self._note(state, self._before.get(optimizer, 0) + self._steps_of(optimizer), 0)
+        self._note_state(state, self._step_offsets.get(optimizer, 0) + self._steps_of(optimizer), 0)
 
     def _note_save(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> None:
-        steps = [self._known(state)[0] for state, _ in _optimizer_states_in(obj, {}, 0)]
+        steps = [self._progress_of(state)[0] for state, _ in _optimizer_states_in(obj, {}, 0)]
         if steps and isinstance(f, str | os.PathLike) and len(self._files) < _MOST_FILES:
             self._files[os.path.realpath(f)] = max(steps)
 
@@ -326,24 +328,24 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         for state, numbers in _optimizer_states_in(loaded, {}, 0):
             epochs = [number for key, number in numbers.items() if "epoch" in key.lower()]
             steps = [number for key, number in numbers.items() if key.lower().rpartition("_")[2] == "step"]
-            self._note(state, max([written, *steps]), max(epochs, default=0))
+            self._note_state(state, max([written, *steps]), max(epochs, default=0))
 
     def _note_load_state(self, optimizer: Any, state_dict: Any, *_arguments: Any, **_named: Any) -> None:
         if not isinstance(state_dict, Mapping):
             return
-        steps, epochs = self._known(state_dict)
+        steps, epochs = self._progress_of(state_dict)
         states = state_dict.get("state")
         for state in states.values() if isinstance(states, Mapping) else ():
-            steps = max(steps, _whole(state.get("step") if isinstance(state, Mapping) else None))
-        self._before[optimizer] = steps - self._steps_of(optimizer)
+            steps = max(steps, _step_count(state.get("step") if isinstance(state, Mapping) else None))
+        self._step_offsets[optimizer] = steps - self._steps_of(optimizer)
         self.restored = Restored(steps, epochs, user_location())
 
-    def _known(self, state: Any) -> tuple[int, int]:
-        """Return (steps, epochs) of a taken or loaded state; (0, 0) if unknown."""
+    def _progress_of(self, state: Any) -> tuple[int, int]:
+        """Return (steps, epochs) of a state from `state_dict` or `load`; (0, 0) if unknown."""
         groups, steps, epochs = self._states.get(id(state.get("param_groups")), (None, 0, 0))
         return (steps, epochs) if groups is state.get("param_groups") else (0, 0)
 
-    def _note(self, state: Any, steps: int, epochs: int) -> None:
+    def _note_state(self, state: Any, steps: int, epochs: int) -> None:
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
         if groups is not None:
             self._states.pop(id(groups), None)
@@ -364,7 +366,7 @@ def _optimizer_states_in(obj: Any, numbers: Mapping[str, int], depth: int) -> It
         yield from _optimizer_states_in(value, numbers, depth + 1)
 
 
-def _whole(step: Any) -> int:
+def _step_count(step: Any) -> int:
     """Return the optimizer steps in a parameter's state; 0 if not on the CPU."""
     if isinstance(step, torch.Tensor) and step.numel() == 1 and step.device.type == "cpu":
         return int(step)

@@ -32,7 +32,7 @@ from stat import S_ISDIR, S_ISLNK, S_ISREG
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from ddpcheck.findings.tracebacks import is_of_signal, passes_on
+from ddpcheck.findings.tracebacks import forwards_calls, is_of_signal
 from ddpcheck.gather.patching import Patch
 from ddpcheck.record.rank.environment import when_imported
 
@@ -284,7 +284,7 @@ class _Functions:
         if hasattr(owner, name):
             Patch(owner, name, make)
 
-    @passes_on
+    @forwards_calls
     def _call(self, original: Any, paths: Any, follow: bool, arguments: list[Any], named: dict[str, Any]) -> Any:
         """Call with redirected paths; `paths`: index, keyword and use of path arguments."""
         folder = None
@@ -307,7 +307,7 @@ class _Functions:
                 error.filename = self._overlay.script_path(error.filename)
             raise
 
-    @passes_on
+    @forwards_calls
     def _redirected(self, path: Any, use: _Use, follow: bool, folder: int | None) -> Any:
         try:
             if (file := self._overlay.locate(path, follow, folder)) is None:
@@ -366,7 +366,7 @@ class _Functions:
 
 
 def _open(original: Any) -> Any:
-    @passes_on
+    @forwards_calls
     def opener(path: Any, flags: int) -> int:
         return os.open(path, flags, 0o666)
 

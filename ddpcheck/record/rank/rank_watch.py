@@ -41,7 +41,7 @@ from ddpcheck.findings.source_lines import (
     location_of,
     pass_over_packages,
 )
-from ddpcheck.findings.tracebacks import original_of, passes_on
+from ddpcheck.findings.tracebacks import forwards_calls, original_of
 from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.collectives import collective_log
 from ddpcheck.gather.collectives.groups import backend_of, name_of_group
@@ -107,7 +107,7 @@ def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Calla
     """
     global _rank
     for function in stand_ins:
-        passes_on(function)
+        forwards_calls(function)
     options = options_of_run(os.environ)
     if _rank is None and options is not None:
         _rank = _RankRecorder(options, replacements)

@@ -15,7 +15,15 @@ from markupsafe import Markup
 
 from ddpcheck.findings.report import Document, Report
 from ddpcheck.findings.rules import sections_of
-from ddpcheck.findings.wording import capitalized, counted, format_ranks, format_steps, limited, printable, shortened
+from ddpcheck.findings.wording import (
+    capitalized,
+    format_count,
+    format_ranks,
+    format_steps,
+    printable,
+    shorten,
+    shorten_texts,
+)
 from ddpcheck.render import Renderer, in_ascii, parts
 from ddpcheck.render.page.charts import chart_view
 from ddpcheck.render.page.sections import finding_view, module_tree, plots, timeline_view
@@ -73,7 +81,7 @@ class HtmlRenderer(Renderer):
     """Renderer of a self-contained HTML page; names and messages are escaped."""
 
     def render(self, report: Report | Matrix) -> str:
-        shown = limited(report)
+        shown = shorten_texts(report)
         if isinstance(shown, Matrix):
             kind_name, verdict = "matrix of DDP options", _verdict_of_matrix(shown)
             sections = {"findings": (), "advice": shown.advice, "options": shown.rows, "run": True, "reading": True}
@@ -83,7 +91,7 @@ class HtmlRenderer(Renderer):
         kicker = parts.options_in_words(shown, only=("world_size", "backend", "device", "steps"))
         template = _templates().get_template("page.html")
         text = template.render(
-            title=shortened(report.target, 80),
+            title=shorten(report.target, 80),
             what=kind_name,
             report=shown,
             verdict=verdict,
@@ -155,7 +163,7 @@ def _templates() -> Environment:
         finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
     )
     environment.filters.update(
-        counted=counted, fitted=fitted, ranks=format_ranks, sentence=capitalized, short=shortened, steps=format_steps
+        counted=format_count, fitted=fitted, ranks=format_ranks, sentence=capitalized, short=shorten, steps=format_steps
     )
     environment.globals.update(say=parts, sections_of=sections_of, css=Markup((folder / "page.css").read_text("utf-8")))
     environment.globals["ui"] = environment.get_template("parts.html").module

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.stacks import program_lines
-from ddpcheck.findings.wording import format_ranks, group_by, new_finding, phrase, ranks_or_all
+from ddpcheck.findings.wording import failure_text, format_ranks, group_by, new_finding, ranks_or_all
 from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
 from ddpcheck.stream.entries import handled_in
 from ddpcheck.trace.failures import (
@@ -34,7 +34,7 @@ from ddpcheck.trace.failures import (
     is_of_communication,
     process_name,
 )
-from ddpcheck.trace.positions import EndingFacts, Position, described_call, divergence_evidence, doing
+from ddpcheck.trace.positions import EndingFacts, Position, describe_call, divergence_evidence, doing
 
 
 def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -> list[Finding]:
@@ -51,12 +51,12 @@ def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -
         "DDP401",
         ("run",),
         f"Rank {raiser.state.rank} raised {summary.rstrip('.')}{f', at {where}' if where else ''}, and reaches "
-        f"{described_call(raiser.call)} in the `finally` or `except` that handles it; {doing(facts, others)}.",
+        f"{describe_call(raiser.call)} in the `finally` or `except` that handles it; {doing(facts, others)}.",
         ranks=[raiser.state.rank],
         location=Location.parse(where or raiser.call.location),
         evidence=divergence_evidence(raiser, peer),
         fix=f"Fix the exception{f' at {where}' if where else ''}. Call no collective in a `finally` or `except` that a "
-        f"single rank may reach ({described_call(raiser.call)}): if the exception ends the rank, torchrun ends the "
+        f"single rank may reach ({describe_call(raiser.call)}): if the exception ends the rank, torchrun ends the "
         "others.",
     )
 
@@ -137,7 +137,7 @@ def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Findi
 def describe_threads(facts: FailureFacts) -> list[str]:
     """Return evidence: exceptions that ended threads before ranks failed."""
     return [
-        f"before that, rank {thread.failure.rank} {phrase(thread.failure)} in a thread ({thread.name})"
+        f"before that, rank {thread.failure.rank} {failure_text(thread.failure)} in a thread ({thread.name})"
         f"{f' at {thread.failure.location}' if thread.failure.location else ''}"
         for thread in _threads_that_raised(facts)
     ]
@@ -150,7 +150,7 @@ def _threads_that_raised(facts: FailureFacts) -> list[EndedThread]:
 def _thread_finding(
     thread: EndedThread, raised: Sequence[int], ranks: Sequence[int], suffix: str, evidence: Sequence[str]
 ) -> list[Finding]:
-    outcome, where = phrase(thread.failure).rstrip("."), thread.failure.location
+    outcome, where = failure_text(thread.failure).rstrip("."), thread.failure.location
     return new_finding(
         "DDP401",
         ("thread",),

@@ -48,7 +48,7 @@ from ddpcheck.trace.positions import (
     EndingFacts,
     Position,
     call_sequence,
-    described_call,
+    describe_call,
     divergence_evidence,
     doing,
     has_joined,
@@ -94,7 +94,7 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
     return new_finding(
         "DDP403",
         (call.operation,),
-        f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {described_call(call)}, "
+        f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {describe_call(call)}, "
         f"{describe_block(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same "
         f"pass{other_branch}: {doing(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # on a tie, the rank that jumped
@@ -190,7 +190,7 @@ def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> l
     return new_finding(
         "DDP403",
         (call.operation,),
-        f"{format_ranks(calling).capitalize()} {plural_verb('calls', 'call', calling)} {described_call(call)} inside "
+        f"{format_ranks(calling).capitalize()} {plural_verb('calls', 'call', calling)} {describe_call(call)} inside "
         f"of `Join`, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not: without further batches, a "
         f"rank joins the collectives of DDP only; {doing(facts, missing)}.",
         ranks=calling,
@@ -388,12 +388,12 @@ def interleaving_finding(ranks: Sequence[RankAtEnd], call: Call, rival: Call) ->
     return new_finding(
         "DDP403",
         sorted({call.operation, rival.operation}),
-        f"A thread ({thread_kind(rival)}) calls {described_call(rival)} in {rival.group_words or 'a process group'} "
+        f"A thread ({thread_kind(rival)}) calls {describe_call(rival)} in {rival.group_words or 'a process group'} "
         f"in which {f'a thread ({thread_kind(call)})' if call.thread else 'the main thread'} "
-        f"calls {described_call(call)}: nothing orders the two, and the order differs between ranks.",
+        f"calls {describe_call(call)}: nothing orders the two, and the order differs between ranks.",
         location=Location.parse(rival.location),
         evidence=[f"rank {rank.rank}: {rank.doing}" for rank in ranks],
-        fix=f"Give the code that calls {described_call(rival)} its own process group, created on every rank by "
+        fix=f"Give the code that calls {describe_call(rival)} its own process group, created on every rank by "
         "new_group() before: async_save takes it as process_group. Or wait for the thread before the next collective "
         "of this group.",
     )

@@ -30,7 +30,7 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import ENDLESS, Block
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import agreeing, counted, format_ranks, new_finding, plural_verb
+from ddpcheck.findings.wording import format_count, format_ranks, new_finding, plural_verb, pluralize_verb
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import fewer_backwards_finding
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, Backward
 from ddpcheck.trace.positions import (
@@ -50,7 +50,7 @@ from ddpcheck.trace.positions import (
 def _activities_clause(facts: EndingFacts, ranks: Sequence[int]) -> str:
     """Return the end of a sentence that says what `ranks` are doing."""
     activities = {rank.doing for rank in facts.ranks if rank.rank in ranks}
-    return f" and {agreeing(activities.pop(), ranks)}" if len(activities) == 1 else f" ({doing(facts, ranks)})"
+    return f" and {pluralize_verb(activities.pop(), ranks)}" if len(activities) == 1 else f" ({doing(facts, ranks)})"
 
 
 def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
@@ -69,7 +69,7 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
         return new_finding(
             "DDP405",
             (first.dataset or "batches",),
-            f"The loader has {counted(fewest, 'batch')} on {format_ranks(short_ranks)}, and "
+            f"The loader has {format_count(fewest, 'batch')} on {format_ranks(short_ranks)}, and "
             f"{format_ranks(longer_ranks)} {plural_verb('takes', 'take', longer_ranks)} batch {fewest + 1}: "
             f"{doing(facts, short_ranks)}, {doing(facts, longer_ranks)}.",
             ranks=short_ranks if len(short_ranks) <= len(longer_ranks) else longer_ranks,
@@ -119,9 +119,9 @@ def _describe_visits(rank: RankAtEnd, call: Call) -> str:
     """Describe how often a rank made a call: "3 backward passes"."""
     times = count_visits(rank, call)
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
-        return f"{counted(times, 'call')} of {op_name(call)}"
+        return f"{format_count(times, 'call')} of {op_name(call)}"
     is_forward = call.operation != DDP_BACKWARD and any(logged.operation == call.operation for logged in rank.calls)
-    return counted(times, f"{'forward' if is_forward else 'backward'} pass")
+    return format_count(times, f"{'forward' if is_forward else 'backward'} pass")
 
 
 def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[Finding]:

@@ -10,7 +10,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, group_by, plain_module, plain_name
+from ddpcheck.findings.wording import format_count, format_ranks, group_by, plain_module, plain_name
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_wrapper_order
 from ddpcheck.rules.replicas.comparisons import ORDER, SET, SHAPE, Records
 from ddpcheck.rules.replicas.ddp201_parameter_set import judge_parameter_set
@@ -151,7 +151,7 @@ def _add_cause(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     return replace(finding, message=message, location=location, evidence=evidence, fix=reason.fix, tags=tags)
 
 
-COUNTED = "counted by a variable"
+COUNTED = "format_count by a variable"
 """Tag of a mismatch caused by the variable named in the next tag. The location is a line after the assignment."""
 
 
@@ -234,7 +234,9 @@ def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: st
             ]
             if offset >= 0 and all(matches):
                 plain = first.kind == "int"
-                words = [str(v.size) if plain else f"a {v.kind} of {counted(v.size, 'item')}" for v in matches if v]
+                words = [
+                    str(v.size) if plain else f"a {v.kind} of {format_count(v.size, 'item')}" for v in matches if v
+                ]
                 candidates.append((offset, plain, index, first, _format_by_rank(words)))
     if not candidates:
         return None

@@ -14,7 +14,7 @@ from ddpcheck.findings.errors import BugError, DDPCheckError, FindingsError, Han
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.findings.tracebacks import BUG, as_bug, is_ours
+from ddpcheck.findings.tracebacks import BUG, as_bug, is_own_bug
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
 from ddpcheck.testing.assertions import messages
@@ -256,7 +256,7 @@ def _attempt(what: str, function: Callable[..., Result], *args: Any, **kwargs: A
     except UsageError as error:
         return None, str(error).removeprefix("detect_anomalous_params: ")
     except Exception as error:
-        reason = as_bug(error) if is_ours(error) else f"{type(error).__name__}: {error}"
+        reason = as_bug(error) if is_own_bug(error) else f"{type(error).__name__}: {error}"
         return None, f"{what} cannot be read ({reason})"
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpcheck.findings.errors import ChoiceError, DDPCheckError, HangError, UsageError, WrongTypeError
-from ddpcheck.findings.wording import agreeing, format_ranks
+from ddpcheck.findings.wording import format_ranks, pluralize_verb
 from ddpcheck.worlds.launchers.detection import LAUNCHERS, LauncherEnv, require
 from ddpcheck.worlds.launchers.rendezvous import this_machine
 from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, open_store
@@ -297,7 +297,7 @@ def choose_backend(all_devices: Sequence[RankDevices]) -> str:
         if without:
             raise UsageError(
                 f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(without)} "
-                f"{agreeing('has', without)} none; pass backend='gloo', or see torch.cuda.is_available()."
+                f"{pluralize_verb('has', without)} none; pass backend='gloo', or see torch.cuda.is_available()."
             )
         if shared:
             raise UsageError(

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from ddpcheck.findings.errors import DDPCheckError, HangError, RankError
-from ddpcheck.findings.wording import agreeing, format_ranks
+from ddpcheck.findings.wording import format_ranks, pluralize_verb
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.leader import Follower, Leader
 from ddpcheck.worlds.launchers.rendezvous import describe_exit
@@ -200,8 +200,8 @@ class RankGroup:
             ended = [rank for rank in missing if self.store.has(f"gather/{self.epoch.number}/end/{rank}")]
             if what != "the end" and (ended := [rank for rank in ended if not came(rank)]):
                 raise RankError(
-                    f"{format_ranks(ended).capitalize()} {agreeing('has', ended)} left {self.epoch.label} already, "
-                    f"while rank {self.rank} waits in {what}."
+                    f"{format_ranks(ended).capitalize()} {pluralize_verb('has', ended)} left {self.epoch.label} "
+                    f"already, while rank {self.rank} waits in {what}."
                 )
 
         if late := self.store.wait_for(names, time.monotonic() + timeout, check):
