@@ -74,9 +74,9 @@ class World:
             UsageError: An argument is invalid.
         """
         options = start_method, process_group, threads, env, preload
-        self._open(WorldOptions(world_size, backend, device, timeout, startup_timeout, *options))
+        self._start_ranks(WorldOptions(world_size, backend, device, timeout, startup_timeout, *options))
 
-    def _open(self, options: WorldOptions) -> None:
+    def _start_ranks(self, options: WorldOptions) -> None:
         hosts, world_size = options.hosts, options.world_size
         if hosts is not None and world_size != hosts.world_size:
             raise UsageError(
@@ -92,7 +92,7 @@ class World:
         self.start_method = options.start_method
         self._owner = os.getpid()
         self._pending: RunFuture[Any] | None = None
-        self._kept: dict[tuple[int, str], bytes] = {}  # files of the ranks, read at close
+        self._files_at_close: dict[tuple[int, str], bytes] = {}  # files of the ranks, read at close
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
         self._processes = RankProcesses(self.directory, one_machine=hosts is None or hosts.one_machine)
         self.closed = False
@@ -149,7 +149,7 @@ class World:
     ) -> RunFuture[Result]:
         """Start what `run` does, and return a future; several worlds can run concurrently."""
         self._check_open()
-        return self._begin([validation.pack_task(fn, args, kwargs)] * self.world_size, timeout)
+        return self._send_tasks([validation.pack_task(fn, args, kwargs)] * self.world_size, timeout)
 
     def run_each(
         self, fn: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
@@ -160,7 +160,7 @@ class World:
             raise UsageError(
                 f"run_each needs one tuple of arguments a rank: {self.world_size} ranks, {len(arguments)} tuples."
             )
-        return self._begin([validation.pack_task(fn, tuple(args), {}) for args in arguments], timeout).result()
+        return self._send_tasks([validation.pack_task(fn, tuple(args), {}) for args in arguments], timeout).result()
 
     def output(self, rank: int) -> str:
         """Return what a rank has written to stdout and stderr so far."""
@@ -173,9 +173,9 @@ class World:
     def _file(self, rank: int, kind: str) -> bytes:
         if not 0 <= rank < self.world_size:
             raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
-        return self._kept.get((rank, kind), b"") if self.closed else self._processes.read_bytes(rank, kind)
+        return self._files_at_close.get((rank, kind), b"") if self.closed else self._processes.read_bytes(rank, kind)
 
-    def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> RunFuture[Any]:
+    def _send_tasks(self, payloads: Sequence[bytes], timeout: float | None) -> RunFuture[Any]:
         timeout = self.timeout if timeout is None else timeout
         validation.check_seconds("timeout", timeout)
         self._processes.run += 1
@@ -305,7 +305,7 @@ class World:
                 if not self.failed:
                     self._processes.terminate(idle=self._is_idle)
                 files = itertools.product(range(self.world_size), ("out", "attachment"))
-                self._kept = {file: self._processes.read_bytes(*file) for file in files}
+                self._files_at_close = {file: self._processes.read_bytes(*file) for file in files}
         finally:
             self._processes.release(is_owner)
             if is_owner:
@@ -321,7 +321,7 @@ class World:
 def start_world(world_size: int = 2, **options: Any) -> World:
     """Start a `World` with `WorldOptions`, including internal options."""
     world = World.__new__(World)
-    world._open(WorldOptions(world_size, **options))
+    world._start_ranks(WorldOptions(world_size, **options))
     return world
 
 

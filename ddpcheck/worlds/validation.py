@@ -141,7 +141,7 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         named |= {f"Argument {index}": value for index, value in enumerate(args)}
         named |= {f"Argument {key!r}": value for key, value in kwargs.items()}
         for name, value, reason in wire.unsendable(named):
-            subject = _part_that_stays(value) or f"{name} of {whose}, a {type(value).__qualname__},"
+            subject = _unpicklable_field(value) or f"{name} of {whose}, a {type(value).__qualname__},"
             raise UsageError(
                 f"{subject} cannot be sent to the ranks "
                 f"({type(reason).__name__}: {reason}); make it inside the function that runs there."
@@ -149,10 +149,10 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         raise UsageError(f"The arguments of {whose} cannot be sent to the ranks ({error}).") from error
 
 
-def _part_that_stays(value: object) -> str:
-    """Return the dataclass field that makes `value` unpicklable, even in a partial, or ''."""
+def _unpicklable_field(value: object) -> str:
+    """Name an unpicklable field of a dataclass, "loss of the Recipe"; '' if none."""
     if isinstance(value, partial):
-        return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
+        return next(filter(None, map(_unpicklable_field, (*value.args, *value.keywords.values()))), "")
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     failed = wire.unsendable({field.name: getattr(value, field.name) for field in fields})
     return next((f"{name} of the {type(value).__qualname__}" for name, _, _ in failed), "")

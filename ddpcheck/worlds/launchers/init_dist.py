@@ -74,7 +74,7 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
 
 _PATIENCE = 600.0  # seconds to wait for ranks: machines of a job may start minutes apart
 _PAUSE = 0.05
-_LAST_WORD = 1.0
+_LEAVE_SECONDS = 1.0
 _FAILED = "given up"
 _RESERVED = ("store", "rank", "world_size", "init_method")
 
@@ -172,13 +172,13 @@ def _join(
     launch: LauncherEnv, requested: str, seconds: float, uses_port: bool, options: dict[str, Any]
 ) -> torch.device:
     store, close_file = open_store(launch, seconds, uses_port=uses_port)
-    meeting = _Meeting(store, launch, seconds)
+    rendezvous = _Rendezvous(store, launch, seconds)
     try:
         address, port = store.address
         local_address, master = route(address, port)
         machine = this_machine()
         devices = (machine, launch.local_rank, _visible_gpus(machine), requested, master)
-        replies = map(json.loads, meeting.gather("call init_dist", json.dumps(devices), close_file))
+        replies = map(json.loads, rendezvous.gather("call init_dist", json.dumps(devices), close_file))
         all_devices = [RankDevices(host, local, tuple(gpus), *others) for host, local, gpus, *others in replies]
         if launch.rank == 0 and not launch.agent and (uses_port or not launch.one_machine):
             _open_stores.append(store)  # an early rank of the next group could connect to a store that is closing
@@ -197,21 +197,21 @@ def _join(
         interface = gloo_interface(launch.one_machine, local_address, [peer.master for peer in all_devices])
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             values["GLOO_SOCKET_IFNAME"] = interface
-        _set_up(meeting, backend, values, options)
+        _init_group(rendezvous, backend, values, options)
     except BaseException:
-        meeting.leave(_LAST_WORD)
+        rendezvous.leave(_LEAVE_SECONDS)
         raise
     finally:
         close_file()
-    meeting.leave(seconds)
+    rendezvous.leave(seconds)
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
-def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: dict[str, Any]) -> None:
+def _init_group(rendezvous: _Rendezvous, backend: str, values: dict[str, str], options: dict[str, Any]) -> None:
     """Set the environment variables `values` and initialize the group; undo both on failure."""
-    launch = meeting.launch
+    launch = rendezvous.launch
     if backend != "mpi":  # which has its own rank and rendezvous
-        group = PrefixStore("group", meeting.store.store)
+        group = PrefixStore("group", rendezvous.store.store)
         options = {**options, "store": group, "rank": launch.rank, "world_size": launch.world_size}
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -220,8 +220,8 @@ def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: di
             dist.init_process_group(backend, **options)
         except Exception as error:
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            meeting.give_up(DDPCheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
-        meeting.gather(f"set up {backend}")  # gloo's init is not a barrier, and rank 0 may own the store
+            rendezvous.raise_everywhere(DDPCheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
+        rendezvous.gather(f"set up {backend}")  # gloo's init is not a barrier, and rank 0 may own the store
     except BaseException:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
@@ -307,10 +307,10 @@ def choose_backend(all_devices: Sequence[RankDevices]) -> str:
     return backend or ("gloo" if without or shared else "nccl")
 
 
-# --- Meeting ---------------------------------------------------------------------------------------------------------
+# --- Rendezvous ------------------------------------------------------------------------------------------------------
 
 
-class _Meeting:
+class _Rendezvous:
     """Exchange between ranks before the process group exists."""
 
     def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float) -> None:
@@ -348,7 +348,7 @@ class _Meeting:
         if not self.store.wait_for(names, self._deadline, check, longest=_PAUSE):
             return
         missing = [rank for rank, name in enumerate(keys) if not self.store.has(name)] or [0]
-        self.give_up(
+        self.raise_everywhere(
             HangError(
                 f"{format_ranks(missing).capitalize()} of {self.launch.world_size} did not {what} within "
                 f"{self._seconds:g} s; check that {self.launch.launcher} started all of them with the same arguments, "
@@ -356,7 +356,7 @@ class _Meeting:
             )
         )
 
-    def give_up(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
+    def raise_everywhere(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
         """Raise an error on this rank, and have all other ranks raise it."""
         with contextlib.suppress(StoreGoneError):
             self.store.put(_FAILED, json.dumps([isinstance(error, HangError), str(error)]).encode())

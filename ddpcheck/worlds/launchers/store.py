@@ -48,7 +48,7 @@ class LauncherStore:
 
         self.store = PrefixStore(prefix, store)  # also used to initialize process groups
         self.is_alive: Callable[[], bool] = lambda: True  # the server process of the store is alive
-        self._over = False
+        self._has_failed = False
 
     @property
     def address(self) -> tuple[str, int]:
@@ -108,12 +108,12 @@ class LauncherStore:
         return []
 
     def _ask(self, method: str, *arguments: object) -> Any:
-        if self._over or not self.is_alive():  # torch prints a long error per request
+        if self._has_failed or not self.is_alive():  # torch prints a long error per request
             raise StoreGoneError("the store has ended")
         try:
             return getattr(self.store, method)(*arguments)
         except Exception as error:  # stores raise various exception classes
-            self._over = True
+            self._has_failed = True
             raise StoreGoneError(str(error)) from error
 
 
@@ -179,7 +179,7 @@ def _with_address(launch: LauncherEnv, uses_port: bool) -> LauncherEnv:
 
 
 def connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
-    """Connect to a TCPStore, or with `keep` create its server."""
+    """Connect to a TCPStore, whose server this process runs if `keep`."""
     from torch._C._distributed_c10d import TCPStore
 
     # The libuv server does not accept a listener before torch 2.5; clients work with both servers.
