@@ -24,13 +24,15 @@ _OPTIONS = ("world_size", "device", "timeout", "threads", "preload", "reuse")  #
 class Session:
     """Plugin session, one per process that runs tests."""
 
-    def __init__(self, config: pytest.Config, options: Sequence[str], is_ours: Callable[[pytest.Item], bool]) -> None:
-        """Read the settings; `is_ours` returns True if a test needs ranks."""
+    def __init__(
+        self, config: pytest.Config, options: Sequence[str], needs_ranks: Callable[[pytest.Item], bool]
+    ) -> None:
+        """Read the settings; `needs_ranks` returns True if a test needs ranks."""
         launched = config.stash.get(LAUNCHED, None)
         defaults = {} if launched is None else {"world_size": launched.world_size}
         self._settings = marks.settings(config, options, **defaults)
         _refuse_wrong_start(config, self._settings.launcher)
-        self._is_ours = is_ours
+        self._needs_ranks = needs_ranks
         self._session_ranks = Ranks(config, launched)
 
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
@@ -44,7 +46,7 @@ class Session:
 
     def _fresh_ranks_of(self, item: pytest.Item) -> dict[str, Any] | None:
         """Return the world options of a test if it uses fresh ranks, else `None`."""
-        if not self._is_ours(item):
+        if not self._needs_ranks(item):
             return None
         try:
             options = self._options(item)
@@ -73,7 +75,7 @@ class Session:
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
-        find = rank_fixtures.picklable_getter(_bound(fixturedef, request))
+        find = rank_fixtures.picklable_getter(_bound_function(fixturedef, request))
         converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
         fixture = rank_fixtures.OnRank(fixturedef.argname, find=find, arguments=converted)
         item.stash[_RECORD].setups.append(fixture)
@@ -94,7 +96,7 @@ class Session:
         record = item.stash[_RECORD]
         with contextlib.closing(WorldLease(self._session_ranks, record, self._options(item))) as lease:
             try:
-                ended, verdict, error = lease.run(rank_side.perform, _packed(item, record))
+                ended, verdict, error = lease.run(rank_side.perform, _pack_body(item, record))
             except UsageError as usage_error:
                 _refuse(str(usage_error))
             if verdict.how == "passed":
@@ -174,7 +176,7 @@ def _refuse(sentence: str) -> NoReturn:
     raise pytest.fail.Exception(sentence, pytrace=False) from None
 
 
-def _packed(item: pytest.Function, record: Record) -> bytes:
+def _pack_body(item: pytest.Function, record: Record) -> bytes:
     function = item.obj
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         _refuse(f"{item.name} is async, and @pytest.mark.ddp runs plain functions; call asyncio.run in its body.")
@@ -187,7 +189,7 @@ def _packed(item: pytest.Function, record: Record) -> bytes:
     return rank_fixtures.pack_test(item.name, arguments, function, record.setups)
 
 
-def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
+def _bound_function(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
     """Return the function of a fixture, bound to its instance if a method."""
     try:
         from _pytest.fixtures import resolve_fixture_function

@@ -282,7 +282,7 @@ def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
 
 @contextlib.contextmanager
 def _exchange(what: str, group: Any, purpose: str, timeout: float | None) -> Iterator[StoreExchange]:
-    """Open an exchange; raise `HangError` if some ranks do not call the assertion `what`."""
+    """Open a `StoreExchange`; raise `HangError` if ranks do not call the assertion `what`."""
     exchange = StoreExchange.next_exchange(group, purpose, timeout)
     before = this_rank.current_slots().collective
     this_rank.set_collective(what)
@@ -305,7 +305,7 @@ def _difference_between_ranks(
     name: str,
     timeout: float | None,
 ) -> str:
-    """Return a message on different values, identical on all ranks; '' if none differ."""
+    """Compare `value` across ranks; return a message, the same on all ranks, or ''."""
     __tracebackhide__ = True
     from ddpcheck.gather.state.fingerprints import digest_of
     from ddpcheck.testing.assertions.on_rank import compared_items, items_of, with_distances
