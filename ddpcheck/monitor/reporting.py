@@ -64,8 +64,8 @@ class FindingWarning(UserWarning):
         return type(self), (self.finding or str(self),)
 
 
-_OF_DDP = "'Expected to have finished reduction in the prior iteration'"
-_IN_SHORT = "'Expected to have finished reduction ...'"
+_DDP_TEXT = "'Expected to have finished reduction in the prior iteration'"
+_SHORT_TEXT = "'Expected to have finished reduction ...'"
 """Shortened because Lightning replaces any error text that contains the whole sentence."""
 
 
@@ -83,7 +83,7 @@ def format_finding(finding: Finding) -> str:
     if finding.steps:
         lines.append(f"  in {format_steps(finding.steps)}")
     lines += [f"  {item}" for item in finding.related]
-    lines += [f"  {fact.replace(_OF_DDP, _IN_SHORT)}" for fact in finding.evidence]
+    lines += [f"  {fact.replace(_DDP_TEXT, _SHORT_TEXT)}" for fact in finding.evidence]
     lines.append(f"  fix: {finding.what_to_do}")
     return "\n".join(lines)
 

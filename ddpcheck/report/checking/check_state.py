@@ -215,7 +215,7 @@ class SingleComparison:
 
 @dataclass
 class Repeats:
-    """Differences of a step repeated on the same rank."""
+    """Differences of a step repeated on the same rank, from nondeterministic kernels."""
 
     by_rank: Sequence[RepeatedStep] = ()  # first repeated step
     noise: dict[str, float] = field(default_factory=dict)  # largest relative error so far, by parameter
@@ -228,11 +228,11 @@ class Repeats:
             self.noise[item.name] = max(item.error, self.noise.get(item.name, 0.0))
 
     def allowed(self, name: str, tolerance: float) -> float:
-        """Widen `tolerance` by a parameter's noise (kernels without fixed summation order)."""
+        """Return the larger of `tolerance` and a multiple of the parameter's noise."""
         return max(tolerance, _NOISE_MULTIPLE * self.noise.get(name, 0.0))
 
     def widened(self, differences: Iterable[Difference]) -> tuple[Difference, ...]:
-        """Widen the tolerances of `differences` by the noise."""
+        """Return `differences` with tolerances of at least a multiple of the noise."""
         return tuple(replace(item, tolerance=self.allowed(item.name, item.tolerance)) for item in differences)
 
 
@@ -272,7 +272,7 @@ class CheckState:
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
     def without_rank_params(self, ranks: Sequence[Values]) -> Sequence[Values]:
-        """Return evidence by rank without `rank_parameters`; note if these differ."""
+        """Return evidence without `rank_parameters`; set `ranks_differ` if these differ."""
         if not self.rank_params.patterns:
             return ranks
         kept = [self.rank_params.without(item) for item in ranks]
@@ -318,7 +318,7 @@ class CheckState:
 
     @property
     def wants_analysis(self) -> bool:
-        """Return True for the first differing step, and for one without random choices."""
+        """Return True for the first differing step, and later for one without random choices."""
         single = self.single
         return single.analysis is None or (
             bool(single.choices.get(single.analysed[0].evidence.step)) and not self.steps.local[0].random.choices
