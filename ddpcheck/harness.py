@@ -90,7 +90,7 @@ class World:
         self.timeout = options.timeout
         self.startup_timeout = options.startup_timeout
         self.start_method = options.start_method
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         self._pending: RunFuture[Any] | None = None
         self._files_at_close: dict[tuple[int, str], bytes] = {}  # files of the ranks, read at close
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
@@ -98,7 +98,7 @@ class World:
         self.closed = False
         _open_worlds.add(self)
         try:
-            configs = [self._config(rank) for rank in range(world_size)]
+            configs = [self._rank_config(rank) for rank in range(world_size)]
             starters = [starting.STARTERS[options.start_method]] * world_size
             if hosts is not None:
                 configs = [hosts.settle(config) for config in configs]
@@ -164,13 +164,13 @@ class World:
 
     def output(self, rank: int) -> str:
         """Return what a rank has written to stdout and stderr so far."""
-        return self._file(rank, "out").decode("utf-8", "replace")
+        return self._read_file(rank, "out").decode("utf-8", "replace")
 
     def attachment(self, rank: int) -> bytes:
         """Return the bytes saved by a rank with `ddpcheck.rank.save_attachment`, or `b""`."""
-        return self._file(rank, "attachment")
+        return self._read_file(rank, "attachment")
 
-    def _file(self, rank: int, kind: str) -> bytes:
+    def _read_file(self, rank: int, kind: str) -> bytes:
         if not 0 <= rank < self.world_size:
             raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
         return self._files_at_close.get((rank, kind), b"") if self.closed else self._processes.read_bytes(rank, kind)
@@ -189,17 +189,17 @@ class World:
         return self._pending
 
     def _check_open(self) -> None:
-        if self._owner != os.getpid():
+        if self._owner_pid != os.getpid():
             raise DDPCheckError("This world belongs to the process that made it; make another one in this process.")
-        at_work = self._pending is not None and not self._pending.done()  # first: may set `failed`
+        is_running = self._pending is not None and not self._pending.done()  # first: may set `failed`
         if self.failed:
             raise DDPCheckError("This world has failed in an earlier run and cannot run again; make a new World.")
         if self.closed or self._processes.exit_requested:
             raise DDPCheckError("This world is closed; make a new World.")
-        if at_work:
+        if is_running:
             raise DDPCheckError("This world is still at work; wait for the result of its last start().")
 
-    def _config(self, rank: int) -> wire.RankConfig:
+    def _rank_config(self, rank: int) -> wire.RankConfig:
         return wire.RankConfig(
             rank=rank,
             world_size=self.world_size,
@@ -274,7 +274,7 @@ class World:
 
     @property
     def _is_over(self) -> bool:
-        return self.closed or self._processes.exit_requested or self._owner != os.getpid()
+        return self.closed or self._processes.exit_requested or self._owner_pid != os.getpid()
 
     @property
     def _is_idle(self) -> bool:
@@ -288,7 +288,7 @@ class World:
     @property
     def has_exited(self) -> bool:
         """True if all ranks have exited, so that `close` does not wait."""
-        if not self.closed and self._owner == os.getpid():
+        if not self.closed and self._owner_pid == os.getpid():
             self._processes.poll(0)
             return self._processes.has_exited
         return True
@@ -299,7 +299,7 @@ class World:
             return
         self.closed = True
         _open_worlds.discard(self)
-        is_owner = self._owner == os.getpid()
+        is_owner = self._owner_pid == os.getpid()
         try:
             if is_owner:
                 if not self.failed:

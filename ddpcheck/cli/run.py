@@ -242,9 +242,9 @@ def run_script(arguments: argparse.Namespace) -> int:
         timer.start()
         ending = run_agent(run, args, Path(folder), nodes)
         timer.cancel()
-        if (exit_code := hand_over(nodes, ending)) is not None:
+        if (exit_code := send_logs(nodes, ending)) is not None:
             return exit_code
-        ending, exit_code = collected(nodes, ending), EXIT_USAGE
+        ending, exit_code = collect_logs(nodes, ending), EXIT_USAGE
         try:
             singles = () if parity is None else run_single(parity, Path(folder), ending, nodes.size, debug=args.debug)
             report = show_report(shlex.join(script), ending, Path(folder), args, output, settings, baseline, singles)
@@ -336,7 +336,7 @@ def show_report(
     source = ProgramSource()
     report = report_on_script(script, ending, ranks, settings, baseline=baseline, source=source, singles=singles)
     if args.check_record is not None:
-        keep_record(args.check_record, script, ending, ranks, source, report)
+        save_record(args.check_record, script, ending, ranks, source, report)
     is_brief = args.check_output is None and args.check_format is None and not args.verbose
     if is_brief and (report.status == "clean" or not (ranks or report.findings)):
         for note in report.world.get("notes", ()):
@@ -350,7 +350,7 @@ def show_report(
     return report
 
 
-def keep_record(
+def save_record(
     path: str, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource, report: Report
 ) -> None:
     """Write a run to a file with pseudonyms; print codes of findings lost thereby."""
@@ -364,7 +364,7 @@ def keep_record(
         complain(f"without the names of the program, {join_names(lost)} is not found in it", kind="note")
 
 
-def hand_over(link: NodeLink, ending: Ending) -> int | None:
+def send_logs(link: NodeLink, ending: Ending) -> int | None:
     """Send the logs to node 0, which reports; return the exit code if accepted."""
     if not link.is_joined or link.number == 0:
         return None
@@ -376,7 +376,7 @@ def hand_over(link: NodeLink, ending: Ending) -> int | None:
     return ending.exit_code or exit_code
 
 
-def collected(link: NodeLink, ending: Ending) -> Ending:
+def collect_logs(link: NodeLink, ending: Ending) -> Ending:
     """Collect the logs of the other nodes, and return the merged ending."""
     if not link.is_joined:
         return ending

@@ -86,23 +86,23 @@ def load_settings(
     environ = os.environ if environ is None else environ
     load_third_party_rules(environ=environ, start=start)
     chosen = _from_pyproject(start or Path.cwd())
-    for variable, field in _fields_in(environ).items():
+    for variable, field in _fields_of(environ).items():
         if field in _PARSERS and environ[variable] != "":
             chosen[field] = _parse(field, environ[variable], f"environment variable {variable}", ConfigError)
-    for field, value in _specified(ini).items():
+    for field, value in _given_values(ini).items():
         chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
-    for field, value in _specified(flags).items():
+    for field, value in _given_values(flags).items():
         chosen[field] = _parse(field, value, prefix + field.replace("_", "-"), UsageError)
     settings = Settings(**{**(defaults or {}), **chosen})
     set_named_functions(settings.wrapper_functions, settings.step_function)
     return settings
 
 
-def _specified(values: Mapping[str, Any] | None) -> dict[str, Any]:
+def _given_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {field: value for field, value in (values or {}).items() if value not in (None, [], "")}
 
 
-def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
+def _fields_of(environ: Mapping[str, str]) -> dict[str, str]:
     names = sorted(variable for variable in environ if variable.startswith(ENVIRONMENT_PREFIX))
     return {variable: variable.removeprefix(ENVIRONMENT_PREFIX).lower() for variable in names}
 
@@ -114,7 +114,7 @@ def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
         environ: Environment variables; default: `os.environ`.
     """
     msgs = []
-    for variable, field in _fields_in(os.environ if environ is None else environ).items():
+    for variable, field in _fields_of(os.environ if environ is None else environ).items():
         if field in _PARSERS:
             continue
         ignored = f"environment variable {variable} is ignored"

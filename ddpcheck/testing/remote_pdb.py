@@ -139,7 +139,7 @@ class PdbTerminal:
                     connection.recv()
                 return
             self._rank = rank
-            with self._terminal() as terminal:
+            with self._uncaptured() as terminal:
                 while True:
                     if (output := connection.recv()) is not None:
                         terminal.write(output)
@@ -148,7 +148,7 @@ class PdbTerminal:
                         connection.send(_read_line().decode("utf-8", "replace"))
 
     @contextlib.contextmanager
-    def _terminal(self) -> Iterator[TextIO]:
+    def _uncaptured(self) -> Iterator[TextIO]:
         if self._capture is not None:
             self._capture.suspend_global_capture(in_=True)
         try:

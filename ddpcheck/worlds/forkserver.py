@@ -155,7 +155,7 @@ class Server:
     def _serve_once(self, has_request: bool) -> bool:
         """Reap exited ranks, and receive a request if `has_request`; return False to stop."""
         self._reap()
-        if os.getppid() != self._parent or (has_request and not self._receive()):
+        if os.getppid() != self._parent or (has_request and not self._receive_request()):
             return False
         for number, world in list(self._worlds.items()):
             world.outbox.send(world.notify)
@@ -185,7 +185,7 @@ class Server:
             self._importing = False
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _receive(self) -> bool:
+    def _receive_request(self) -> bool:
         data = b""
         with contextlib.suppress(OSError):
             data, fds, _, _ = socket.recv_fds(self._sock, _MAX_PACKET, wire.MAX_FDS + 1)

@@ -105,11 +105,11 @@ _Parts = list[_Tensors | None]  # tensors per C++ collective of one call; None i
 class SimulatedAnswers:
     """Tensors that one rank sends, and all ranks' tensors from an earlier round."""
 
-    def __init__(self, folder: Path, rank: int, called: Callable[[], int]) -> None:
-        """Use the answers that `combine` saved; `called` counts collectives called from Python."""
+    def __init__(self, folder: Path, rank: int, num_calls: Callable[[], int]) -> None:
+        """Use the answers that `combine` saved; `num_calls` counts collectives called from Python."""
         self._folder = folder
         self._rank = rank
-        self._called = called
+        self._num_calls = num_calls
         self._last = -1
         self._sent: dict[str, tuple[tuple[int, ...], list[_Parts]]] = {}  # group name -> (ranks, sent tensors per call)
 
@@ -121,8 +121,8 @@ class SimulatedAnswers:
         if not collective_log.in_collective() or _is_made_by_torch(sys._getframe(1)):
             return None
         members, calls = self._sent.setdefault(name, (tuple(dist.get_process_group_ranks(group)), []))
-        if self._called() != self._last:
-            self._last = self._called()
+        if self._num_calls() != self._last:
+            self._last = self._num_calls()
             calls.append([])
         small = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _LARGEST
         calls[-1].append([tensor.detach().clone() for tensor in tensors] if small else None)

@@ -207,7 +207,7 @@ def assert_no_anomalous_params(
     if group is None:
         group = getattr(model, "process_group", None) if hasattr(model, "reducer") else None
     ranks = _ranks_of(group, label)
-    result = _attempt("the graph of the loss", anomalies_of, loss, model, _as_tuple(ignore), replay)
+    result = _try_call("the graph of the loss", anomalies_of, loss, model, _as_tuple(ignore), replay)
     by_rank = {ranks[0]: result}
     if len(ranks) > 1:
         with _exchange(label, group, "anomalous", timeout) as exchange:
@@ -249,7 +249,7 @@ def _tolerance_error(rtol: float | None, atol: float | None) -> str:
     return ""
 
 
-def _attempt(what: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result | None, str]:
+def _try_call(what: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result | None, str]:
     """Call `function`; return (result, ''), or (None, error) to send to the waiting ranks."""
     try:
         return function(*args, **kwargs), ""
@@ -312,11 +312,11 @@ def _difference_between_ranks(
 
     label = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"
     ranks = _ranks_of(group, label)
-    items, failure = _attempt("what was given", items_of, value)
+    items, failure = _try_call("what was given", items_of, value)
     location = str(user_location() or "")
 
     def values(canonical: bool = False) -> messages.RankValues:
-        entries, unread = _attempt("what was given", compared_items, items or (), options, canonical=canonical)
+        entries, unread = _try_call("what was given", compared_items, items or (), options, canonical=canonical)
         return messages.RankValues(options, entries or (), location, error or failure or unread)
 
     local_values = values()

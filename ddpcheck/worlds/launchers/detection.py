@@ -170,31 +170,31 @@ def _read_innermost(environ: Mapping[str, str]) -> LauncherEnv | None:
 
 def _launchers_present(environ: Mapping[str, str]) -> list[_Variables]:
     """Return the launchers whose variables are set, innermost first."""
-    is_set = {
+    flags = {
         _TORCHRUN: "TORCHELASTIC_RUN_ID" in environ,
         _OPEN_MPI: _OPEN_MPI.rank in environ,
         _MPICH: _MPICH.rank in environ,
         _SLURM: "SLURM_STEP_ID" in environ and _SLURM.world_size in environ,  # a batch script has no step variables
         _BY_HAND: "RANK" in environ or "WORLD_SIZE" in environ,
     }
-    present = [names for names, flag in is_set.items() if flag]
+    present = [names for names, flag in flags.items() if flag]
     pairs = [[environ.get(name) for name in (names.rank, names.world_size)] for names in (_MPICH, _SLURM)]
-    if is_set[_MPICH] and is_set[_SLURM] and pairs[0] == pairs[1]:
+    if flags[_MPICH] and flags[_SLURM] and pairs[0] == pairs[1]:
         present.remove(_SLURM)  # `srun --mpi=pmi2` also sets PMI_*; SLURM has more information
         present.insert(present.index(_MPICH), _SLURM)
     return present
 
 
 def _environment_of(names: _Variables, environ: Mapping[str, str]) -> LauncherEnv:
-    rank = _number(environ, names.rank, names)
-    world_size = _number(environ, names.world_size, names)
+    rank = _parse_number(environ, names.rank, names)
+    world_size = _parse_number(environ, names.world_size, names)
     if not 0 <= rank < world_size:
         raise UsageError(
             f"{names.rank}={rank} and {names.world_size}={world_size} do not go together: "
             "ranks count from 0 to one less."
         )
     local_rank, local_world_size = (
-        next((_number(environ, name, names) for name in keys.split() if name in environ), None)
+        next((_parse_number(environ, name, names) for name in keys.split() if name in environ), None)
         for keys in (names.local_rank, names.local_world_size)
     )
     nodes = node = ""
@@ -209,7 +209,7 @@ def _environment_of(names: _Variables, environ: Mapping[str, str]) -> LauncherEn
             )
     address = environ.get("MASTER_ADDR", "")
     needs_port = address and names is not _SLURM  # SLURM's port is derived from the job id
-    port = _number(environ, "MASTER_PORT", names) if needs_port or "MASTER_PORT" in environ else 0
+    port = _parse_number(environ, "MASTER_PORT", names) if needs_port or "MASTER_PORT" in environ else 0
     if not address and names in (_TORCHRUN, _BY_HAND):
         raise UsageError(f"{_started_by(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")
     return LauncherEnv(
@@ -227,7 +227,7 @@ def _environment_of(names: _Variables, environ: Mapping[str, str]) -> LauncherEn
     )
 
 
-def _number(environ: Mapping[str, str], name: str, names: _Variables) -> int:
+def _parse_number(environ: Mapping[str, str], name: str, names: _Variables) -> int:
     text = environ.get(name)
     if text is None:
         raise UsageError(f"{_started_by(names)} but {name} is not set; export it, or start the ranks with torchrun.")

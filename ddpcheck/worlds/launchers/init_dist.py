@@ -60,10 +60,10 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
-        async def later(*args: P.args, **kwargs: P.kwargs) -> Any:
+        async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
             return await function(*args, **kwargs) if get_dist_info()[0] == 0 else None
 
-        return later  # type: ignore[return-value]  # R is already a coroutine type
+        return coroutine  # type: ignore[return-value]  # R is already a coroutine type
 
     @wraps(function)
     def on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -326,10 +326,10 @@ class _Rendezvous:
         try:
             self.store.put(keys[self.launch.rank], data.encode())
             if self.launch.rank == 0:
-                self._wait(dict(enumerate(keys)), keys, what)
+                self._wait_for_keys(dict(enumerate(keys)), keys, what)
                 close_file()
                 self.store.put(what, json.dumps([self.store.get(name).decode() for name in keys]).encode())
-            self._wait({0: what}, keys, what)
+            self._wait_for_keys({0: what}, keys, what)
             return list(json.loads(self.store.get(what)))
         except StoreGoneError as error:
             raise DDPCheckError(
@@ -337,7 +337,7 @@ class _Rendezvous:
                 "see the output of rank 0."
             ) from error
 
-    def _wait(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
+    def _wait_for_keys(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
         """Wait for all keys in `names`; on timeout report ranks without key in `keys`."""
 
         def check(_missing: list[int]) -> None:

@@ -55,7 +55,7 @@ def local_fields(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
     rows = []
     for hello in hellos:
         peers = [peer for peer in hellos if peer.machine == hello.machine]
-        gpu_peers = [peer for peer in peers if _visible(peer) == _visible(hello)]
+        gpu_peers = [peer for peer in peers if _visible_gpus(peer) == _visible_gpus(hello)]
         local, size = hello.launch.local_rank, hello.launch.local_world_size
         local = peers.index(hello) if local is None else local
         sharing = gpu_peers.index(hello), len(gpu_peers)
@@ -63,7 +63,7 @@ def local_fields(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
     return rows
 
 
-def _visible(hello: Hello) -> list[str | None]:
+def _visible_gpus(hello: Hello) -> list[str | None]:
     environment = hello.context.environment
     return [environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")]
 
@@ -90,9 +90,9 @@ class Leader:
         self.one_machine = all(welcome.shared for _, _, welcome in joined)  # this machine
         self._hellos = [leader_hello, *(hello for _, hello, _ in joined)]
         self._stores: dict[str, TCPStore] = {}  # by the directory of the world
-        self._assign()
+        self._compute_local_fields()
 
-    def _assign(self) -> None:
+    def _compute_local_fields(self) -> None:
         self._local_fields = local_fields(self._hellos)
         self.sharing = self._local_fields[0]["sharing"][1]  # number of ranks that see the same GPUs as rank 0
 
@@ -101,7 +101,7 @@ class Leader:
         leader = copy.copy(self)
         leader.world_size = len(contexts)
         leader._hellos = [replace(hello, context=item) for hello, item in zip(self._hellos, contexts, strict=False)]
-        leader._assign()
+        leader._compute_local_fields()
         return leader
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
@@ -152,7 +152,7 @@ class _FollowerLink:
         self.worlds: dict[int, RemoteRanks] = {}  # by number
         self._folder = None if welcome.shared else hello.temporary
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._listen, name=f"ddpcheck-rank-{self.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._read_messages, name=f"ddpcheck-rank-{self.rank}", daemon=True)
         self._thread.start()
 
     def directory_for(self, directory: str) -> str:
@@ -166,7 +166,7 @@ class _FollowerLink:
         with self._lock, contextlib.suppress(OSError):
             self._sock.sendall(wire.pack(message))
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         try:
             while (message := wire.receive(self._sock)) is not None:
                 kind, number, *fields = message
@@ -208,13 +208,13 @@ class RemoteRanks:
         self.channel: socket.socket | None = self._notified
         self._number = next(_numbers)
         follower.worlds[self._number] = self
-        self._sender = threading.Thread(target=self._send, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
+        self._sender = threading.Thread(target=self._forward, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
         follower.send("open", self._number, method, self._rank, follower.directory_for(directory), *options)
         self._sender.start()
         if follower.lost is not None:
             self.handle_disconnect(follower.lost)
 
-    def _send(self) -> None:
+    def _forward(self) -> None:
         with contextlib.suppress(OSError):
             while data := self._rank_end.recv(_CHUNK):
                 self._follower.send("bytes", self._number, data)

@@ -130,7 +130,7 @@ class RankGroup:
         `what` describes this point of the program; it must be equal on all ranks. Raises `HangError` if a rank did not
         call `gather` in time, and `RankError` if a rank exited, left, or is at a different point.
         """
-        self._check()
+        self._raise_if_unusable()
         if self.epoch.out_of_step is not None:
             raise RankError(self.epoch.out_of_step)
         self.epoch.steps += 1
@@ -145,7 +145,7 @@ class RankGroup:
 
         A timeout sets `broken`.
         """
-        self._check()
+        self._raise_if_unusable()
         self.epoch.out_of_step = None
         try:
             values = self._gather(f"{self.epoch.number}/end", "the end", value, timeout)
@@ -172,7 +172,7 @@ class RankGroup:
                 self._wait_for_keys(what, names, timeout)
                 entries = [pickle.loads(self.store.get(key)) for key in names.values()]
         except StoreGoneError as error:
-            raise self._lost_store() from error
+            raise self._store_error() from error
         self._written_keys.append(names[self.rank])
         if len(self._written_keys) > 2:  # two gathers later, every rank has read the value
             with contextlib.suppress(StoreGoneError):
@@ -214,7 +214,7 @@ class RankGroup:
 
     # --- Lost ranks ------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def _raise_if_unusable(self) -> None:
         if self._owner != os.getpid():
             raise DDPCheckError("The session of a launcher's ranks belongs to the process that joined it.")
         if self._has_left:
@@ -240,14 +240,14 @@ class RankGroup:
                 reasons = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in exited_ranks]
                 return self.mark_broken("; ".join(reasons) + ".")
         except StoreGoneError:
-            return str(self._lost_store())
+            return str(self._store_error())
         is_ending = self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH
         return self._mark_ended_by_launcher() if is_ending else None
 
     def _mark_ended_by_launcher(self) -> str:
         return self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
 
-    def _lost_store(self) -> RankError:
+    def _store_error(self) -> RankError:
         wait_until(lambda: self.gone, _AFTERMATH)
         keeper = self.launch.launcher if self.launch.agent else "rank 0"
         reason = "; ".join(self.gone.values()) or f"the store that {keeper} keeps does not answer any more"
