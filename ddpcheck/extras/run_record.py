@@ -88,7 +88,7 @@ def _mark_folders(text: str) -> str:
 
 @functools.cache
 def _folders(working: str) -> dict[str, list[str]]:
-    """Return the local folders that each marker stands for; function `here` restores the first."""
+    """Return local folders by marker name; `here` replaces a marker by the first folder."""
     packages = map(os.path.dirname, _torch_folders())
     folders = {
         "ddpcheck": [str(_OWN)],
@@ -157,7 +157,7 @@ def _fields_of(rank: RankTrace) -> dict[str, Any]:
 
 
 def _rank_from_fields(fields: dict[str, Any]) -> RankTrace:
-    """Inverse of `_fields_of`; counts the entries that this version cannot read."""
+    """Make a rank from data of `_fields_of`; count the entries of unknown types."""
     if not 0 <= fields["started"]["rank"] < fields["started"]["world_size"] <= MOST_RANKS:
         raise ValueError("the rank of a log is none")
     rank = msgspec.convert({**fields, "entries": []}, RankTrace, str_keys=True)

@@ -103,7 +103,7 @@ class LaunchedWorld:
 
 
 def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
-    """Run `work` only on rank 0; return its result, or raise, on every rank."""
+    """Run `work` on rank 0; return the result or raise the exception everywhere."""
     data = b""
     if session.rank == 0:
         with session.working():
@@ -305,7 +305,7 @@ class WorldLease:
             sys.stdout.flush()
 
     def _new_output(self, world: TestWorld, up_to: str = "") -> Iterator[tuple[int, str]]:
-        """Yield (rank, its new output up to the last `up_to`)."""
+        """Yield rank and new output, cut after the last `up_to`."""
         for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]

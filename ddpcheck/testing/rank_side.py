@@ -191,7 +191,7 @@ def _under_conditions(conditions: TestConditions) -> Iterator[RankArtifacts]:
 
 
 def _log_collectives() -> None:
-    """Start the log of collectives, or clear it; the parent detects mismatches from it."""
+    """Start or clear the log of collectives, from which the parent detects mismatches."""
     rank = this_rank.current()
     if not (path := log_path(rank.directory, rank.rank)).exists():
         record_collectives(rank.directory, rank.rank)

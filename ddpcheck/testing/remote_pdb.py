@@ -73,7 +73,7 @@ class _Pdb(pdb.Pdb):
 
 @contextlib.contextmanager
 def available(terminal: bool) -> Iterator[None]:
-    """Have `breakpoint()` and `pdb.set_trace()` debug a rank; without `terminal` they raise."""
+    """Let `breakpoint()` and `pdb.set_trace()` debug this rank, or raise without `terminal`."""
     hooks = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []
 

@@ -110,7 +110,7 @@ def _format(error: BaseException) -> str:
 
 
 def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
-    """Return the failure of a rank that sent an exception, as `described` returns it."""
+    """Return the failure of a rank that sent `reply`, made by `described`."""
     exception = None
     with contextlib.suppress(Exception):  # missing, or class not importable here: use the text
         exception = wire.loads(reply["exception"])

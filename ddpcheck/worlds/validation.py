@@ -131,7 +131,7 @@ def threads(world_size: int) -> int:
 
 
 def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whose: str = "World.run") -> bytes:
-    """Pickle a function with arguments; raise `UsageError` that names an unpicklable one."""
+    """Pickle a function and its arguments; raise `UsageError` that names an unpicklable argument."""
     if not callable(fn):
         raise WrongTypeError(f"The first argument of {whose} must be a function, got {type(fn).__qualname__}.")
     try:

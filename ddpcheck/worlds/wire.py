@@ -207,7 +207,7 @@ def loads(data: bytes) -> Any:
 
 
 def importable(module: types.ModuleType) -> bool:
-    """Return True if an import by name finds this module in the same file."""
+    """Return True if an import of the module's name loads the same file."""
     name = module.__name__
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:

@@ -1,4 +1,4 @@
-"""Rank phases that simulate one rank, with its copies in place of the others.
+"""Phases that simulate one rank, whose tensors stand for the tensors of other ranks.
 
 A rank that is the source of a broadcast or scatter stores the data in a folder for ranks that are simulated later.
 Small tensors of collectives called from Python are stored too, since a branch may depend on them (a vote to skip a

@@ -52,7 +52,7 @@ def make_report(
     notes: Iterable[str],
     **parts: Any,
 ) -> Report:
-    """Build a report; `lines` returns its checks, given the findings that count."""
+    """Build a report; `lines` maps the findings that count to check lines."""
     chosen = sort_out(
         findings,
         asked.target,

@@ -335,7 +335,7 @@ class CheckState:
         return changed and not self.steps.ranks_differ
 
     def reuse_single_process(self, reference: CheckState) -> None:
-        """Reuse the single process of a finished check of the same target."""
+        """Copy the single-process results of a finished check of the same target."""
         self.single = replace(reference.single, incomparable="")
         self.repeats.by_rank = self.repeats.by_rank or reference.repeats.by_rank
         self.repeats.noise = {**reference.repeats.noise, **self.repeats.noise}

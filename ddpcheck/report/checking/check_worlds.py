@@ -166,7 +166,7 @@ class CheckWorlds:
         return self.single.start(call)
 
     def _settle_single(self, pending: RunFuture[Result]) -> Result | None:
-        """Return the single process's result, or note why it failed and return None."""
+        """Return the result of the single process; on failure record the reason, return None."""
         try:
             return pending.result()[0]
         except errors.RankError as error:

@@ -89,7 +89,7 @@ def judge_wrapper_failure(state: CheckState, error: RankError) -> list[Finding]:
 
 
 def judge_context(state: CheckState, module_locations: Mapping[str, Location] | None = None) -> JudgeContext:
-    """Collect the facts that may explain a difference."""
+    """Return the facts that may explain a gradient difference."""
     wrapped, single, repeated = state.wrapped, state.single, state.repeats.by_rank
     local = single.analysed or state.steps.local
     drew_from = {_LIBRARIES.get(name, name) for item in local for name in item.random.libraries - {"torch"}}

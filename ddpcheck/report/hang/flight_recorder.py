@@ -343,7 +343,7 @@ def plain_dump(dump: Any) -> dict[str, Any]:
 
 
 class _NotPlainError(ValueError):
-    """Dump that is not plain data or has no entries; the message follows "it"."""
+    """Dump that is not plain data or has no entries; the message is a verb phrase."""
 
 
 class _PlainData(pickle.Unpickler):
