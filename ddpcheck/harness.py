@@ -91,7 +91,7 @@ class World:
         self.startup_timeout = options.startup_timeout
         self.start_method = options.start_method
         self._owner_pid = os.getpid()
-        self._pending: RunFuture[Any] | None = None
+        self._last_run: RunFuture[Any] | None = None
         self._files_at_close: dict[tuple[int, str], bytes] = {}  # files of the ranks, read at close
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
         self._processes = RankProcesses(self.directory, one_machine=hosts is None or hosts.one_machine)
@@ -185,13 +185,13 @@ class World:
         packed = {payload: wire.pack(("task", self._processes.run, payload, rewritten)) for payload in {*payloads}}
         for rank, payload in zip(self._processes.ranks, payloads, strict=True):
             self._processes.post(rank, packed[payload])
-        self._pending = RunFuture(self, self._processes, timeout, self._options.watch)
-        return self._pending
+        self._last_run = RunFuture(self, self._processes, timeout, self._options.watch)
+        return self._last_run
 
     def _check_open(self) -> None:
         if self._owner_pid != os.getpid():
             raise DDPCheckError("This world belongs to the process that made it; make another one in this process.")
-        is_running = self._pending is not None and not self._pending.done()  # first: may set `failed`
+        is_running = self._last_run is not None and not self._last_run.done()  # first: may set `failed`
         if self.failed:
             raise DDPCheckError("This world has failed in an earlier run and cannot run again; make a new World.")
         if self.closed or self._processes.exit_requested:
@@ -278,7 +278,7 @@ class World:
 
     @property
     def _is_idle(self) -> bool:
-        return self._pending is None or self._pending.succeeded
+        return self._last_run is None or self._last_run.succeeded
 
     def begin_close(self) -> None:
         """Start shutting down the ranks without waiting; call `close` afterwards."""

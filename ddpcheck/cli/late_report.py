@@ -60,10 +60,10 @@ def main() -> None:
 
 def _wait_for_ranks(folder: Path, launcher: int) -> None:
     """Wait until ranks and launcher have ended, or until `_QUIET` seconds without ranks."""
-    quiet = time.monotonic()
-    while time.monotonic() - quiet < _QUIET:
+    last_alive = time.monotonic()
+    while time.monotonic() - last_alive < _QUIET:
         if _live_pids(folder):
-            quiet = time.monotonic()
+            last_alive = time.monotonic()
         elif not lives(launcher):
             return
         time.sleep(_POLL)

@@ -119,10 +119,10 @@ class FindingReporter:
         new = self._reported.add(selected, lambda finding: without_prefix(self._locate(finding)))
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
         for finding in new:
-            raised = finding in errors and self._on_finding == "raise"
+            is_raised = finding in errors and self._on_finding == "raise"
             if callable(self._on_finding):
                 self._on_finding(finding)
-            elif self._shows_warnings and not raised and finding.severity is not Severity.NOTE:
+            elif self._shows_warnings and not is_raised and finding.severity is not Severity.NOTE:
                 location = user_location() or Location(__file__, 1)  # the line that calls backward, for example
                 warnings.warn_explicit(FindingWarning(finding), FindingWarning, location.path, location.line)
         if errors and self._on_finding == "raise":

@@ -66,10 +66,10 @@ class DeadlockDetector:
             "with a different shape"
         )
 
-    def _is_idle(self, used: list[float], seconds: float) -> bool:
+    def _is_idle(self, cpu_seconds: list[float], seconds: float) -> bool:
         """Return True if ranks used almost no CPU time and all unfinished ranks wait."""
         allowed = 0.02 + _SHARE * seconds  # first term: the kernel counts in steps of 10 ms
-        if any(after - before > allowed for before, after in zip(self._cpu_seconds, used, strict=True)):
+        if any(after - before > allowed for before, after in zip(self._cpu_seconds, cpu_seconds, strict=True)):
             return False
         if seconds < _QUIET:
             return True

@@ -79,7 +79,7 @@ class Server:
         self._pid = os.getpid()
         self._worlds: dict[int, _World] = {}
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
-        self._broken = ""  # import error of `preload`, or ''
+        self._preload_error = ""  # import error of `preload`, or ''
         self._fork_unsafe_reason = ""  # why ranks can no longer be forked, or ''
         self._import_errors: dict[str, str] = {}  # module -> import error, or '' if imported
         self._directories: list[str] = []  # of all worlds; removed by the parent unless it dies
@@ -96,7 +96,7 @@ class Server:
                 for name in (*_PRELOAD, *names):
                     importlib.import_module(name)
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._preload_error = f"{type(error).__name__}: {error}"
             traceback.print_exc()
 
     def _deferred_work(self) -> Iterator[bool]:
@@ -109,7 +109,7 @@ class Server:
         merging pages doubles the memory until these ranks exit. If worlds are started ahead of use, some rank is always
         alive, so the work does not wait for exits.
         """
-        if not self._broken and not os.environ.get(rank_setup.NO_PRELOAD):
+        if not self._preload_error and not os.environ.get(rank_setup.NO_PRELOAD):
             for name in rank_setup.DDP_MODULES:
                 rank_setup.import_named(name)  # a failure is reported by the rank that needs the module
                 yield True
@@ -247,8 +247,8 @@ class Server:
         forked = []
         for fd in world.fds:
             try:
-                if self._broken:
-                    raise ImportError(self._broken)
+                if self._preload_error:
+                    raise ImportError(self._preload_error)
                 pid = os.fork()
             except Exception as error:
                 world.awaited.clear()

@@ -52,10 +52,10 @@ class RunFuture(Generic[Result]):
         self._watch = watch
         self._deadlock = DeadlockDetector(processes, world.device)
         self._extra_seconds = 0.0
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
         self._failed_at: float | None = None
-        self._next_watch = self._started + _TICK
-        self._next_progress_check = self._progressed_at = self._started
+        self._next_watch = self._started_at + _TICK
+        self._next_progress_check = self._progressed_at = self._started_at
         self._turns: list[int] = []  # number of position updates per rank
         self._results: list[Result] | None = None
         self._error: BaseException | None = None
@@ -131,7 +131,7 @@ class RunFuture(Generic[Result]):
             return self._fail(headline)
         if stuck := self._deadlock.verdict(now):
             return self._fail(stuck)
-        waits = [deadline - now, self._deadlock.wait(now), self._next_progress_check - now]
+        pauses = [deadline - now, self._deadlock.wait(now), self._next_progress_check - now]
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
@@ -142,11 +142,11 @@ class RunFuture(Generic[Result]):
                 if sentence:
                     return self._fail(sentence)
                 self._next_watch = time.monotonic() + _TICK
-            waits.append(max(0.0, self._next_watch - now))
-        return min(waits)
+            pauses.append(max(0.0, self._next_watch - now))
+        return min(pauses)
 
     def _deadline(self) -> tuple[float, str]:
-        started = self._started
+        started = self._started_at
         for rank in self._processes.ranks:
             if rank.ready is None:
                 seconds, start = self._world.startup_timeout, self._processes.started_at

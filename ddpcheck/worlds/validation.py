@@ -23,9 +23,9 @@ DEVICES = ("cpu", "cuda")
 
 def check_count(name: str, value: object, most: int) -> None:
     """Raise `UsageError` unless `value` is an int from 1 to `most`."""
-    number = isinstance(value, int) and not isinstance(value, bool)
-    if not isinstance(value, int) or not number or not 1 <= value <= most:
-        kind = UsageError if number else WrongTypeError
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, int) or not is_number or not 1 <= value <= most:
+        kind = UsageError if is_number else WrongTypeError
         raise kind(f"{name} must be a whole number from 1 to {most}, got {value!r}.")
 
 
@@ -37,9 +37,9 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def check_seconds(name: str, value: object) -> None:
     """Raise `UsageError` unless `value` is a finite number above 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not isinstance(value, (int, float)) or not number or not 0 < value < math.inf:
-        kind = UsageError if number else WrongTypeError
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(value, (int, float)) or not is_number or not 0 < value < math.inf:
+        kind = UsageError if is_number else WrongTypeError
         raise kind(f"{name} must be a number of seconds above 0, got {value!r}.")
 
 

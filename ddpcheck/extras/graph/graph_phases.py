@@ -101,14 +101,14 @@ class FlowRecorder(TensorRecorder):
             self._record(name, inputs, outputs, required_grad and not any(output.requires_grad for output in outputs))
         return result
 
-    def _record(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], lost: bool) -> None:
+    def _record(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], is_cut: bool) -> None:
         frame, operation = self._frames[-1], name.strip("_")
         reason = f"{operation}()" if outputs else f"{operation}(), which leaves torch"
-        if outputs and lost:
+        if outputs and is_cut:
             reason = cut_reason(name, outputs[0])
         key, hidden = stop_key(PathEnd("", reason, user_location(), frame.module or "")), False
         end = self._ends.get(key)
-        is_end = end is not None and (lost or not outputs or end.cause == "unreachable")
+        is_end = end is not None and (is_cut or not outputs or end.cause == "unreachable")
         if is_end:  # the stop node represents the operation
             frame.after = key
             self.nodes.setdefault(key, Node(key, "stop", frame.module, end=end))

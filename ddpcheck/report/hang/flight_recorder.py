@@ -204,7 +204,7 @@ def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
         ops = {rank: dump.collectives(name) for rank, dump in group_dumps.items()}
         ops = {rank: entries for rank, entries in ops.items() if entries or not group_dumps[rank].wrapped}
         firsts = [(group_dumps[rank], entries[0].number) for rank, entries in ops.items() if entries]
-        starts = [at + (dump.wrapped and not dump.gloo) for dump, at in firsts if dump.wrapped or dump.active_only]
+        starts = [seq + (dump.wrapped and not dump.gloo) for dump, seq in firsts if dump.wrapped or dump.active_only]
         start = max(starts, default=0)  # drops coalesced calls that share a number with lost calls
         for rank, entries in ops.items():
             kept = [entry for entry in entries if entry.number >= start]
@@ -343,7 +343,7 @@ def plain_dump(dump: Any) -> dict[str, Any]:
 
 
 class _NotPlainError(ValueError):
-    """Dump that is not plain data or has no entries; the message is a verb phrase."""
+    """Dump that is no plain data or lacks entries; the message lacks its subject."""
 
 
 class _PlainData(pickle.Unpickler):

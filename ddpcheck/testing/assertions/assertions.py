@@ -243,8 +243,8 @@ def _tolerance_error(rtol: float | None, atol: float | None) -> str:
     if (rtol is None) != (atol is None):
         return f"give both rtol and atol, or neither; {'rtol' if rtol is None else 'atol'} is missing"
     for name, value in (("rtol", rtol), ("atol", atol)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value < math.inf):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
             return f"{name} must be a number that is not negative, not {value!r}"
     return ""
 

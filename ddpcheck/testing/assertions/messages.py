@@ -318,7 +318,7 @@ def mismatch_message(mismatches: Iterable[Mismatch], by_rank: Mapping[int, RankV
     return "\n".join(lines)
 
 
-def _detail_lines(item: Mismatch, how: str) -> list[str]:
+def _detail_lines(item: Mismatch, adjective: str) -> list[str]:
     kinds = {entry.kind for entry in item.present}
     if None in item.entries.values() or len(kinds) > 1 or not kinds <= _TITLES.keys():
         reason = "Not every rank holds it" if None in item.entries.values() else "The ranks hold different things"
@@ -339,7 +339,7 @@ def _detail_lines(item: Mismatch, how: str) -> list[str]:
             values = {rank: entry.attributes[number][1] for rank, entry in item.entries.items() if entry}
             if len({*values.values()}) > 1:
                 lines.append(f"The values for attribute '{name}' do not match: {_on_ranks(values)}.")
-    return [f"{_TITLES[kind]} are not {how} on all ranks!", "", *lines, *([] if item.odd else [_NAN_ADVICE])]
+    return [f"{_TITLES[kind]} are not {adjective} on all ranks!", "", *lines, *([] if item.odd else [_NAN_ADVICE])]
 
 
 def _distance_lines(item: Mismatch) -> list[str]:

@@ -145,14 +145,14 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
             "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         )
-    present, (accepted, missing, advice) = _launchers_present(environ), LAUNCHERS[launcher]
-    for names in present:
+    launchers, (accepted, missing, advice) = _launchers_present(environ), LAUNCHERS[launcher]
+    for names in launchers:
         if names in accepted:
             return _environment_of(names, environ)
     if launcher == "slurm" and "SLURM_JOB_ID" in environ:
         reason = f"this is a script or shell of SLURM's job {environ['SLURM_JOB_ID']}, and none of its tasks"
-    elif present:
-        reason = f"it is {present[0].launcher} that has started this process"
+    elif launchers:
+        reason = f"it is {launchers[0].launcher} that has started this process"
     else:
         reason = f"there is no {missing} in the environment"
     raise UsageError(f"Launcher {launcher!r} was asked for, but {reason}; start this with {advice}.")
@@ -177,12 +177,12 @@ def _launchers_present(environ: Mapping[str, str]) -> list[_Variables]:
         _SLURM: "SLURM_STEP_ID" in environ and _SLURM.world_size in environ,  # a batch script has no step variables
         _BY_HAND: "RANK" in environ or "WORLD_SIZE" in environ,
     }
-    present = [names for names, flag in flags.items() if flag]
+    launchers = [names for names, flag in flags.items() if flag]
     pairs = [[environ.get(name) for name in (names.rank, names.world_size)] for names in (_MPICH, _SLURM)]
     if flags[_MPICH] and flags[_SLURM] and pairs[0] == pairs[1]:
-        present.remove(_SLURM)  # `srun --mpi=pmi2` also sets PMI_*; SLURM has more information
-        present.insert(present.index(_MPICH), _SLURM)
-    return present
+        launchers.remove(_SLURM)  # `srun --mpi=pmi2` also sets PMI_*; SLURM has more information
+        launchers.insert(launchers.index(_MPICH), _SLURM)
+    return launchers
 
 
 def _environment_of(names: _Variables, environ: Mapping[str, str]) -> LauncherEnv:

@@ -55,8 +55,8 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
         UsageError: The argument is not a function.
     """
     if not callable(function):
-        below = "; put it below @classmethod or @property" if isinstance(function, (classmethod, property)) else ""  # type: ignore[unreachable]
-        raise WrongTypeError(f"master_only decorates a function or method, got {function!r}{below}.")
+        hint = "; put it below @classmethod or @property" if isinstance(function, (classmethod, property)) else ""  # type: ignore[unreachable]
+        raise WrongTypeError(f"master_only decorates a function or method, got {function!r}{hint}.")
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
