@@ -5,8 +5,8 @@ that queries all ranks: `/fr_trace_json` and `/fr_trace_nccl_json` show the Flig
 `faulthandler`. The pages are HTML, with the answer of each rank in a `<pre>` that is not escaped. Nothing is unpickled.
 
 Recorders are read at different moments, and a running rank may still reach the collective that others wait in. So a
-rank counts as waiting only if its recorder and stack did not change between two looks and its main thread waits for
-others inside of torch; any other rank counts as running.
+rank counts as waiting only if its recorder and stack did not change between two queries and its main thread waits
+for other ranks inside of torch; any other rank counts as running.
 """
 
 from __future__ import annotations

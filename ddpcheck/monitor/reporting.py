@@ -66,7 +66,7 @@ class FindingWarning(UserWarning):
 
 _DDP_TEXT = "'Expected to have finished reduction in the prior iteration'"
 _SHORT_TEXT = "'Expected to have finished reduction ...'"
-"""Shortened because Lightning replaces any error text that contains the whole sentence."""
+"""Short form of `_DDP_TEXT`: Lightning replaces any error text that contains the whole sentence."""
 
 
 def format_finding(finding: Finding) -> str:

@@ -1,8 +1,8 @@
-"""Detection of CPU ranks that wait for each other or finished ranks, on Linux.
+"""Detection of CPU ranks that wait for each other or for finished ranks (Linux).
 
-Requires all of the following over seconds: every unfinished rank is on the same line inside a `torch.distributed` call,
-a backward pass or DDP; no thread of any rank stays runnable or uses more CPU time than waiting takes; and no rank has
-another Python thread. Ranks that compute, sleep, read files or transfer data do not match.
+Ranks are in a deadlock if for `_SECONDS` each unfinished rank stays on one line inside a `torch.distributed` call, a
+backward pass or DDP, no thread stays runnable or uses more CPU time than waiting takes, and no rank has another Python
+thread. Ranks that compute, sleep, read files or transfer data are not.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ DDP_MODULES = (
     "ddpcheck.gather.phases.local_step",
     "ddpcheck.gather.phases.ddp_step",
 )
-"""Modules that ranks with DDP import. The fork server imports them when it has time.
+"""Modules that ranks with DDP import; the fork server imports these modules while idle.
 
-`World(preload=...)` names them for ranks that need them immediately: these are forked after the import.
+Ranks of `World(preload=DDP_MODULES)` are forked only after the import.
 """
 
 NO_PRELOAD = "_DDPCHECK_NO_PRELOAD"

@@ -75,7 +75,7 @@ class StartedRanks(Protocol):
 
 
 Starter = Callable[[str, Mapping[int, int], str, Sequence[str], bool], StartedRanks]
-"""Starts ranks, given scratch directory, rank -> its socket's descriptor, hash seed, preloaded modules, and `ahead`."""
+"""Function that starts ranks: (scratch directory, rank -> its socket's descriptor, hash seed, preload, ahead)."""
 
 
 def import_path() -> tuple[str, ...]:
@@ -392,4 +392,4 @@ def kill_group(pid: int) -> None:
 
 
 STARTERS: dict[str | None, Starter] = {"fork": ForkedRanks, "spawn": SpawnedRanks}
-"""By start method."""
+"""Starter by start method."""

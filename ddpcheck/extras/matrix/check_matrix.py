@@ -1,6 +1,6 @@
 """`check_matrix(recipe)`: check a model under one combination of DDP options after another.
 
-A row is a check with these wrapper options. The single process does not depend on the options and is run once.
+A row is a check with one combination of options. The single process does not depend on the options and is run once.
 """
 
 from __future__ import annotations

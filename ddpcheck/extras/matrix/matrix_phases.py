@@ -1,6 +1,6 @@
 """Phases of `check_matrix`: wrap with a row's options, time steps, run variant steps.
 
-A variant step through the wrapper is compiled, or made in micro-batches.
+A variant step runs the compiled wrapper, or the wrapper on micro-batches.
 """
 
 from __future__ import annotations
