@@ -1,9 +1,8 @@
 """Fork server: a process with torch imported that forks ranks on request.
 
-Started by exec, the server stays single-threaded, runs no torch operation, and no user code except the import of
-preloaded modules. Each request from the parent is one packet on a socket, with file descriptors attached. Forks and
-exits are reported on a socket per world. When the parent ends, the server kills all ranks and removes the scratch
-directories.
+Started by exec, the server stays single-threaded, and runs no torch operation and no user code but imports of preloaded
+modules. Each request from the parent is one packet on a socket, with file descriptors attached. Forks and exits are
+reported on a socket per world. When the parent ends, the server kills all ranks and removes the scratch directories.
 """
 
 from __future__ import annotations

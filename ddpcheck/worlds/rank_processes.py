@@ -107,7 +107,6 @@ class RankProcesses:
 
     @property
     def has_exited(self) -> bool:
-        """True if every rank has exited."""
         return all(rank.ended is not None for rank in self.ranks)
 
     def update_context(self, context: wire.ProcessContext) -> None:

@@ -386,7 +386,6 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group of `pid`."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -222,7 +222,6 @@ class Repeats:
     differ: bool = False  # True if more than rounding: gradient verdicts are withheld
 
     def add(self, by_rank: Sequence[RepeatedStep]) -> None:
-        """Add a repeated step."""
         self.by_rank = self.by_rank or by_rank
         for item in (item for repeated in by_rank for item in repeated.differences):
             self.noise[item.name] = max(item.error, self.noise.get(item.name, 0.0))
@@ -298,7 +297,6 @@ class CheckState:
         self.single.choices[step] = tuple(dict.fromkeys(choice for _, choices in steps for choice in choices))
 
     def add_single(self, step: int, result: SingleStep) -> None:
-        """Add a step of the single process."""
         self.single.backwards = result.backwards
         self.steps.add_norm(step, result.norm)
         if result.float64_error and not any("float64" in note for note in self.log.notes):
