@@ -66,7 +66,7 @@ class ReplicaComparison:
 
     @property
     def next_key(self) -> str:
-        """Return the key of the first gather in the next comparison."""
+        """Return the store key under which the next comparison gathers digests."""
         return f"digest/{self._recorder.replica.count}"
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:

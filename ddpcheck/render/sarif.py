@@ -105,7 +105,7 @@ def _location(location: Location, text: str = "") -> dict[str, Any]:
 
 
 def _path_flow(finding: Finding) -> list[dict[str, Any]]:
-    """Return a thread flow along the autograd path of a missing parameter."""
+    """Return a SARIF thread flow along the autograd path of a missing parameter."""
     path = finding.path
     if path is None or not path.steps:
         return []
@@ -119,7 +119,7 @@ def _path_flow(finding: Finding) -> list[dict[str, Any]]:
 
 
 def _rank_flows(evidence: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one thread flow per rank with a line in the evidence."""
+    """Return one SARIF thread flow per rank that has a line in the evidence."""
     places: dict[str, list[dict[str, Any]]] = {}
     for fact in evidence:
         match = _ON_A_RANK.match(fact)

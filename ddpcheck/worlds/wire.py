@@ -47,7 +47,7 @@ class ProcessContext:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """Configuration of a rank; its first message after the fork."""
+    """Configuration of a rank, sent as the first message after the fork."""
 
     rank: int
     world_size: int

@@ -114,7 +114,7 @@ class SimulatedAnswers:
         self._sent: dict[str, tuple[tuple[int, ...], list[_Parts]]] = {}  # group name -> (ranks, sent tensors per call)
 
     def ask(self, group: Any, name: str, tensors: Any) -> list[_Tensors] | None:
-        """Return all ranks' tensors in a call that sends `tensors`; None if unknown.
+        """Record `tensors` of this rank; return the tensors of all ranks, None if unknown.
 
         One Python call may run several collectives (objects: sizes first): all are answered, or none.
         """

@@ -77,7 +77,7 @@ _MOST_ENDS = 12
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks with the same collectives and the same wait."""
+    """Ranks that called the same collectives, and wait in the same call."""
 
     logs: Sequence[RankCollectives]
     listed: Sequence[CalledCollective]

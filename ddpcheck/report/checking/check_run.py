@@ -179,7 +179,7 @@ class CheckRun(CheckWorlds):
             draws = any(item.random.libraries for item in local)
             saves = self._large or not draws
             self._all(calls.local_step.average, step, averaged if saves else None, shared=self._one_machine)
-        doubtful = self._train(step, words)
+        is_wrong = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
             result = self._settle_single(future or run_single()) if needs_single else None
             if isinstance(result, str):
@@ -188,12 +188,12 @@ class CheckRun(CheckWorlds):
                 self._check_batch([local[0].batch, result.batch, result.batch_again], step)
                 self.state.add_single(step, result)
                 compare = partial(self._compare_random, numbers=result.numbers) if draws else self._compare_with_single
-                doubtful |= compare(step, averaged)
+                is_wrong |= compare(step, averaged)
             if self.state.steps.generators_equal() and step == 0:
                 topic = "whether the ranks draw the same numbers"
                 self.state.single.draws = self._explained(topic, [], calls.repeated_step.draws, step)
                 self.state.single.draws = self.state.per_model(self.state.single.draws)
-            if doubtful and not self.state.repeats.differ:
+            if is_wrong and not self.state.repeats.differ:
                 topic = f"whether step {step} gives the same gradients again"
                 repeated = self._explained(topic, RepeatedStep(), calls.repeated_step.repeat_step, step)
                 judging.withhold_if_noisy(self.state, step, repeated)
@@ -241,11 +241,11 @@ class CheckRun(CheckWorlds):
         judging.decide_on_ddp(self.state, step)
         if self.state.steps.ddp_skipped:
             return False
-        doubtful = self._run_ddp(step, words)
+        is_wrong = self._run_ddp(step, words)
         if any(item.compiles for item in self.state.steps.local) and self._is_repeatable(step):
             with self._phase("reducer", f"{words}: through the compiled wrapper"):
                 self.state.steps.compiled += self._all(calls.ddp_step.compiled_step, step)
-        return doubtful
+        return is_wrong
 
     def _is_repeatable(self, step: int) -> bool:
         """Return True if the step can be repeated with a compiled wrapper.
@@ -355,9 +355,9 @@ class CheckRun(CheckWorlds):
                 steps = self._all(calls.ddp_step.ddp_step, step)
                 notes = {text for item in steps if isinstance(item, ShardedStep) and (text := why_not_updated(item))}
                 self.state.log.notes += [f"parameters after a step are not compared: {note}" for note in sorted(notes)]
-                doubtful = judging.ddp_step_is_wrong(self.state, steps)
+                is_wrong = judging.ddp_step_is_wrong(self.state, steps)
                 self._check_collectives(is_needed=self.state.wrapped[0].broadcasts_buffers)
-                return doubtful
+                return is_wrong
         except RankError as error:
             findings = judging.judge_wrapper_failure(self.state, error)
             if not findings or isinstance(error, HangError) or (error.first is not None and error.first.bug):

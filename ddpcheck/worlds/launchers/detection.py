@@ -47,7 +47,7 @@ def tasks_of_node(layout: str, node: str) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Return a port computed from "<job id> <step id>"; other programs may use it."""
+    """Return a port derived from "<job id> <step id>", possibly used by another program."""
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS
 

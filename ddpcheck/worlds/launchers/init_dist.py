@@ -287,24 +287,24 @@ def choose_backend(all_devices: Sequence[RankDevices]) -> str:
         text = ", ".join(f"rank {rank} for {backend or 'none'}" for backend, rank in sorted(by_backend.items()))
         raise UsageError(f"The ranks were asked for different backends: {text}; pass the same on every rank.")
     (backend,) = by_backend
-    without = [rank for rank, devices in enumerate(all_devices) if not devices.gpus]
+    no_gpu_ranks = [rank for rank, devices in enumerate(all_devices) if not devices.gpus]
     names = [
         "" if index is None else devices.gpus[index]
         for devices, index in zip(all_devices, choose_gpus(all_devices), strict=True)
     ]
     shared = [rank for rank, name in enumerate(names) if name and names.count(name) > 1]
     if "nccl" in backend:
-        if without:
+        if no_gpu_ranks:
             raise UsageError(
-                f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(without)} "
-                f"{agreeing('has', without)} none; pass backend='gloo', or see torch.cuda.is_available()."
+                f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(no_gpu_ranks)} "
+                f"{agreeing('has', no_gpu_ranks)} none; pass backend='gloo', or see torch.cuda.is_available()."
             )
         if shared:
             raise UsageError(
                 f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(shared)} would share; "
                 "pass backend='gloo', or start no more ranks on a machine than it has GPUs."
             )
-    return backend or ("gloo" if without or shared else "nccl")
+    return backend or ("gloo" if no_gpu_ranks or shared else "nccl")
 
 
 # --- Rendezvous ------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class _Rendezvous:
             ) from error
 
     def _wait_for_keys(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
-        """Wait for all keys in `names`; on timeout report ranks without key in `keys`."""
+        """Wait for the keys in `names`; on timeout raise everywhere, naming ranks without key."""
 
         def check(_missing: list[int]) -> None:
             if self.store.has(_FAILED):

@@ -148,7 +148,7 @@ class _FollowerLink:
         self._sock, hello, welcome = joined
         self._on_lost = partial(on_lost, hello.launch.rank, hello.pid if welcome.shared else None)
         self.rank = hello.launch.rank
-        self.lost: float | None = None  # time of disconnection
+        self.lost_at: float | None = None  # time of disconnection
         self.worlds: dict[int, RemoteRanks] = {}  # by number
         self._folder = None if welcome.shared else hello.temporary
         self._lock = threading.Lock()
@@ -177,10 +177,10 @@ class _FollowerLink:
         except OSError:
             pass
         finally:
-            self.lost = time.monotonic()
+            self.lost_at = time.monotonic()
             self._on_lost()  # first: callers notified of the exit may ask for the reason
             for world in list(self.worlds.values()):
-                world.handle_disconnect(self.lost)
+                world.handle_disconnect(self.lost_at)
 
     def close(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -211,8 +211,8 @@ class RemoteRanks:
         self._sender = threading.Thread(target=self._forward, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
         follower.send("open", self._number, method, self._rank, follower.directory_for(directory), *options)
         self._sender.start()
-        if follower.lost is not None:
-            self.handle_disconnect(follower.lost)
+        if follower.lost_at is not None:
+            self.handle_disconnect(follower.lost_at)
 
     def _forward(self) -> None:
         with contextlib.suppress(OSError):
