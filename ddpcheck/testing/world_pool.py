@@ -127,7 +127,7 @@ class WorldPool:
             self._closing.append(world)
 
     def _refresh(self) -> None:
-        """Empty the pool after a fork, and close exited worlds; called first in each method."""
+        """Empty the pool in a forked process, and close worlds whose ranks have exited."""
         if self._pid != os.getpid():  # fork: the worlds belong to the parent process
             WorldPool.__init__(self)
         for _ in range(len(self._closing)):
