@@ -74,9 +74,9 @@ class World:
             UsageError: An argument is invalid.
         """
         options = start_method, process_group, threads, env, preload
-        self._open(WorldOptions(world_size, backend, device, timeout, startup_timeout, *options))
+        self._start_ranks(WorldOptions(world_size, backend, device, timeout, startup_timeout, *options))
 
-    def _open(self, options: WorldOptions) -> None:
+    def _start_ranks(self, options: WorldOptions) -> None:
         hosts, world_size = options.hosts, options.world_size
         if hosts is not None and world_size != hosts.world_size:
             raise UsageError(
@@ -90,15 +90,15 @@ class World:
         self.timeout = options.timeout
         self.startup_timeout = options.startup_timeout
         self.start_method = options.start_method
-        self._owner = os.getpid()
-        self._pending: RunFuture[Any] | None = None
-        self._kept: dict[tuple[int, str], bytes] = {}  # files of the ranks, read at close
+        self._owner_pid = os.getpid()
+        self._last_run: RunFuture[Any] | None = None
+        self._files_at_close: dict[tuple[int, str], bytes] = {}  # files of the ranks, read at close
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
         self._processes = RankProcesses(self.directory, one_machine=hosts is None or hosts.one_machine)
         self.closed = False
         _open_worlds.add(self)
         try:
-            configs = [self._config(rank) for rank in range(world_size)]
+            configs = [self._rank_config(rank) for rank in range(world_size)]
             starters = [starting.STARTERS[options.start_method]] * world_size
             if hosts is not None:
                 configs = [hosts.settle(config) for config in configs]
@@ -149,7 +149,7 @@ class World:
     ) -> RunFuture[Result]:
         """Start what `run` does, and return a future; several worlds can run concurrently."""
         self._check_open()
-        return self._begin([validation.pack_task(fn, args, kwargs)] * self.world_size, timeout)
+        return self._send_tasks([validation.pack_task(fn, args, kwargs)] * self.world_size, timeout)
 
     def run_each(
         self, fn: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
@@ -160,22 +160,22 @@ class World:
             raise UsageError(
                 f"run_each needs one tuple of arguments a rank: {self.world_size} ranks, {len(arguments)} tuples."
             )
-        return self._begin([validation.pack_task(fn, tuple(args), {}) for args in arguments], timeout).result()
+        return self._send_tasks([validation.pack_task(fn, tuple(args), {}) for args in arguments], timeout).result()
 
     def output(self, rank: int) -> str:
         """Return what a rank has written to stdout and stderr so far."""
-        return self._file(rank, "out").decode("utf-8", "replace")
+        return self._read_file(rank, "out").decode("utf-8", "replace")
 
     def attachment(self, rank: int) -> bytes:
         """Return the bytes saved by a rank with `ddpcheck.rank.save_attachment`, or `b""`."""
-        return self._file(rank, "attachment")
+        return self._read_file(rank, "attachment")
 
-    def _file(self, rank: int, kind: str) -> bytes:
+    def _read_file(self, rank: int, kind: str) -> bytes:
         if not 0 <= rank < self.world_size:
             raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
-        return self._kept.get((rank, kind), b"") if self.closed else self._processes.read_bytes(rank, kind)
+        return self._files_at_close.get((rank, kind), b"") if self.closed else self._processes.read_bytes(rank, kind)
 
-    def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> RunFuture[Any]:
+    def _send_tasks(self, payloads: Sequence[bytes], timeout: float | None) -> RunFuture[Any]:
         timeout = self.timeout if timeout is None else timeout
         validation.check_seconds("timeout", timeout)
         self._processes.run += 1
@@ -185,21 +185,21 @@ class World:
         packed = {payload: wire.pack(("task", self._processes.run, payload, rewritten)) for payload in {*payloads}}
         for rank, payload in zip(self._processes.ranks, payloads, strict=True):
             self._processes.post(rank, packed[payload])
-        self._pending = RunFuture(self, self._processes, timeout, self._options.watch)
-        return self._pending
+        self._last_run = RunFuture(self, self._processes, timeout, self._options.watch)
+        return self._last_run
 
     def _check_open(self) -> None:
-        if self._owner != os.getpid():
+        if self._owner_pid != os.getpid():
             raise DDPCheckError("This world belongs to the process that made it; make another one in this process.")
-        at_work = self._pending is not None and not self._pending.done()  # first: may set `failed`
+        is_running = self._last_run is not None and not self._last_run.done()  # first: may set `failed`
         if self.failed:
             raise DDPCheckError("This world has failed in an earlier run and cannot run again; make a new World.")
         if self.closed or self._processes.exit_requested:
             raise DDPCheckError("This world is closed; make a new World.")
-        if at_work:
+        if is_running:
             raise DDPCheckError("This world is still at work; wait for the result of its last start().")
 
-    def _config(self, rank: int) -> wire.RankConfig:
+    def _rank_config(self, rank: int) -> wire.RankConfig:
         return wire.RankConfig(
             rank=rank,
             world_size=self.world_size,
@@ -274,11 +274,11 @@ class World:
 
     @property
     def _is_over(self) -> bool:
-        return self.closed or self._processes.exit_requested or self._owner != os.getpid()
+        return self.closed or self._processes.exit_requested or self._owner_pid != os.getpid()
 
     @property
     def _is_idle(self) -> bool:
-        return self._pending is None or self._pending.succeeded
+        return self._last_run is None or self._last_run.succeeded
 
     def begin_close(self) -> None:
         """Start shutting down the ranks without waiting; call `close` afterwards."""
@@ -288,7 +288,7 @@ class World:
     @property
     def has_exited(self) -> bool:
         """True if all ranks have exited, so that `close` does not wait."""
-        if not self.closed and self._owner == os.getpid():
+        if not self.closed and self._owner_pid == os.getpid():
             self._processes.poll(0)
             return self._processes.has_exited
         return True
@@ -299,13 +299,13 @@ class World:
             return
         self.closed = True
         _open_worlds.discard(self)
-        is_owner = self._owner == os.getpid()
+        is_owner = self._owner_pid == os.getpid()
         try:
             if is_owner:
                 if not self.failed:
                     self._processes.terminate(idle=self._is_idle)
                 files = itertools.product(range(self.world_size), ("out", "attachment"))
-                self._kept = {file: self._processes.read_bytes(*file) for file in files}
+                self._files_at_close = {file: self._processes.read_bytes(*file) for file in files}
         finally:
             self._processes.release(is_owner)
             if is_owner:
@@ -321,7 +321,7 @@ class World:
 def start_world(world_size: int = 2, **options: Any) -> World:
     """Start a `World` with `WorldOptions`, including internal options."""
     world = World.__new__(World)
-    world._open(WorldOptions(world_size, **options))
+    world._start_ranks(WorldOptions(world_size, **options))
     return world
 
 

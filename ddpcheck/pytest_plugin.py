@@ -32,9 +32,9 @@ _MARKER = (
     "ddp(world_size=2, *, backend, device, timeout, reuse, threads, env, preload): run the body of the test on every "
     "rank of a real process group; a list of world sizes runs it once for each"
 )
-_SIGNS = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID")
 _SESSION = pytest.StashKey["Session"]()
-_NEXT = pytest.StashKey[pytest.Item | None]()
+_NEXT_TEST = pytest.StashKey[pytest.Item | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,10 +51,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and the hooks for a launcher if launcher variables are set."""
     config.addinivalue_line("markers", _MARKER)
-    if any(name in os.environ for name in _SIGNS):
+    if any(name in os.environ for name in _LAUNCHER_VARIABLES):
         from ddpcheck.testing import launched_session
 
-        launched_session.register(config, _is_ours, tuple(_OPTIONS))
+        launched_session.register(config, _needs_ranks, tuple(_OPTIONS))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -82,21 +82,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Note which test comes next, so that its ranks can be started early."""
-    item.stash[_NEXT] = nextitem
+    """Store the next test, so that its ranks can start early."""
+    item.stash[_NEXT_TEST] = nextitem
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set up a test that needs ranks."""
-    if _is_ours(item):
-        _session(item.config).begin(item, item.stash.get(_NEXT, None))
+    if _needs_ranks(item):
+        _session(item.config).begin(item, item.stash.get(_NEXT_TEST, None))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> object:
     """Have the ranks set up fixtures that depend on per-rank values."""
-    if fixturedef.scope == "function" and isinstance(item := request.node, pytest.Item) and _is_ours(item):
+    if fixturedef.scope == "function" and isinstance(item := request.node, pytest.Item) and _needs_ranks(item):
         return _session(item.config).defer_to_ranks(item, fixturedef, request)
     return None
 
@@ -122,7 +122,7 @@ def pytest_runtest_makereport(
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Shut down ranks shared by a module after the module's last test."""
-    if (session := item.config.stash.get(_SESSION, None)) is not None and _is_ours(item):
+    if (session := item.config.stash.get(_SESSION, None)) is not None and _needs_ranks(item):
         session.finish(item)
 
 
@@ -156,7 +156,7 @@ def process_group(request: pytest.FixtureRequest) -> Any:
     return _session(request.config).rank_value(request.node, "process_group")
 
 
-def _is_ours(item: pytest.Item) -> bool:
+def _needs_ranks(item: pytest.Item) -> bool:
     return item.get_closest_marker("ddp") is not None or "ddp_world" in getattr(item, "fixturenames", ())
 
 
@@ -166,7 +166,7 @@ def _session(config: pytest.Config) -> Session:
         from ddpcheck.testing.session import Session
 
         try:
-            session = config.stash[_SESSION] = Session(config, tuple(_OPTIONS), _is_ours)
+            session = config.stash[_SESSION] = Session(config, tuple(_OPTIONS), _needs_ranks)
         except DDPCheckError as error:
             sentence = str(error).replace("--", "--ddp-", 1)
             raise pytest.fail.Exception(f"ddpcheck: {sentence}", pytrace=False) from None

@@ -238,14 +238,14 @@ class Program:
         session = self.session
         session.begin("the last one")
         if session.rank:
-            ask = session.store._ask
+            ask = session.store._request
 
             def slowly(*arguments: Any) -> Any:
                 answer = ask(*arguments)
                 time.sleep(0.3)
                 return answer
 
-            session.store._ask = slowly  # type: ignore[method-assign]
+            session.store._request = slowly  # type: ignore[method-assign]
         else:
             while not session.store.has(f"gather/{session.epoch.number}/end/1"):
                 time.sleep(0.01)

@@ -135,12 +135,12 @@ _TEXT_OR_JSON: Any = {
 def _add_report(add: _AddCommand) -> None:
     report = add("report", on_launched_ranks(run_report), "check a recipe on real processes, and print a report")
     group = _add_target(report)
-    _add(group, "--select", "--ignore")
+    _add_settings(group, "--select", "--ignore")
     matrix = "try the options of DistributedDataParallel: which are correct, and what they cost"
     group.add_argument("--matrix", action="store_true", help=matrix)
     schedule = "simulate RANKS ranks, one by one, and compare their collectives"
     group.add_argument("--schedule", type=int, metavar="RANKS", help=schedule)
-    _add(report.add_argument_group("output"), "--fail-on", "--baseline", "--output", "--format", "--repro")
+    _add_settings(report.add_argument_group("output"), "--fail-on", "--baseline", "--output", "--format", "--repro")
 
 
 def _add_hang_and_graph(add: _AddCommand) -> None:
@@ -150,11 +150,11 @@ def _add_hang_and_graph(add: _AddCommand) -> None:
         "server (torch.distributed.debug.start_debug_server) in a running job"
     )
     hang.add_argument("folder", metavar="DIR", help=dumps)
-    _add(hang, "--select", "--ignore", "--fail-on", "--output", "--format")
+    _add_settings(hang, "--select", "--ignore", "--fail-on", "--output", "--format")
     live = add("live", run_live, "show the state of the ranks of an active `ddpcheck run`, and the findings so far")
     where = "the folder of the run (ddpcheck-run-... in the temporary folder); default: your only active run"
     live.add_argument("folder", metavar="DIR", nargs="?", help=where)
-    _add(live, "--select", "--ignore", "--fail-on", "--output", "--format")
+    _add_settings(live, "--select", "--ignore", "--fail-on", "--output", "--format")
     graph = add("graph", on_launched_ranks(run_graph), "check a recipe, and draw the graph of its loss")
     picture = "FILE.dot, FILE.svg or FILE.png; without it, dot source to standard output"
     graph_group = _add_target(graph)
@@ -172,11 +172,11 @@ def _add_documents(add: _AddCommand) -> None:
     test_rule.add_argument("file", metavar="FILE", help="the module of the rules, such as lab_rules.py")
     render = add("render", run_render, "show a saved report (JSON or HTML), or convert it")
     render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
-    _add(render, "--output", "--format")
+    _add_settings(render, "--output", "--format")
     diff = add("diff", run_diff, "compare two saved reports: new, fixed and remaining findings")
     diff.add_argument("old", metavar="OLD.json", help="a saved report (JSON), or - for standard input")
     diff.add_argument("new", metavar="NEW.json", help="a later report of the same target")
-    _add(diff, "--fail-on", "--output", "--format", formats=DIFFERENCE_FORMATS)
+    _add_settings(diff, "--fail-on", "--output", "--format", formats=DIFFERENCE_FORMATS)
     schema = add("schema", run_schema, "print the JSON Schema of saved reports")
     which = "report (default), matrix or difference"
     schema.add_argument("document", metavar="DOCUMENT", nargs="?", choices=[*DOCUMENTS], default="report", help=which)
@@ -201,11 +201,11 @@ def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add TARGET and the option group of a check; return the group."""
     parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
     group = parser.add_argument_group("what is checked")
-    _add(group, *_OF_A_CHECK)
+    _add_settings(group, *_OF_A_CHECK)
     return group
 
 
-def _add(parser: argparse._ActionsContainer, *names: str, formats: Iterable[str] = FORMATS) -> None:
+def _add_settings(parser: argparse._ActionsContainer, *names: str, formats: Iterable[str] = FORMATS) -> None:
     for name in names:
         metavar, text = OPTIONS[name]
         flags = ("-o", name) if name == "--output" else (name,)

@@ -43,23 +43,23 @@ def run_env(arguments: argparse.Namespace) -> int:
         "libc": " ".join(platform.libc_ver()) or "unknown",
         "cpus": os.cpu_count(),
         "start method": _start_method(),
-        "torch": _torch(),
+        "torch": _torch_facts(),
         "packages": {name: version for name in PACKAGES if (version := version_of(name))},
         "pytest plugins": sorted({f"{ep.name} ({ep.value})" for ep in metadata.entry_points(group="pytest11")}),
         "variables": shown_variables(os.environ),
     }
     width = Medium.detect(sys.stdout).width
-    text = "\n".join(wrapped(line, width, "    ") for line in _lines(environment))
+    text = "\n".join(wrapped(line, width, "    ") for line in _indented_lines(environment))
     print_out(json.dumps(environment, indent=2) if arguments.format == "json" else text)
     return EXIT_CLEAN
 
 
-def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def _indented_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """Yield a line for each value; nested mappings are indented below their heading."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}:{'' if value else ' none'}"
-            yield from _lines(value, indent + "  ")
+            yield from _indented_lines(value, indent + "  ")
         else:
             text = ", ".join(value) or "none" if isinstance(value, list) else str(value)
             yield f"{indent}{name}: {printable(text)}"
@@ -86,7 +86,7 @@ def _start_method() -> str:
         return str(error)
 
 
-def _torch() -> dict[str, Any]:
+def _torch_facts() -> dict[str, Any]:
     """Return version, backends and GPUs of torch, or the import error."""
     try:
         import torch

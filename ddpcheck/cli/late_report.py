@@ -27,7 +27,7 @@ from ddpcheck.run.run_folder import holding
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import read_logs
 
-_LOOK = 0.1  # seconds between two polls
+_POLL = 0.1  # seconds between two polls
 _QUIET = 2.0  # seconds without live ranks to wait, since a live launcher may restart ranks
 
 
@@ -42,14 +42,14 @@ def main() -> None:
         baseline = None if args.check_baseline is None else load_report(args.check_baseline)
     except DDPCheckError as error:  # the script is already running, so report anyway
         complain(f"{error}; the report has no suppressions and no baseline")
-    watch = HangWatch(folder, args.check_timeout, lambda: _end(folder))
+    watch = HangWatch(folder, args.check_timeout, lambda: _end_ranks(folder))
     try:
         with holding(folder):
-            _wait(folder, launcher)
+            _wait_for_ranks(folder, launcher)
         watch.stop()
         with report_output(args) as output:
             script = shlex.join([args.script, *args.arguments])
-            show_report(script, _ending(folder, watch), folder, args, output, settings, baseline)
+            show_report(script, _infer_ending(folder, watch), folder, args, output, settings, baseline)
     except Exception as error:
         if args.debug:
             raise
@@ -58,28 +58,28 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(folder: Path, launcher: int) -> None:
+def _wait_for_ranks(folder: Path, launcher: int) -> None:
     """Wait until ranks and launcher have ended, or until `_QUIET` seconds without ranks."""
-    quiet = time.monotonic()
-    while time.monotonic() - quiet < _QUIET:
-        if _living(folder):
-            quiet = time.monotonic()
+    last_alive = time.monotonic()
+    while time.monotonic() - last_alive < _QUIET:
+        if _live_pids(folder):
+            last_alive = time.monotonic()
         elif not lives(launcher):
             return
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
 
 
-def _living(folder: Path) -> list[int]:
+def _live_pids(folder: Path) -> list[int]:
     return [pid for path in folder.glob("*.pid") if lives(pid := int(path.stem))]
 
 
-def _end(folder: Path) -> None:
-    for pid in _living(folder):
+def _end_ranks(folder: Path) -> None:
+    for pid in _live_pids(folder):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
 
 
-def _ending(folder: Path, watch: HangWatch) -> Ending:
+def _infer_ending(folder: Path, watch: HangWatch) -> Ending:
     """Infer from the logs how ranks ended: only the launcher knows exit codes."""
     if watch.unended is not None:
         return Ending(unended=watch.unended)

@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
-_LAST_WORDS = 2.0  # seconds for rank 0 to report after SIGTERM
-_WITHOUT_LEADER = 3.0  # seconds for the other ranks to exit after SIGTERM: longer than for rank 0
-_LOOK = 0.25  # seconds between polls of the launcher
+_REPORT_SECONDS = 2.0  # seconds for rank 0 to report after SIGTERM
+_EXIT_SECONDS = 3.0  # seconds for the other ranks to exit after SIGTERM: longer than for rank 0
+_POLL = 0.25  # seconds between polls of the launcher
 
 
 def on_launched_ranks(run: Callable[[argparse.Namespace, Leader | None], int]) -> Callable[[argparse.Namespace], int]:
     """Wrap a command so that under a launcher only rank 0 runs it."""
 
     def command(arguments: argparse.Namespace) -> int:
-        launch = _launch(arguments)
+        launch = _launcher_of(arguments)
         if launch is None:
             return run(arguments, None)
         if launch.rank:
-            return _follow(launch)
+            return _serve_rank_0(launch)
         from ddpcheck.worlds.launchers.leader import Leader
 
         code, sentence = EXIT_USAGE, ""
-        with ending(launch, _LAST_WORDS), contextlib.closing(Leader(launch)) as hosts:
+        with ending(launch, _REPORT_SECONDS), contextlib.closing(Leader(launch)) as hosts:
             try:
                 code = run(arguments, hosts)
                 sentence = "ddpcheck did not crash: the report on the target says why"
@@ -54,7 +54,7 @@ def on_launched_ranks(run: Callable[[argparse.Namespace, Leader | None], int]) -
     return command
 
 
-def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
+def _launcher_of(arguments: argparse.Namespace) -> LauncherEnv | None:
     """Return the environment of the launcher; `None` if the command starts its own ranks."""
     try:
         launcher = load_settings({"launcher": arguments.launcher}).launcher
@@ -67,15 +67,15 @@ def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
     return require() if launcher == "on" else detect()
 
 
-def _follow(launch: LauncherEnv) -> int:
-    """Run what rank 0 requests, without output; return an exit code (not the report's)."""
+def _serve_rank_0(launch: LauncherEnv) -> int:
+    """Serve rank 0 until it ends; return 0 if regularly, else an error code."""
     from ddpcheck.worlds.launchers.leader import Follower
 
     # To the end of this process: torchrun terminates the other ranks once rank 0 has exited with an error, and would
     # list a rank that dies of SIGTERM while its interpreter exits as a second failure. `ending` has a deadline.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with ending(launch, _WITHOUT_LEADER):
+        with ending(launch, _EXIT_SECONDS):
             if Follower(launch).serve():
                 return EXIT_CLEAN
     except KeyboardInterrupt:
@@ -94,9 +94,9 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
     """
     from ddpcheck.worlds.launchers.detection import BY_HAND
 
-    parent, over, deadline = os.getppid(), threading.Event(), math.inf
+    parent, is_over, deadline = os.getppid(), threading.Event(), math.inf
 
-    def asked(number: int, _: object) -> None:
+    def on_sigterm(number: int, _: object) -> None:
         nonlocal deadline
         if deadline < math.inf:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # do not interrupt the cleanup
@@ -105,18 +105,18 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
 
     def watch() -> None:
         nonlocal deadline
-        while not over.wait(_LOOK):
+        while not is_over.wait(_POLL):
             if time.monotonic() > deadline or (launch.launcher != BY_HAND and os.getppid() != parent):
                 deadline = 0.0
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    previous = signal.signal(signal.SIGTERM, asked)
+    previous = signal.signal(signal.SIGTERM, on_sigterm)
     threading.Thread(target=watch, name="ddpcheck-ending", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         signal.signal(signal.SIGTERM, previous)
 
 

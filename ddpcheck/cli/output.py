@@ -29,11 +29,11 @@ class OutputFile:
 
     def __init__(self, path: str | None) -> None:
         self._path = path
-        self._made = False
+        self._is_new = False
 
     def __enter__(self) -> Self:
         if self._path is not None:
-            self._made = not os.path.lexists(self._path)
+            self._is_new = not os.path.lexists(self._path)
             try:
                 with open(self._path, "ab"):
                     pass
@@ -42,7 +42,7 @@ class OutputFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._path is not None and self._made:
+        if self._path is not None and self._is_new:
             with contextlib.suppress(OSError):  # several nodes may share the file, and one writes
                 if not os.path.getsize(self._path):
                     os.unlink(self._path)
@@ -91,14 +91,14 @@ class ReportOutput(OutputFile):
                 if self._to_stderr and isinstance(report, Report):  # do not lose the report of a long run
                     print_error(renderer_for("text", medium=Medium.detect(sys.stderr)).render(report), end="")
                 raise
-            say(f"{report.summary}{_first_of(report)}, written to {self._path}")
+            say(f"{report.summary}{_worst_of(report)}, written to {self._path}")
         elif self._to_stderr:
             print_error(text, end="")
         else:
             print_out(text.removesuffix("\n"))
 
 
-def _first_of(report: Report | Matrix | ReportDifference) -> str:
+def _worst_of(report: Report | Matrix | ReportDifference) -> str:
     """Return "(CODE severity at line)" of the worst finding; "" without findings."""
     if not isinstance(report, Report) or not report.findings:
         return ""
@@ -113,7 +113,7 @@ class Progress:
     def __init__(self, stream: TextIO) -> None:
         self._medium = Medium.detect(stream)
         self._stream = stream
-        self._drawn = False
+        self._is_drawn = False
 
     def __enter__(self) -> Progress:
         return self
@@ -127,13 +127,13 @@ class Progress:
             line = "".join(c for c in text if c.isprintable())[: (self._medium.width or 80) - 1]
             self._stream.write(line.encode(self._medium.encoding, "replace").decode(self._medium.encoding))
             self._stream.flush()
-            self._drawn = True
+            self._is_drawn = True
 
     def clear(self) -> None:
-        if self._drawn:
+        if self._is_drawn:
             self._stream.write("\r" + " " * ((self._medium.width or 80) - 1) + "\r")
             self._stream.flush()
-            self._drawn = False
+            self._is_drawn = False
 
 
 def print_out(text: str) -> None:
@@ -160,12 +160,12 @@ def print_error(text: str, end: str = "\n") -> None:
 
 def say(text: str) -> None:
     """Print a message to standard error."""
-    _tell(f"ddpcheck: {text}")
+    _print_message(f"ddpcheck: {text}")
 
 
 def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
     """Print a message that begins with its kind, such as "error", to standard error."""
-    _tell(f"ddpcheck: {kind}: {message}", textwrap.indent(fold_traceback(detail.rstrip()), "  "))
+    _print_message(f"ddpcheck: {kind}: {message}", textwrap.indent(fold_traceback(detail.rstrip()), "  "))
 
 
 def complain_of(error: Exception) -> int:
@@ -185,7 +185,7 @@ def named(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
 
 
-def _tell(sentence: str, more: str = "") -> None:
+def _print_message(sentence: str, more: str = "") -> None:
     """Print a message to standard error, wrapped on a terminal only."""
     medium = Medium.detect(sys.stderr)
     text = wrapped(printable(sentence, "\n"), medium.width if medium.interactive else None)

@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         launch = detect()
         if launch is not None and launch.rank and launch.launcher != BY_HAND:
             raise SystemExit(EXIT_CLEAN)  # rank 0 has the same command line and prints the error
-        complain(f"{better(message)} (see `{self.prog} --help`)")
+        complain(f"{with_suggestion(message)} (see `{self.prog} --help`)")
         raise SystemExit(EXIT_USAGE)
 
 
@@ -71,7 +71,7 @@ def describe_run(parser: argparse.ArgumentParser, *, everything: bool) -> None:
             action.option_strings = [name for name in action.option_strings if "_" not in name]
 
 
-def better(message: str) -> str:
+def with_suggestion(message: str) -> str:
     """Rewrite an argparse error on an invalid choice to suggest the closest choice."""
     match = _CHOICE.match(message)
     if not match:

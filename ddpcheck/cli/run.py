@@ -86,7 +86,7 @@ def run_agent(
     quiet = limit is not None
     watch = HangWatch(folder, args.check_timeout, end_agent, None if quiet else say, nodes, limit or math.inf)
     try:
-        with _handlers_kept(), _without_broken_error_files(), _linking_nodes(nodes), _killing(quiet):
+        with _keeping_handlers(), _error_file_patch(), _link_nodes_patch(nodes), _sigkill_patch(quiet):
             try:
                 run(args)
             finally:
@@ -140,7 +140,7 @@ def _is_refused_option(error: Exception) -> bool:
     return any(frame.f_code is config_from_args.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _linking_nodes(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
+def _link_nodes_patch(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
     """Patch torchrun's agent to link the nodes after each rendezvous (start and restarts)."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
@@ -153,7 +153,7 @@ def _linking_nodes(nodes: NodeLink | None) -> contextlib.AbstractContextManager[
 
 
 @contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
+def _keeping_handlers() -> Iterator[None]:
     """Restore signal handlers after the block: torchrun's agent leaves handlers that raise."""
     handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
     try:
@@ -164,7 +164,7 @@ def _handlers_kept() -> Iterator[None]:
                 signal.signal(signum, handler)
 
 
-def _killing(kills: bool) -> Patch:
+def _sigkill_patch(kills: bool) -> Patch:
     """Patch torchrun's agent to end ranks by SIGKILL if `kills`: no cleanup is needed."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -174,7 +174,7 @@ def _killing(kills: bool) -> Patch:
     return Patch(PContext, "close", make)
 
 
-def _without_broken_error_files() -> Patch:
+def _error_file_patch() -> Patch:
     """Patch the agent to ignore truncated error files of killed ranks."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -242,9 +242,9 @@ def run_script(arguments: argparse.Namespace) -> int:
         timer.start()
         ending = run_agent(run, args, Path(folder), nodes)
         timer.cancel()
-        if (exit_code := hand_over(nodes, ending)) is not None:
+        if (exit_code := send_logs(nodes, ending)) is not None:
             return exit_code
-        ending, exit_code = collected(nodes, ending), EXIT_USAGE
+        ending, exit_code = collect_logs(nodes, ending), EXIT_USAGE
         try:
             singles = () if parity is None else run_single(parity, Path(folder), ending, nodes.size, debug=args.debug)
             report = show_report(shlex.join(script), ending, Path(folder), args, output, settings, baseline, singles)
@@ -263,12 +263,12 @@ def run_single(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, 
     """Run the script in a single process; a signal ends only this run."""
     from ddpcheck.run.parity_run import INTERRUPTED, SingleRun
 
-    with _handlers_kept():
+    with _keeping_handlers():
         for signum in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.default_int_handler)
         try:
-            singles = _compared(parity, read_logs(folder), ending, nodes)
+            singles = _run_parity(parity, read_logs(folder), ending, nodes)
         except KeyboardInterrupt:  # raised by our handlers while no agent is running
             singles = (SingleRun(why_not=INTERRUPTED),)
     if debug and singles[0].why_not and singles[0].output:
@@ -276,8 +276,8 @@ def run_single(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, 
     return singles
 
 
-def _compared(parity: ParityRuns, ranks: Sequence[RankTrace], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
-    """Run the script in a single process; if it differs, again to measure noise.
+def _run_parity(parity: ParityRuns, ranks: Sequence[RankTrace], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
+    """Run the script in a single process; if training differs, again to measure noise.
 
     If training still differs beyond noise, a third run as rank 1 shows if the script computes with the rank number.
     """
@@ -336,7 +336,7 @@ def show_report(
     source = ProgramSource()
     report = report_on_script(script, ending, ranks, settings, baseline=baseline, source=source, singles=singles)
     if args.check_record is not None:
-        keep_record(args.check_record, script, ending, ranks, source, report)
+        save_record(args.check_record, script, ending, ranks, source, report)
     is_brief = args.check_output is None and args.check_format is None and not args.verbose
     if is_brief and (report.status == "clean" or not (ranks or report.findings)):
         for note in report.world.get("notes", ()):
@@ -350,7 +350,7 @@ def show_report(
     return report
 
 
-def keep_record(
+def save_record(
     path: str, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource, report: Report
 ) -> None:
     """Write a run to a file with pseudonyms; print codes of findings lost thereby."""
@@ -364,7 +364,7 @@ def keep_record(
         complain(f"without the names of the program, {join_names(lost)} is not found in it", kind="note")
 
 
-def hand_over(link: NodeLink, ending: Ending) -> int | None:
+def send_logs(link: NodeLink, ending: Ending) -> int | None:
     """Send the logs to node 0, which reports; return the exit code if accepted."""
     if not link.is_joined or link.number == 0:
         return None
@@ -376,7 +376,7 @@ def hand_over(link: NodeLink, ending: Ending) -> int | None:
     return ending.exit_code or exit_code
 
 
-def collected(link: NodeLink, ending: Ending) -> Ending:
+def collect_logs(link: NodeLink, ending: Ending) -> Ending:
     """Collect the logs of the other nodes, and return the merged ending."""
     if not link.is_joined:
         return ending

@@ -54,7 +54,7 @@ def load_saved(path: str) -> Report | Matrix:
 
 
 def load_report(path: str) -> Report:
-    """Load a report; a matrix is an error."""
+    """Load a report; raise `UsageError` for a matrix."""
     report = load_saved(path)
     if isinstance(report, Matrix):
         raise UsageError(f"{path} is a matrix, not a report; save one with `ddpcheck report TARGET -o FILE.json`")

@@ -5,8 +5,8 @@ that queries all ranks: `/fr_trace_json` and `/fr_trace_nccl_json` show the Flig
 `faulthandler`. The pages are HTML, with the answer of each rank in a `<pre>` that is not escaped. Nothing is unpickled.
 
 Recorders are read at different moments, and a running rank may still reach the collective that others wait in. So a
-rank counts as waiting only if its recorder and stack did not change between two looks and its main thread waits for
-others inside of torch; any other rank counts as running.
+rank counts as waiting only if its recorder and stack did not change between two queries and its main thread waits
+for other ranks inside of torch; any other rank counts as running.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DebugServer:
         self._host, self._port = host, PORT if port is None else port
 
     def flight_recorder(self, *, nccl: bool = False) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """Return the recorder's JSON of each rank, and why other ranks have none.
+        """Return the recorder's JSON, or the reason for none, of each rank.
 
         Args:
             nccl: Query NCCL's recorder (calls that have not ended only), else gloo's.
@@ -101,21 +101,21 @@ class DebugServer:
             except ValueError:
                 dump = json.loads(html.unescape(text))
         except (ValueError, RecursionError):
-            raise self._something_else(f"{path} has no JSON of rank {rank}") from None
+            raise self._wrong_server_error(f"{path} has no JSON of rank {rank}") from None
         try:
             return plain_dump({"entries": [], **dump} if isinstance(dump, dict) else dump)
         except ValueError as error:
-            raise self._something_else(f"{path} {error} of rank {rank}") from None
+            raise self._wrong_server_error(f"{path} {error} of rank {rank}") from None
 
     def _answers(self, path: str) -> tuple[dict[int, str], dict[int, str]]:
-        """Return each rank's text on a page, and why other ranks have none."""
+        """Return the text on a page, or the reason for none, of each rank."""
         page = self._page(path)
         if not page.rstrip().endswith("</section>"):  # the server sends no length
-            raise self._something_else(f"its page {path} is not whole")
+            raise self._wrong_server_error(f"its page {path} is not whole")
         answers, problems, end = dict[int, str](), dict[int, str](), 0
         while begin := _ANSWER.search(page, end):
             if (end := page.find("</pre>", begin.end())) < 0:
-                raise self._something_else(f"its page {path} is not whole")
+                raise self._wrong_server_error(f"its page {path} is not whole")
             rank, status = int(begin["rank"]), int(begin["status"] or 200)
             if status == 200:
                 answers[rank] = page[begin.end() : end]
@@ -123,7 +123,7 @@ class DebugServer:
                 problems[rank] = f"no answer{' in time' if status == _TIMED_OUT else ''} ({status})"
         ranks = sorted([*answers, *problems])
         if not ranks or ranks != list(range(len(ranks))):
-            raise self._something_else(f"its page {path} has no answers of ranks")
+            raise self._wrong_server_error(f"its page {path} has no answers of ranks")
         return answers, problems
 
     def _page(self, path: str) -> str:
@@ -134,10 +134,10 @@ class DebugServer:
         if status != 200 and (match := re.search(r"Exception: .*", text)):
             raise TargetError(f"the debug server at {self.address} fails at {path}: {html.unescape(match[0])[:200]}")
         if status != 200 or _TITLE not in text:
-            raise self._something_else(f"{path} gives {'another page' if status == 200 else f'status {status}'}")
+            raise self._wrong_server_error(f"{path} gives {'another page' if status == 200 else f'status {status}'}")
         return text
 
-    def _something_else(self, why: str) -> UsageError:
+    def _wrong_server_error(self, why: str) -> UsageError:
         return UsageError(f"what answers at {self.address} is not a debug server of torch: {why}")
 
     def _get(self, path: str) -> tuple[int, bytearray]:
@@ -155,14 +155,14 @@ class DebugServer:
                 while chunk := response.read1(_PIECE):
                     data += chunk
                     if len(data) > _MOST_BYTES:
-                        raise self._something_else(f"{path} gives more than {_MOST_BYTES >> 20} MB")
+                        raise self._wrong_server_error(f"{path} gives more than {_MOST_BYTES >> 20} MB")
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, TimeoutError) or is_late.is_set():
                     is_late.set()
                 elif isinstance(error, OSError):
                     raise TargetError(f"the debug server at {self.address} has closed the connection") from error
                 else:
-                    raise self._something_else("it does not speak HTTP") from error
+                    raise self._wrong_server_error("it does not speak HTTP") from error
         if is_late.is_set():
             raise TargetError(
                 f"what listens at {self.address} has not given {path} within {format_count(int(_SECONDS), 'second')}; "
@@ -191,8 +191,8 @@ def _closed_in_time(connection: http.client.HTTPConnection) -> Iterator[threadin
         timer.cancel()
 
 
-_BETWEEN = 3.0  # seconds between the two looks
-_AS_ANOTHER = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_reduce"}  # what gloo records
+_QUERY_PAUSE = 3.0  # seconds between the two queries
+_RECORDED_AS = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_reduce"}  # what gloo records
 
 
 def fetch_rank_states(address: str) -> RanksSeen:
@@ -203,40 +203,40 @@ def fetch_rank_states(address: str) -> RanksSeen:
         UsageError: The address is not of a debug server.
     """
     server = DebugServer(address)
-    earlier, _ = _recorders(server)
+    earlier, _ = _flight_recorder_dumps(server)
     stacks_before = server.stacks()
-    time.sleep(_BETWEEN)
-    dumps, problems = _recorders(server)
+    time.sleep(_QUERY_PAUSE)
+    dumps, problems = _flight_recorder_dumps(server)
     stacks = server.stacks()
     if not dumps:
         raise TargetError(
             f"no rank has answered the debug server at {server.address} ({describe_missing_dump(problems)})"
         )
-    at_work, doing, over = set(), {}, set()
+    at_work, doing, finished = set(), {}, set()
     for rank, dump in dumps.items():
         stack = stacks.get(rank, "")
         frames, lines = main_stack(stack), program_lines(stack)
         where = f" at {lines[0]}" if lines else " in code of a library"
         is_in_call = any(not entry.ended for entry in dump.entries)
-        changed = rank in earlier and _states(earlier[rank]) != _states(dump)
+        changed = rank in earlier and _call_states(earlier[rank]) != _call_states(dump)
         if changed or (stack and stacks_before.get(rank, stack) != stack):
             at_work.add(rank)
             doing[rank] = f"was{where}, and made progress" if frames else "has made progress"
         elif has_no_python_frames(stack):
-            over.add(rank)
+            finished.add(rank)
             doing[rank] = "has run to its end"
         elif frames and not waits_for_ranks(frames) and not (is_in_call and waits_for_result(frames)):
             at_work.add(rank)
             doing[rank] = f"is{where}, and in no collective"
         elif not is_in_call and (collective := collective_of(frames)):  # e.g. the store, which is not recorded
             doing[rank] = f"waits in {collective}"
-        dumps[rank] = _with_line(dump, stack)
+        dumps[rank] = _with_stack_lines(dump, stack)
     lines_of = {rank: program_lines(stack) for rank, stack in stacks.items()}
-    return RanksSeen(dumps, frozenset(at_work), doing, lines_of, frozenset(over), problems, "answer", is_live=True)
+    return RanksSeen(dumps, frozenset(at_work), doing, lines_of, frozenset(finished), problems, "answer", is_live=True)
 
 
-def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]]:
-    """Return each rank's Flight Recorder dump, and why other ranks have none."""
+def _flight_recorder_dumps(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]]:
+    """Return the Flight Recorder dump, or the reason for none, of each rank."""
     answers, problems = server.flight_recorder()
     active_only = False
     if not any(answer["entries"] for answer in answers.values()):
@@ -253,13 +253,13 @@ def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]
     return dumps, problems
 
 
-def _states(dump: RankDump) -> list[tuple[str, int, bool]]:
+def _call_states(dump: RankDump) -> list[tuple[str, int, bool]]:
     """Return (group, number, True if ended) of each collective in a dump."""
     return [(entry.group, entry.number, entry.ended) for entry in dump.entries]
 
 
-def _with_line(dump: RankDump, stack: str) -> RankDump:
-    """Add stack lines to the last calls of a dump; the JSON lacks lines."""
+def _with_stack_lines(dump: RankDump, stack: str) -> RankDump:
+    """Add the lines of `stack` to the last calls of `dump`, which has none."""
     frames, lines = main_stack(stack), program_lines(stack)
     entries = list(dump.entries)
     last = next((index for index in range(len(entries) - 1, -1, -1) if not entries[index].ended), None)
@@ -267,15 +267,15 @@ def _with_line(dump: RankDump, stack: str) -> RankDump:
         return dump
     operation = entries[last].call.operation
     name = collective_of(frames).partition(" ")[0]
-    if name and operation in (_AS_ANOTHER.get(name, name), name.removesuffix("_object"), name.partition("_object")[0]):
-        entries[last] = _at(entries[last], lines)
+    if name and operation in (_RECORDED_AS.get(name, name), name.removesuffix("_object"), name.partition("_object")[0]):
+        entries[last] = _with_lines(entries[last], lines)
     elif not name and region_of(frames):
         for index in range(last, -1, -1):  # the buckets of a backward pass
             if entries[index].ended or entries[index].call.operation != operation:
                 break
-            entries[index] = _at(entries[index], lines)
+            entries[index] = _with_lines(entries[index], lines)
     return replace(dump, entries=entries)
 
 
-def _at(entry: RecordedCall, lines: Sequence[str]) -> RecordedCall:
+def _with_lines(entry: RecordedCall, lines: Sequence[str]) -> RecordedCall:
     return replace(entry, call=replace(entry.call, location=lines[0], callers=tuple(lines)))

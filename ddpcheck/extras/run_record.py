@@ -52,9 +52,9 @@ class Pseudonyms:
 
     def replaced(self, value: Any) -> Any:
         """Replace the names and fractional numbers in strings of nested lists and dicts."""
-        return _with_texts(value, lambda text: _PART.sub(self._of_part, _marked(text)))
+        return _map_texts(value, lambda text: _PART.sub(self._pseudonym, _mark_folders(text)))
 
-    def _of_part(self, part: re.Match[str]) -> str:
+    def _pseudonym(self, part: re.Match[str]) -> str:
         word, fraction = part[0], part["fraction"] is not None
         if part["mark"] is not None or word in _known_words() or (fraction and not float(word)):
             return word
@@ -68,18 +68,18 @@ class Pseudonyms:
 def here(value: Any) -> Any:
     """Replace the folder markers in nested lists and dicts by local folders."""
     folders = _folders(os.getcwd())
-    return _with_texts(value, lambda text: _MARK.sub(lambda mark: folders[mark[0][1:-1]][0], text))
+    return _map_texts(value, lambda text: _MARK.sub(lambda mark: folders[mark[0][1:-1]][0], text))
 
 
-def _with_texts(value: Any, changed: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return changed(value)
+        return change(value)
     if isinstance(value, dict):
-        return {_with_texts(key, changed): _with_texts(item, changed) for key, item in value.items()}
-    return [_with_texts(item, changed) for item in value] if isinstance(value, list | tuple) else value
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _marked(text: str) -> str:
+def _mark_folders(text: str) -> str:
     folders = ((folder, name) for name, paths in _folders(os.getcwd()).items() for folder in paths)
     for folder, name in sorted(folders, key=lambda item: -len(item[0])):  # longest paths first
         text = text.replace(folder, f"{{{name}}}")
@@ -88,7 +88,7 @@ def _marked(text: str) -> str:
 
 @functools.cache
 def _folders(working: str) -> dict[str, list[str]]:
-    """Return the local folders that each marker stands for; function `here` restores the first."""
+    """Return local folders by marker name; `here` replaces a marker by the first folder."""
     packages = map(os.path.dirname, _torch_folders())
     folders = {
         "ddpcheck": [str(_OWN)],
@@ -157,7 +157,7 @@ def _fields_of(rank: RankTrace) -> dict[str, Any]:
 
 
 def _rank_from_fields(fields: dict[str, Any]) -> RankTrace:
-    """Inverse of `_fields_of`; counts the entries that this version cannot read."""
+    """Make a rank from data of `_fields_of`; count the entries of unknown types."""
     if not 0 <= fields["started"]["rank"] < fields["started"]["world_size"] <= MOST_RANKS:
         raise ValueError("the rank of a log is none")
     rank = msgspec.convert({**fields, "entries": []}, RankTrace, str_keys=True)

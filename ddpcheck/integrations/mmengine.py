@@ -38,7 +38,7 @@ def log_finding(finding: Finding) -> None:
         print_log(format_finding(finding), logger="current", level=_LEVELS[finding.severity])
 
 
-def _resolved(on_finding: OnFinding) -> Any:
+def _resolve(on_finding: OnFinding) -> Any:
     """Return the function for "log" or "package.module:function": a config cannot hold functions."""
     if on_finding == "log":
         return log_finding
@@ -74,7 +74,7 @@ class CheckedMMDistributedDataParallel(CheckedDistributedDataParallel, MMDistrib
     ) -> None:
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             kwargs.pop("device_ids", None)
-        kwargs |= {"detect_anomalous_params": detect_anomalous_params, "on_finding": _resolved(on_finding)}
+        kwargs |= {"detect_anomalous_params": detect_anomalous_params, "on_finding": _resolve(on_finding)}
         super().__init__(module, **kwargs)
 
     train_step = MMDistributedDataParallel.train_step
@@ -103,7 +103,7 @@ class DDPCheckHook(Hook):  # type: ignore[misc]
 
     def __init__(self, on_finding: OnFinding = "raise", **settings: Any) -> None:
         self.watches: list[Watch] = []
-        self._options = WatchOptions(**settings, on_finding=_resolved(on_finding))
+        self._options = WatchOptions(**settings, on_finding=_resolve(on_finding))
         self._stack = contextlib.ExitStack()
 
     def before_train(self, runner: Any) -> None:

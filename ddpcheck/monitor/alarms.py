@@ -21,9 +21,9 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange, default_store
 
-_ALWAYS_FOR = 32
-_THEN_EVERY = 16
-_LONG = 0.02  # seconds per step; a store query of about 50 microseconds is then negligible
+_FIRST_STEPS = 32
+_LATER_INTERVAL = 16
+_LONG_STEP = 0.02  # seconds per step; a store query of about 50 microseconds is then negligible
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class AlarmBoard:
         self.rank = self._exchange.rank
         self.ranks = tuple(self._exchange.ranks)
         self.silent: tuple[int, ...] = ()  # ranks that have left or timed out; then this rank stops communicating
-        self._every = _THEN_EVERY
-        self._kept: list[str] = []  # keys of the last gathers
+        self._interval = _LATER_INTERVAL
+        self._gathered_keys: list[str] = []  # keys of the last gathers
 
     @property
     def open(self) -> bool:
@@ -51,11 +51,11 @@ class AlarmBoard:
 
     def is_checked(self, step: int) -> bool:
         """Return True if all ranks check for alarms after a step."""
-        return step < _ALWAYS_FOR or step % self._every == self._every - 1
+        return step < _FIRST_STEPS or step % self._interval == self._interval - 1
 
     def set_pace(self, seconds: Iterable[float]) -> None:
-        """Check alarms after every step if steps take long on all ranks (`seconds` each)."""
-        self._every = 1 if min(seconds) >= _LONG else _THEN_EVERY
+        """Check for alarms after every step if all step times in `seconds` are long."""
+        self._interval = 1 if min(seconds) >= _LONG_STEP else _LATER_INTERVAL
 
     def post(self, step: int) -> None:
         """Request an exchange of reports after this or the next checked step."""
@@ -102,14 +102,14 @@ class AlarmBoard:
             gone = "; ".join(f"rank {rank} {why}" for rank, why in reasons.items())
             warnings.warn(f"ddpcheck: {gone};{waits} judges alone from now on", stacklevel=2)
             return [value]
-        self._kept.append(key)
-        if len(self._kept) > 2:  # this gather completed, so every rank has read the values of two gathers ago
-            self._exchange.delete(self._kept.pop(0))
+        self._gathered_keys.append(key)
+        if len(self._gathered_keys) > 2:  # this gather completed, so every rank has read the values of two gathers ago
+            self._exchange.delete(self._gathered_keys.pop(0))
         return replies
 
     def leave(self, keys: Iterable[str], why: str) -> None:
-        """Post the reason for leaving under each key where ranks may wait."""
+        """Write the reason for leaving under each key that waiting ranks read."""
         if self.open:
-            for key in set(keys).difference(self._kept):  # other ranks may not have read yet
+            for key in set(keys).difference(self._gathered_keys):  # other ranks may not have read yet
                 with contextlib.suppress(Exception):  # the process with the store has exited
                     self._exchange.put(key, Gone(why))

@@ -58,7 +58,7 @@ def captured_shards(recorder: StepRecorder, step: int) -> ReplicaCaptured:
 
 @dataclass
 class ReplicaComparison:
-    """Replica comparisons of a watch."""
+    """Comparison of modules, parameters, buffers and gradients between the ranks of a watch."""
 
     _recorder: StepRecorder
     _alarms: AlarmBoard
@@ -66,7 +66,7 @@ class ReplicaComparison:
 
     @property
     def next_key(self) -> str:
-        """Return the key of the first gather in the next comparison."""
+        """Return the store key under which the next comparison gathers digests."""
         return f"digest/{self._recorder.replica.count}"
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
@@ -77,15 +77,15 @@ class ReplicaComparison:
         """
         digest_key, key = self.next_key, self._recorder.replica.count
         state = self._recorder.replica.capture(step, after_backward=after_backward)
-        alike = len(set(self._alarms.gather(digest_key, digest_of(state)))) == 1
+        is_equal = len(set(self._alarms.gather(digest_key, digest_of(state)))) == 1
         wrapper = self._recorder.wrapper
-        keeps = probe is not None and probe.keep is not None
-        if self._alarms.open and probe is not None and keeps and wrapper is not None:  # on all ranks
+        keeps_gradients = probe is not None and probe.keep is not None
+        if self._alarms.open and probe is not None and keeps_gradients and wrapper is not None:  # on all ranks
             differences = self._differences_from_average(probe.local, wrapper)
             state = replace(state, values=replace(state.values, against_local=differences))
-            alike &= not any(self._alarms.gather(f"parity/{key}", any(difference.bad for difference in differences)))
+            is_equal &= not any(self._alarms.gather(f"parity/{key}", any(difference.bad for difference in differences)))
         repeated = self._compare_shards(step, key) if self._recorder.is_sharded else []
-        if alike:
+        if is_equal:
             return repeated
         states = self._alarms.gather(f"state/{key}", state)
         context = self._recorder.context
@@ -174,10 +174,10 @@ _WrittenShards = tuple[tuple[int, ...], bool, ReplicaCaptured]
 
 
 class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
-    """Comparison of one model that several meshes shard: the n-th watch of each rank.
+    """Comparison of one model between several meshes that shard the same model.
 
-    Each rank writes its state at the steps that its own mesh compares, and reads the earlier states of other meshes. If
-    any rank has no watch, or has a pipeline stage, nothing is compared.
+    Compares the n-th watch of each rank. Each rank writes its state at the steps that its own mesh compares, and reads
+    the earlier states of other meshes. If any rank has no watch, or has a pipeline stage, nothing is compared.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
 
 
 def _misses_ranks(recorder: StepRecorder) -> bool:
-    """Return True if the mesh omits ranks, other than for tensor parallelism."""
+    """Return True if the mesh omits ranks, and shards have no other mesh dimension."""
     if not recorder.is_sharded or len(recorder.ranks) == dist.get_world_size():
         return False
     mesh = mesh_of(recorder.module)
@@ -224,15 +224,16 @@ def _misses_ranks(recorder: StepRecorder) -> bool:
     return all(shard.device_mesh.ndim == mesh.ndim for shard in shards)
 
 
-_FEWEST = 3  # min steps to judge
+_FEWEST_STEPS = 3  # min steps to judge
 _WrittenPart = tuple[PartStep, Inputs | None]
 
 
 class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
-    """Comparison of the ranks of a tensor parallel model: the n-th instance of each.
+    """Comparison of the ranks that share a tensor parallel model.
 
-    Each rank writes its state before optimizer steps, and judges the steps before its last one: the forward pass since
-    then has synchronized the ranks, so that the same steps are available on all ranks.
+    Compares the n-th instance of each rank. Each rank writes its state before optimizer steps, and judges the steps
+    before its last one: the forward pass since then has synchronized the ranks, so that the same steps are available on
+    all ranks.
     """
 
     def __init__(
@@ -242,13 +243,13 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
         self._recorder = recorder
         self._report = report
         self._store = _StepStore("ddpcheck/parts")
-        self._parts = PartRecorder(self._take, [self], every)
-        self._inputs = InputRecorder(self._take, 0, tuple)
+        self._parts = PartRecorder(self._handle_entry, [self], every)
+        self._inputs = InputRecorder(self._handle_entry, 0, tuple)
         self._inputs_of_forward: Inputs | None = None  # of the last forward pass
         self._split: ModelSplit | None = None
         self._paths: dict[int, str] | None = None  # module paths by id, set after a step
         self._written = 0
-        self._read: dict[int, list[list[_WrittenPart]]] = {}  # steps with the entries of all ranks, by optimizer
+        self._entries: dict[int, list[list[_WrittenPart]]] = {}  # steps with the entries of all ranks, by optimizer
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -267,11 +268,11 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """Detect split modules once; record the inputs of the last forward pass."""
         if self._paths is None:
-            self._begin()
+            self._find_split_modules()
         if self._split is not None and snapshot is not None:
             self._inputs.trained(step, (snapshot.arguments, snapshot.named), None)
 
-    def _begin(self) -> None:
+    def _find_split_modules(self) -> None:
         module = self._recorder().module
         self._paths = {id(part): path for path, part in module.named_modules()}
         split: dict[nn.Module, list[str]] = {}
@@ -284,7 +285,7 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
             self._parts.note_layouts(module.modules())
             self._parts.split(tuple(sorted(ranks)), split, None)
 
-    def _take(self, entry: ModelSplit | PartStep | Inputs | Evaluated) -> None:
+    def _handle_entry(self, entry: ModelSplit | PartStep | Inputs | Evaluated) -> None:
         if isinstance(entry, ModelSplit):
             self._split = entry
         elif isinstance(entry, Inputs):
@@ -292,9 +293,9 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
         elif isinstance(entry, PartStep) and not self.parameters.keys().isdisjoint(entry.norms):
             inputs, self._inputs_of_forward = self._inputs_of_forward, None
             with contextlib.suppress(RuntimeError):  # the process with the store has exited
-                self._exchange(entry, inputs)
+                self._write_and_judge(entry, inputs)
 
-    def _exchange(self, step: PartStep, inputs: Inputs | None) -> None:
+    def _write_and_judge(self, step: PartStep, inputs: Inputs | None) -> None:
         if self._split is None:
             return
         rank, number = self._recorder().rank, self._written
@@ -304,9 +305,9 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
         self._written += 1
         for entries in self._store.read([number - 1] if number else [], self._split.ranks):
             if len({(part_step.optimizer, part_step.count) for part_step, _ in entries}) == 1:
-                steps = self._read.setdefault(entries[0][0].optimizer, [])
+                steps = self._entries.setdefault(entries[0][0].optimizer, [])
                 steps.append(entries)
-                if len(steps) >= _FEWEST:
+                if len(steps) >= _FEWEST_STEPS:
                     self._report(_judge_parts(steps, self._split))
 
 

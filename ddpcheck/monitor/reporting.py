@@ -64,9 +64,9 @@ class FindingWarning(UserWarning):
         return type(self), (self.finding or str(self),)
 
 
-_OF_DDP = "'Expected to have finished reduction in the prior iteration'"
-_IN_SHORT = "'Expected to have finished reduction ...'"
-"""Shortened because Lightning replaces any error text that contains the whole sentence."""
+_DDP_TEXT = "'Expected to have finished reduction in the prior iteration'"
+_SHORT_TEXT = "'Expected to have finished reduction ...'"
+"""Short form of `_DDP_TEXT`: Lightning replaces any error text that contains the whole sentence."""
 
 
 def format_finding(finding: Finding) -> str:
@@ -83,7 +83,7 @@ def format_finding(finding: Finding) -> str:
     if finding.steps:
         lines.append(f"  in {format_steps(finding.steps)}")
     lines += [f"  {item}" for item in finding.related]
-    lines += [f"  {fact.replace(_OF_DDP, _IN_SHORT)}" for fact in finding.evidence]
+    lines += [f"  {fact.replace(_DDP_TEXT, _SHORT_TEXT)}" for fact in finding.evidence]
     lines.append(f"  fix: {finding.what_to_do}")
     return "\n".join(lines)
 
@@ -119,10 +119,10 @@ class FindingReporter:
         new = self._reported.add(selected, lambda finding: without_prefix(self._locate(finding)))
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
         for finding in new:
-            raised = finding in errors and self._on_finding == "raise"
+            is_raised = finding in errors and self._on_finding == "raise"
             if callable(self._on_finding):
                 self._on_finding(finding)
-            elif self._shows_warnings and not raised and finding.severity is not Severity.NOTE:
+            elif self._shows_warnings and not is_raised and finding.severity is not Severity.NOTE:
                 location = user_location() or Location(__file__, 1)  # the line that calls backward, for example
                 warnings.warn_explicit(FindingWarning(finding), FindingWarning, location.path, location.line)
         if errors and self._on_finding == "raise":

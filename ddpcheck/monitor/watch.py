@@ -34,8 +34,8 @@ from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
-_PACED = 16  # step after which the ranks agree on the interval of alarm checks
-_COMPILED = 32  # first step at which ranks compare compilations; earlier, a rank may still see new shapes
+_PACE_STEP = 16  # step after which the ranks agree on the interval of alarm checks
+_COMPILED_STEP = 32  # first step at which ranks compare compilations; earlier, a rank may still see new shapes
 _LAST_WAIT = 10.0  # seconds that ranks wait for each other when the watch closes
 
 
@@ -141,14 +141,14 @@ class Watch:
             self._compiled.append, lambda: self._recorder.module.training, lambda: self.step
         )
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
-        self._attached = True
-        self._unwatched: list[CheckResult] = []
-        ErrorGuard.taken_by = ErrorGuard.taken_by or _unwatched
+        self._is_attached = True
+        self._failed_checks: list[CheckResult] = []
+        ErrorGuard.taken_by = ErrorGuard.taken_by or _disable_recorder
         self._recorder.attach()
         self._compilations.begin()
         if self._recorder.is_sharded:
             self._ignored.begin()
-        _at_exit.add(self)
+        _open_watches.add(self)
         hold(self._recorder.module, self)
 
     def __enter__(self) -> Watch:
@@ -168,13 +168,13 @@ class Watch:
         Raises:
             FindingsError: A finding is an error and `on_finding` is "raise".
         """
-        was_attached, self._attached = self._attached, False
+        was_attached, self._is_attached = self._is_attached, False
         self._recorder.detach()
         self._compilations.close()
         self._parts.close()
         self._ignored.close()
         release(self._recorder.module, self)
-        if ErrorGuard.taken_by is _unwatched and not any(watch._attached for watch in _at_exit):
+        if ErrorGuard.taken_by is _disable_recorder and not any(watch._is_attached for watch in _open_watches):
             ErrorGuard.taken_by = None
         if not was_attached:
             return
@@ -182,7 +182,7 @@ class Watch:
             self._leave(sys.exc_info()[1])
             return
         try:
-            self._report_the_rest()
+            self._report_last_steps()
         finally:
             self._leave(None)
 
@@ -194,7 +194,7 @@ class Watch:
             why = f"has stopped with {type(error).__name__}{f' at {location}' if location else ''}"
         self._alarms.leave((self._comparison.next_key, f"report/{self.step}", "close", "apart"), why)
 
-    def _report_the_rest(self) -> None:
+    def _report_last_steps(self) -> None:
         self._ignored.forward_begins()
         own_report, settles = self._recorder.last_report(), self._recorder.judges_at_end
         if own_report is not None:  # ranks exchange reports if an option is still to be judged after few steps
@@ -224,7 +224,7 @@ class Watch:
         world = {"world_size": len(self._alarms.ranks), "steps": self.step}
         findings = tuple(sorted(self.findings, key=Finding.sort_key))
         name = type(self._recorder.module).__qualname__
-        return Report(name, world=world, checks=tuple(self._unwatched), findings=findings)
+        return Report(name, world=world, checks=tuple(self._failed_checks), findings=findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Enter `context()` when forward is repeated to find why a parameter is missing."""
@@ -278,7 +278,7 @@ class Watch:
         self._alarms.post(step + 1)
 
     def absent(self, report: RankReport) -> None:
-        """Do nothing: the alarm is posted, so reports follow after the reduction."""
+        """Ignore shards that backward will not reach: `alarm` has requested an exchange."""
 
     def reduced(self, ended: EndedStep) -> None:
         """Exchange reports and compare replicas, if due or after an alarm."""
@@ -296,11 +296,11 @@ class Watch:
     def _exchange_reports(self, ended: EndedStep) -> list[Finding]:
         """Gather and judge the reports of all ranks; all ranks get the same result."""
         own_report = self._recorder.report(ended)
-        if ended.number >= _COMPILED:
+        if ended.number >= _COMPILED_STEP:
             own_report = replace(own_report, compiled=tuple(self._compiled))
         reports: list[RankReport] = self._alarms.gather(f"report/{ended.number}", own_report)
         self._recorder.history.note_reported(reports)
-        if ended.number == _PACED:
+        if ended.number == _PACE_STEP:
             self._alarms.set_pace(report.seconds for report in reports)
         return judge_reports(reports, self._recorder.context, settled=is_settled(ended.number))
 
@@ -314,19 +314,19 @@ def _is_due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-_at_exit: WeakSet[Watch] = WeakSet()
+_open_watches: WeakSet[Watch] = WeakSet()
 
 
-def _unwatched(error: Exception, recorder: Recorder) -> None:
+def _disable_recorder(error: Exception, recorder: Recorder) -> None:
     """Disable a failed recorder in all watches; re-raise errors of user functions."""
     if any(frame.f_code is FindingReporter.report.__code__ for frame, _ in walk_tb(error.__traceback__)):
         raise error
     detail = in_a_line(error)  # if every watch has been freed
-    for watch in _at_exit:
+    for watch in _open_watches:
         detail = f"not watched from step {watch.step} on: {in_a_line(error)}"
         names = recorder.subjects or (recorder.name,)
-        watch._unwatched += [CheckResult(name, "error", detail=detail) for name in names]
-        if watch._attached and recorder.subjects == OF_A_WRAPPER:
+        watch._failed_checks += [CheckResult(name, "error", detail=detail) for name in names]
+        if watch._is_attached and recorder.subjects == OF_A_WRAPPER:
             watch._leave(error)
     warnings.warn(FindingWarning(f"ddpcheck: {', '.join(recorder.subjects) or recorder.name}: {detail}"), stacklevel=2)
 
@@ -334,6 +334,6 @@ def _unwatched(error: Exception, recorder: Recorder) -> None:
 @atexit.register
 def _leave_all() -> None:
     """Leave all watches that are still attached at exit, possibly after an exception."""
-    for watch in list(_at_exit):
-        if watch._attached:
+    for watch in list(_open_watches):
+        if watch._is_attached:
             watch._leave(getattr(sys, "last_value", None))

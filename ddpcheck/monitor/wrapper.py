@@ -152,8 +152,8 @@ class CheckedDistributedDataParallel(_DDP):
         """
         context = getattr(optim_wrapper, "optim_context", None)
         with context(self) if context is not None else contextlib.nullcontext():
-            losses = self._forward_with(self, self._prepared(data, training=True), mode="loss")
-        loss, log = self._parsed(losses)
+            losses = self._forward_with(self, self._preprocess(data, training=True), mode="loss")
+        loss, log = self._parse_losses(losses)
         if hasattr(optim_wrapper, "update_params"):
             optim_wrapper.update_params(loss)
         else:
@@ -175,9 +175,9 @@ class CheckedDistributedDataParallel(_DDP):
         if step is not None:
             return step(data)
         with torch.no_grad():
-            return self._forward_with(self.module, self._prepared(data, training=False), mode="predict")
+            return self._forward_with(self.module, self._preprocess(data, training=False), mode="predict")
 
-    def _prepared(self, data: Any, *, training: bool) -> Any:
+    def _preprocess(self, data: Any, *, training: bool) -> Any:
         prepare = getattr(self.module, "data_preprocessor", None)
         return data if prepare is None else prepare(data, training)
 
@@ -188,7 +188,7 @@ class CheckedDistributedDataParallel(_DDP):
             return module(**data, **kwargs)
         return module(*data, **kwargs) if isinstance(data, list | tuple) else module(data, **kwargs)
 
-    def _parsed(self, losses: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _parse_losses(self, losses: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         parse = getattr(self.module, "parse_losses", None)
         if parse is not None:
             loss, log = parse(losses)
@@ -245,14 +245,14 @@ def _judge_construction(
     entries = gather_if_different(own_entry, group, "construction", timeout, absence) or [own_entry]
     descriptions = [description for description, _ in entries]
     uninitialised = judge_uninitialised([description.uninitialised for description in descriptions])
-    differences = judge_wrapper_options([opts for _, opts in entries], "DistributedDataParallel")
+    differences = judge_wrapper_options([rank_options for _, rank_options in entries], "DistributedDataParallel")
     impossible = [*uninitialised, *(finding for finding in differences if finding.severity is Severity.ERROR)]
-    differs = len({_payload(*entry) for entry in entries}) > 1
+    differs = len({_collective_tensors(*entry) for entry in entries}) > 1
     return [*uninitialised, *judge_descriptions(descriptions), *differences], bool(impossible) or differs
 
 
-def _payload(description: ModuleDescription, options: Mapping[str, str]) -> tuple[Any, ...]:
-    """Return the tensors in DDP's collectives, in order, for comparison between ranks."""
+def _collective_tensors(description: ModuleDescription, options: Mapping[str, str]) -> tuple[Any, ...]:
+    """Return shapes and dtypes of the tensors in DDP's collectives, in order."""
     trained = tuple((p.shape, p.dtype, p.stride) for p in description.parameters if p.requires_grad)
     parameters = () if options.get("init_sync") == "False" else description.parameters
     buffers = () if options.get("broadcast_buffers") == "False" else description.buffers

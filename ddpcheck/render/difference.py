@@ -17,7 +17,7 @@ from ddpcheck.render.text_parts import TextRenderer, facts_in_text, indented, la
 MOST_FINDINGS = 50
 
 
-def _parts(difference: ReportDifference) -> Iterator[tuple[str, tuple[Finding, ...]]]:
+def _named_parts(difference: ReportDifference) -> Iterator[tuple[str, tuple[Finding, ...]]]:
     yield "new", difference.added
     yield "fixed", difference.fixed
     yield "remaining", difference.remaining
@@ -30,7 +30,7 @@ class DifferenceTerminalRenderer(TextRenderer):
     def render(self, difference: ReportDifference) -> str:
         difference = shorten_texts(difference)
         title = [styled(("ddpcheck diff", "bold"), f" of {difference.old} and {difference.new}")]
-        parts = [self._part(name, findings) for name, findings in _parts(difference)]
+        parts = [self._part(name, findings) for name, findings in _named_parts(difference)]
         notes = [labelled("note: ", note) for note in difference.notes]
         return self.printed([title, *parts, notes], styled((difference.summary, "bold")))
 
@@ -51,7 +51,7 @@ class DifferenceMarkdownRenderer(Renderer):
 
     def render(self, difference: ReportDifference) -> str:
         lines = [f"## ddpcheck diff: {escaped(difference.summary)}"]
-        for name, findings in _parts(difference):
+        for name, findings in _named_parts(difference):
             if findings:
                 lines.append(f"\n### {name}\n")
             for finding in findings[:MOST_FINDINGS]:

@@ -90,7 +90,7 @@ def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding
     }
     if finding.related:
         result["relatedLocations"] = [_location(entry.location, entry.role) for entry in finding.related]
-    if flows := _flows(finding.evidence) or _path(finding):
+    if flows := _rank_flows(finding.evidence) or _path_flow(finding):
         result["codeFlows"] = [{"threadFlows": flows}]
     if accepted is not None:  # "external" in SARIF: not in the source
         result["suppressions"] = [{"kind": "external", "justification": accepted.reason}]
@@ -104,8 +104,8 @@ def _location(location: Location, text: str = "") -> dict[str, Any]:
     return {"physicalLocation": physical, **({"message": {"text": text}} if text else {})}
 
 
-def _path(finding: Finding) -> list[dict[str, Any]]:
-    """Return a thread flow from a parameter to its autograd path's end."""
+def _path_flow(finding: Finding) -> list[dict[str, Any]]:
+    """Return a SARIF thread flow along the autograd path of a missing parameter."""
     path = finding.path
     if path is None or not path.steps:
         return []
@@ -118,8 +118,8 @@ def _path(finding: Finding) -> list[dict[str, Any]]:
     return [{"id": f"from {path.parameter} to where its path ends", "locations": locations}] if locations else []
 
 
-def _flows(evidence: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one thread flow per rank with a line in the evidence."""
+def _rank_flows(evidence: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one SARIF thread flow per rank that has a line in the evidence."""
     places: dict[str, list[dict[str, Any]]] = {}
     for fact in evidence:
         match = _ON_A_RANK.match(fact)

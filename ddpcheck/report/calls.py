@@ -1,4 +1,4 @@
-"""Stand-ins for the phases of a check: `calls.local_step.local_step` is that of `ddpcheck.gather.phases`.
+"""Stand-ins for the phases of a check: `calls.ddp_step.ddp_step` for `gather.phases.ddp_step.ddp_step`.
 
 Mypy and editors see the functions themselves. At run time this module is light: the checking process gets, and sends to
 the ranks, callables that import the function's module only when called.

@@ -86,23 +86,23 @@ def load_settings(
     environ = os.environ if environ is None else environ
     load_third_party_rules(environ=environ, start=start)
     chosen = _from_pyproject(start or Path.cwd())
-    for variable, field in _fields_in(environ).items():
+    for variable, field in _fields_of(environ).items():
         if field in _PARSERS and environ[variable] != "":
             chosen[field] = _parse(field, environ[variable], f"environment variable {variable}", ConfigError)
-    for field, value in _specified(ini).items():
+    for field, value in _given_values(ini).items():
         chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
-    for field, value in _specified(flags).items():
+    for field, value in _given_values(flags).items():
         chosen[field] = _parse(field, value, prefix + field.replace("_", "-"), UsageError)
     settings = Settings(**{**(defaults or {}), **chosen})
     set_named_functions(settings.wrapper_functions, settings.step_function)
     return settings
 
 
-def _specified(values: Mapping[str, Any] | None) -> dict[str, Any]:
+def _given_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {field: value for field, value in (values or {}).items() if value not in (None, [], "")}
 
 
-def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
+def _fields_of(environ: Mapping[str, str]) -> dict[str, str]:
     names = sorted(variable for variable in environ if variable.startswith(ENVIRONMENT_PREFIX))
     return {variable: variable.removeprefix(ENVIRONMENT_PREFIX).lower() for variable in names}
 
@@ -114,18 +114,18 @@ def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
         environ: Environment variables; default: `os.environ`.
     """
     msgs = []
-    for variable, field in _fields_in(os.environ if environ is None else environ).items():
+    for variable, field in _fields_of(os.environ if environ is None else environ).items():
         if field in _PARSERS:
             continue
         ignored = f"environment variable {variable} is ignored"
         if field in _OF_ONE_COMMAND:
             msgs.append(f"{ignored}: --{field} can only be given on the command line")
-        elif near := _near(field):
+        elif near := _similar_setting(field):
             msgs.append(f"{ignored}: ddpcheck has no such setting; did you mean {ENVIRONMENT_PREFIX + near.upper()!r}?")
     return msgs
 
 
-def _near(field: str) -> str:
+def _similar_setting(field: str) -> str:
     """Return the setting that `field` misspells or begins like, else ""."""
     close = difflib.get_close_matches(field, _PARSERS, n=1, cutoff=0.7)
     parts = (name for name in _PARSERS if f"{field}_".startswith(f"{name}_") or f"{name}_".startswith(f"{field}_"))
@@ -144,7 +144,7 @@ def load_third_party_rules(*, environ: Mapping[str, str] | None = None, start: P
     if "rules" in table:
         if (folder := str(path.absolute().parent)) not in sys.path:
             sys.path.append(folder)
-        _parse("rules", table["rules"], f"'rules' in {TABLE} of {_shown(path)}", ConfigError)
+        _parse("rules", table["rules"], f"'rules' in {TABLE} of {_relative(path)}", ConfigError)
     if modules := (os.environ if environ is None else environ).get("DDPCHECK_RULES"):
         _parse("rules", modules, "environment variable DDPCHECK_RULES", ConfigError)
 
@@ -162,9 +162,9 @@ def _read_pyproject(start: Path) -> tuple[Path, dict[str, Any]]:
     try:
         table = tomllib.loads(read_file(path, _MOST_SETTINGS).decode()).get("tool", {}).get("ddpcheck", {})
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, or an integer of too many digits
-        raise ConfigError(f"cannot read {_shown(path)}: {error}") from error
+        raise ConfigError(f"cannot read {_relative(path)}: {error}") from error
     if not isinstance(table, dict):
-        raise ConfigError(f"{_shown(path)}: tool.ddpcheck must be a table")
+        raise ConfigError(f"{_relative(path)}: tool.ddpcheck must be a table")
     return path, table
 
 
@@ -176,14 +176,14 @@ def _from_pyproject(start: Path) -> dict[str, Any]:
         if field not in _PARSERS:
             names = [name.replace("_", "-") for name in _PARSERS]
             hint = suggestion(field.replace("_", "-").lower(), names, "settings")
-            raise ConfigError(f"{_shown(path)}: {TABLE} has no setting {key!r}; {hint}")
+            raise ConfigError(f"{_relative(path)}: {TABLE} has no setting {key!r}; {hint}")
         if field in chosen:
-            raise ConfigError(f"{_shown(path)}: {TABLE} sets {field.replace('_', '-')!r} twice, with - and with _")
-        chosen[field] = _parse(field, value, f"{key!r} in {TABLE} of {_shown(path)}", ConfigError)
+            raise ConfigError(f"{_relative(path)}: {TABLE} sets {field.replace('_', '-')!r} twice, with - and with _")
+        chosen[field] = _parse(field, value, f"{key!r} in {TABLE} of {_relative(path)}", ConfigError)
     return chosen
 
 
-def _shown(path: Path) -> str:
+def _relative(path: Path) -> str:
     try:
         return path.absolute().relative_to(Path.cwd()).as_posix()
     except ValueError:
@@ -199,7 +199,7 @@ def _parse(field: str, value: Any, origin: str, error: type[UsageError | ConfigE
         raise error(f"{origin}: expected {reason}, got {value!r}") from None
 
 
-def _number(kind: type[int | float], expected: str, holds: Callable[[float], bool]) -> Callable[[Any], Any]:
+def _number_parser(kind: type[int | float], expected: str, holds: Callable[[float], bool]) -> Callable[[Any], Any]:
     def parse(value: Any) -> int | float:
         if isinstance(value, kind | int | str) and not isinstance(value, bool):
             with contextlib.suppress(ValueError, OverflowError):
@@ -210,25 +210,25 @@ def _number(kind: type[int | float], expected: str, holds: Callable[[float], boo
     return parse
 
 
-def _whole(least: int) -> Callable[[Any], Any]:
-    return _number(int, f"a whole number of at least {least}", lambda number: number >= least)
+def _integer_parser(least: int) -> Callable[[Any], Any]:
+    return _number_parser(int, f"a whole number of at least {least}", lambda number: number >= least)
 
 
-def _word(value: Any) -> str:
+def _parse_word(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("a word")
     return value.strip().lower()
 
 
-def _words(value: Any, expected: str) -> tuple[str, ...]:
+def _parse_words(value: Any, expected: str) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         raise ValueError(expected)
     return tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
 
 
-def _patterns(value: Any) -> tuple[str, ...]:
-    patterns = _words(value, "codes, prefixes or names of rules")
+def _parse_patterns(value: Any) -> tuple[str, ...]:
+    patterns = _parse_words(value, "codes, prefixes or names of rules")
     for pattern in patterns:
         matching_rules(pattern)
     return patterns
@@ -245,23 +245,23 @@ def check_patterns(name: str, value: Any) -> tuple[str, ...]:
     return patterns
 
 
-def _modules(value: Any) -> tuple[str, ...]:
+def _parse_modules(value: Any) -> tuple[str, ...]:
     expected = "names of modules, such as transformers"
-    names = _words(value, expected)
+    names = _parse_words(value, expected)
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         raise ValueError(expected)
     return names
 
 
-def _functions(value: Any) -> tuple[str, ...]:
+def _parse_functions(value: Any) -> tuple[str, ...]:
     expected = "functions with their modules, such as lab.comm.reduce_mean, or files, such as lab/comm.py"
-    names = _words(value, expected)
+    names = _parse_words(value, expected)
     if not all(_FUNCTION.fullmatch(name) or name.endswith(".py") for name in names):
         raise ValueError(expected)
     return names
 
 
-def _function(value: Any) -> str:
+def _parse_function(value: Any) -> str:
     if not isinstance(value, str) or not _FUNCTION.fullmatch(value) or value.endswith(".py"):
         raise ValueError("a function with its module, such as lab.trainer.Trainer.train_step")
     return value
@@ -270,16 +270,16 @@ def _function(value: Any) -> str:
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
-def _rules(value: Any) -> tuple[str, ...]:
+def _parse_rules(value: Any) -> tuple[str, ...]:
     from ddpcheck.rules.others import load_rules
 
-    names = _modules(value)
+    names = _parse_modules(value)
     for name in names:
         load_rules(name)
     return names
 
 
-def _suppressions(value: Any) -> tuple[Suppression, ...]:
+def _parse_suppressions(value: Any) -> tuple[Suppression, ...]:
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise ValueError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a rule and a reason")
     keys = [field.name for field in fields(Suppression)]
@@ -297,7 +297,7 @@ def _suppressions(value: Any) -> tuple[Suppression, ...]:
     return tuple(suppressions)
 
 
-def _one_of(*choices: str) -> Callable[[Any], str]:
+def _choice_parser(*choices: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if not isinstance(value, str) or value.strip().lower() not in choices:
             raise ValueError(f"{', '.join(choices[:-1])} or {choices[-1]}")
@@ -306,31 +306,31 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
-def _threshold(value: Any) -> Severity | None:
-    chosen = _one_of(*(severity.value for severity in Severity), "never")(value)
+def _parse_severity(value: Any) -> Severity | None:
+    chosen = _choice_parser(*(severity.value for severity in Severity), "never")(value)
     return None if chosen == "never" else Severity(chosen)
 
 
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
-    "world_size": _whole(1),
-    "backend": _word,
-    "device": _word,
-    "steps": _whole(1),
-    "timeout": _number(float, "a number of seconds greater than 0", lambda number: 0 < number < math.inf),
-    "seed": _whole(0),
-    "select": _patterns,
-    "ignore": _patterns,
-    "fail_on": _threshold,
-    "preload": _modules,
-    "threads": _whole(1),
-    "reuse": _one_of("test", "module"),
-    "launcher": _one_of("auto", "on", "off"),
-    "format": _word,
-    "suppress": _suppressions,
-    "rules": _rules,
-    "rules_severity": lambda value: Severity(_one_of(*(severity.value for severity in Severity))(value)),
-    "rank_parameters": lambda value: _words(value, "names or patterns of parameters, such as adapters.*"),
-    "wrapper_functions": _functions,
-    "step_function": _function,
+    "world_size": _integer_parser(1),
+    "backend": _parse_word,
+    "device": _parse_word,
+    "steps": _integer_parser(1),
+    "timeout": _number_parser(float, "a number of seconds greater than 0", lambda number: 0 < number < math.inf),
+    "seed": _integer_parser(0),
+    "select": _parse_patterns,
+    "ignore": _parse_patterns,
+    "fail_on": _parse_severity,
+    "preload": _parse_modules,
+    "threads": _integer_parser(1),
+    "reuse": _choice_parser("test", "module"),
+    "launcher": _choice_parser("auto", "on", "off"),
+    "format": _parse_word,
+    "suppress": _parse_suppressions,
+    "rules": _parse_rules,
+    "rules_severity": lambda value: Severity(_choice_parser(*(severity.value for severity in Severity))(value)),
+    "rank_parameters": lambda value: _parse_words(value, "names or patterns of parameters, such as adapters.*"),
+    "wrapper_functions": _parse_functions,
+    "step_function": _parse_function,
 }
 assert set(_PARSERS) == {field.name for field in fields(Settings)}

@@ -99,7 +99,7 @@ class DDPWorld:
         try:
             results, verdict, failed = self._lease.run(rank_side.call_on_rank, fn, args, kwargs, timeout=timeout)
         except DDPCheckError as error:
-            raise _naming_argument(error, fn, args, kwargs).with_traceback(None) from None  # hide ddpcheck frames
+            raise _name_argument(error, fn, args, kwargs).with_traceback(None) from None  # hide ddpcheck frames
         if verdict.how == "skipped":
             pytest.skip(verdict.headline)
         if verdict.how == "xfailed":
@@ -118,15 +118,15 @@ class DDPWorld:
         __tracebackhide__ = True
         from ddpcheck.report.checking.check import check
 
-        preset = {name: getattr(self._settings, name) for name in _SETTINGS}
-        preset |= {name: self._lease.options[name] for name in _SETTINGS if name in self._lease.options}
-        preset["backend"] = self._settings.backend  # `None`: chosen by the check
+        defaults = {name: getattr(self._settings, name) for name in _SETTINGS}
+        defaults |= {name: self._lease.options[name] for name in _SETTINGS if name in self._lease.options}
+        defaults["backend"] = self._settings.backend  # `None`: chosen by the check
         report: Report
         try:
-            report = self._session_ranks.once("ddp_world.check", lambda: check(recipe, **{**preset, **options}))
+            report = self._session_ranks.once("ddp_world.check", lambda: check(recipe, **{**defaults, **options}))
         except DDPCheckError as error:
             raise error.with_traceback(None) from None
-        return self._without_findings(report)
+        return self._fail_on_findings(report)
 
     def check_script(
         self,
@@ -161,9 +161,9 @@ class DDPWorld:
             )
         except DDPCheckError as error:
             raise error.with_traceback(None) from None
-        return self._without_findings(report)
+        return self._fail_on_findings(report)
 
-    def _without_findings(self, report: Report) -> Report:
+    def _fail_on_findings(self, report: Report) -> Report:
         __tracebackhide__ = True
         from ddpcheck.render import as_text
 
@@ -184,12 +184,12 @@ def _with_headline(verdict: TestOutcome, error: RankError | None) -> RankError:
         return error
     if error is None:
         return RankError(verdict.headline)
-    better = type(error)(verdict.headline, error.failures, detail=error.detail)
-    better.results = error.results
-    return better
+    new_error = type(error)(verdict.headline, error.failures, detail=error.detail)
+    new_error.results = error.results
+    return new_error
 
 
-def _naming_argument(error: DDPCheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DDPCheckError:
+def _name_argument(error: DDPCheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DDPCheckError:
     """Return `error`, or a `UsageError` naming the argument that cannot be pickled."""
     if isinstance(error, UsageError):
         try:

@@ -31,12 +31,12 @@ Phase = Literal["setup", "call", "teardown"]
 _SHOWN = pytest.StashKey[tuple[str, Any]]()
 
 
-def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
+def register(config: pytest.Config, needs_ranks: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
     """Register `InStep` if a launcher started pytest, and pytest-xdist is not used."""
     xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # these do not synchronize
     launch = detect()
     if launch is not None and not xdist:
-        config.pluginmanager.register(InStep(config, launch, is_ours, options), "ddpcheck-instep")
+        config.pluginmanager.register(InStep(config, launch, needs_ranks, options), "ddpcheck-instep")
 
 
 @dataclass(eq=False)
@@ -50,14 +50,14 @@ class InStep:
 
     _config: pytest.Config
     _launch: LauncherEnv
-    _is_ours: Callable[[pytest.Item], bool]  # True if a test needs ranks
+    _needs_ranks: Callable[[pytest.Item], bool]  # True if a test needs ranks
     _options: Sequence[str]
     _settings: Settings = field(default_factory=Settings)
     _launched: RankGroup | None = None
     _terminal: Terminal | None = None
     _session: pytest.Session | None = None
     _uncollected: list[str] = field(default_factory=list)
-    _going: bool = False
+    _is_stopping: bool = False  # True once this rank ends the session
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -80,7 +80,7 @@ class InStep:
             self._settings = marks.settings(self._config, self._options)
         except DDPCheckError:
             return  # reported by the tests that need the settings
-        needs_ranks = any(map(self._is_ours, items)) or any(map(self._may_need_ranks, self._uncollected))
+        needs_ranks = any(map(self._needs_ranks, items)) or any(map(self._may_need_ranks, self._uncollected))
         if self._settings.launcher == "off" or not (needs_ranks or self._settings.launcher == "on"):
             return
         if self._config.getoption("usepdb", False) or self._config.getoption("trace", False):
@@ -111,12 +111,12 @@ class InStep:
                 self._terminal.show()
             return
         try:
-            if sentence := self._differences(self._launched, [item.nodeid for item in session.items]):
-                self._stop(sentence)
+            if sentence := self._difference_of_tests(self._launched, [item.nodeid for item in session.items]):
+                self._stop_session(sentence)
         except RankError as error:
-            self._stop(str(error))
+            self._stop_session(str(error))
 
-    def _differences(self, launched: RankGroup, tests: list[str]) -> str:
+    def _difference_of_tests(self, launched: RankGroup, tests: list[str]) -> str:
         digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
         one_machine = launched.leader is not None and launched.leader.one_machine
         factory = getattr(self._config, "_tmp_path_factory", None) if one_machine else None
@@ -128,8 +128,8 @@ class InStep:
         lists = launched.gather("comparing tests", (tests, self._uncollected), timeout=STARTUP)
         return _report_difference(self._launch.launcher, lists)
 
-    def _stop(self, sentence: str) -> None:
-        self._going = True
+    def _stop_session(self, sentence: str) -> None:
+        self._is_stopping = True
         if self._launch.rank == 0:
             raise pytest.UsageError(sentence)
         pytest.exit(sentence, returncode=0)
@@ -137,20 +137,20 @@ class InStep:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         """Synchronize after setup: a failure on one rank skips the body everywhere."""
-        return (yield from self._phase(item, "setup"))
+        return (yield from self._synchronized_phase(item, "setup"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        return (yield from self._phase(item, "call"))
+        return (yield from self._synchronized_phase(item, "call"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        return (yield from self._phase(item, "teardown"))
+        return (yield from self._synchronized_phase(item, "teardown"))
 
-    def _phase(self, item: pytest.Item, when: Phase) -> Generator[None, object, object]:
+    def _synchronized_phase(self, item: pytest.Item, when: Phase) -> Generator[None, object, object]:
         __tracebackhide__ = True
         launched = self._launched
-        if launched is None or self._going:
+        if launched is None or self._is_stopping:
             return (yield)
         if launched.broken is not None:
             item.session.shouldfail = launched.broken
@@ -163,30 +163,30 @@ class InStep:
         try:
             result = yield
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
-            self._going = True
+            self._is_stopping = True
             launched.announce(str(error) or type(error).__name__)
             raise
         except BaseException as error:
             local_error = error
-        shared_error = self._agreed(launched, item, when, local_error)
+        shared_error = self._shared_error(launched, item, when, local_error)
         if shared_error is not None:
             raise shared_error
         return result
 
-    def _agreed(
+    def _shared_error(
         self, launched: RankGroup, item: pytest.Item, when: Phase, local_error: BaseException | None
     ) -> BaseException | None:
-        """Return the exception to raise on every rank; `local_error` is this rank's own."""
+        """Gather the outcomes of a phase; return the exception that this rank raises."""
         local_end = _phase_end(item, local_error, fell=launched.epoch.out_of_step is not None)
         try:
-            ends: list[_PhaseEnd] = launched.end(local_end, timeout=self._patience(item))
+            ends: list[_PhaseEnd] = launched.end(local_end, timeout=self._phase_timeout(item))
         except RankError as lost:
             item.session.shouldfail = str(lost)  # cannot synchronize: stop after this test
             return local_error if local_error is not None else pytest.fail.Exception(str(lost), pytrace=False)
-        if len({end.same_as for end in ends}) == 1:
+        if len({end.comparison_key for end in ends}) == 1:
             return local_error
-        caused = any(end.reply is not None and not end.fell for end in ends)
-        rank_failures = [_failure(rank, end, caused) for rank, end in enumerate(ends) if end.reply is not None]
+        is_caused = any(end.reply is not None and not end.fell for end in ends)
+        rank_failures = [_failure(rank, end, is_caused) for rank, end in enumerate(ends) if end.reply is not None]
         error = failures.error(rank_failures) if rank_failures else None
         verdict = merge_outcomes({rank: end.ended for rank, end in enumerate(ends) if end.ended is not None}, error)
         if verdict.how == "xfailed":
@@ -198,8 +198,8 @@ class InStep:
                 item.add_report_section(when, f"{key} of rank {rank} of {launched.world_size}", text)
         return to_raise(verdict, error, marks.expected_failure(item))
 
-    def _patience(self, item: pytest.Item) -> float:
-        if not self._is_ours(item):
+    def _phase_timeout(self, item: pytest.Item) -> float:
+        if not self._needs_ranks(item):
             return PATIENCE
         try:
             timeout = marks.merged_options(item).get("timeout", self._settings.timeout)
@@ -231,7 +231,7 @@ class InStep:
         if self._launched is None or plugin is None or getattr(plugin.cov_controller, "cov", None) is None:
             return
         local_data = give_up_coverage(plugin) if self._launch.rank else b""
-        if self._going or self._launched.broken is not None:
+        if self._is_stopping or self._launched.broken is not None:
             return
         self._launched.begin("the end of the session")
         try:
@@ -245,19 +245,19 @@ class InStep:
     def pytest_unconfigure(self) -> None:
         """Leave the group; the lowest remaining rank reports if rank 0 has died."""
         launched, session = self._launched, self._session
-        speaks = launched is None or session is None
+        is_reporting = launched is None or session is None
         if launched is not None and session is not None:
             if session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
                 launched.announce("an internal error of pytest")
             launched.leave(timeout=PATIENCE)
             gone = set(launched.gone)
             if launched.rank and 0 in gone:
-                speaks = min(set(range(launched.world_size)) - gone) == launched.rank
+                is_reporting = min(set(range(launched.world_size)) - gone) == launched.rank
             elif session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
-                speaks = True  # known only on this rank
+                is_reporting = True  # known only on this rank
             elif launched.rank:
                 session.exitstatus = 0  # otherwise the launcher kills rank 0
-        if self._terminal is not None and speaks:
+        if self._terminal is not None and is_reporting:
             self._terminal.show()
 
 
@@ -272,8 +272,8 @@ class _PhaseEnd:
     output: list[tuple[str, str]] = field(default_factory=list)  # captured output as (section name, text)
 
     @property
-    def same_as(self) -> tuple[str, str]:
-        """Outcome key; if equal on all ranks, each rank raises its own exception."""
+    def comparison_key(self) -> tuple[str, str]:
+        """Comparison key of the outcome; if ranks differ, all raise the same exception."""
         if self.reply is not None:
             return self.reply["type"], self.reply["text"]
         return ("", self.ended.how) if self.ended is not None else ("", "")
@@ -298,11 +298,11 @@ def _pack_longrepr(item: pytest.Item, error: BaseException) -> bytes:
     return data if hasattr(longrepr, "reprcrash") else b""
 
 
-def _failure(rank: int, end: _PhaseEnd, caused: bool) -> RankFailure:
-    """Return the failure of a rank; `caused`: another rank's failure may have caused it."""
+def _failure(rank: int, end: _PhaseEnd, is_caused: bool) -> RankFailure:
+    """Return the failure of a rank; `is_caused`: another rank's failure came first."""
     assert end.reply is not None
     failure = failures.raised(rank, {**end.reply, "when": 0.0})  # clocks differ between machines
-    if end.fell and caused:
+    if end.fell and is_caused:
         return replace(failure, kind="fell", message=f"rank {rank} fell with it: {end.reply['text']}")
     return failure
 
@@ -339,14 +339,14 @@ class Terminal:
     def __init__(self, config: pytest.Config) -> None:
         self._writer: Any = config.get_terminal_writer()
         self._file = self._writer._file
-        self._kept = io.StringIO()
-        self._writer._file = self._kept
+        self._buffer = io.StringIO()
+        self._writer._file = self._buffer
 
     def show(self) -> None:
         """Write the buffered output and stop buffering."""
-        if self._writer._file is self._kept:
+        if self._writer._file is self._buffer:
             self._writer._file = self._file
-            self._file.write(self._kept.getvalue())
+            self._file.write(self._buffer.getvalue())
             self._file.flush()
 
 

@@ -41,7 +41,7 @@ class LaunchedWorld:
     """
 
     def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:
-        """Initialize; the ranks start with the first `run`. Options as in `WorldOptions`."""
+        """Take options of `WorldOptions`; the ranks start with the first `run`."""
         self._world_options = WorldOptions(**options)
         self.world_size = self._world_options.world_size
         self.failed = False
@@ -52,7 +52,7 @@ class LaunchedWorld:
         self._files: list[tuple[bytes, str]] = [(b"", "")] * self.world_size  # (attachment, output) by rank
 
     def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call rank 0's function and arguments on every rank; raises as `World.run`.
+        """Call rank 0's function on every rank, with rank 0's arguments; raise as `World.run`.
 
         A failure raises the same error on every rank; also raises `UsageError` if there are too few ranks.
         """
@@ -103,7 +103,7 @@ class LaunchedWorld:
 
 
 def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
-    """Run `work` only on rank 0; return its result, or raise, on every rank."""
+    """Run `work` on rank 0; return the result or raise the exception everywhere."""
     data = b""
     if session.rank == 0:
         with session.working():
@@ -147,7 +147,7 @@ class Ranks:
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> TestWorld:
         """Return a fresh or module-shared world; skip the test if ranks are too few."""
         options = dict(options)
-        owner = _module(item) if options.pop("reuse", "test") == "module" else None
+        owner = _module_id(item) if options.pop("reuse", "test") == "module" else None
         if self._launched is None:
             return self._pool.acquire(owner=owner, following=self.next_options, **{**options, "watch": watch})
         options.pop("watch", None)
@@ -166,7 +166,7 @@ class Ranks:
 
     def drop(self, item: pytest.Item) -> None:
         """Discard the worlds shared by the test's module, after a failure in teardown."""
-        self._pool.end(_module(item))
+        self._pool.end(_module_id(item))
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
         """Run `work`, which starts its own ranks; under a launcher only on rank 0."""
@@ -180,14 +180,14 @@ class Ranks:
     def finish(self, item: pytest.Item) -> None:
         if self.terminal is not None:
             self.terminal.leave()
-        if self.following is None or _module(self.following) != _module(item):
-            self._pool.end(_module(item))
+        if self.following is None or _module_id(self.following) != _module_id(item):
+            self._pool.end(_module_id(item))
 
     def close(self) -> None:
         self._pool.close()
 
 
-def _module(item: pytest.Item) -> str:
+def _module_id(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
@@ -232,7 +232,7 @@ class Record:
             self.item.add_report_section("call", f"{what} of rank {rank} of {world.world_size}", text)
 
 
-def _mismatch(world: TestWorld, error: RankError | None) -> Finding | None:
+def _mismatch_finding(world: TestWorld, error: RankError | None) -> Finding | None:
     """Return a DDP403 finding if mismatched collectives caused the failure, else `None`."""
     if error is None or not isinstance(world, World):
         return None
@@ -278,10 +278,10 @@ class WorldLease:
         except RankError as raised:
             error, returned = raised, raised.results
         finally:
-            self._show(world, last=True)
+            self._print_output(world, last=True)
             self.attachment = self._record.unpack(world)
         ended = {rank: value if isinstance(value, Ended) else Ended("passed") for rank, value in returned.items()}
-        return returned, merge_outcomes(ended, error, _mismatch(world, error)), error
+        return returned, merge_outcomes(ended, error, _mismatch_finding(world, error)), error
 
     def explained(self, error: RankError, verdict: TestOutcome) -> RankError:
         """Record report sections for an error of the last run; return `error`."""
@@ -290,13 +290,13 @@ class WorldLease:
 
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
         self._session_ranks.check_controller()
-        self._show(world, last=False)
+        self._print_output(world, last=False)
         if self._session_ranks.terminal is not None:
             self._session_ranks.terminal.attend(world.directory)
-        users: Watch | None = self.options.get("watch")
-        return users(world, finished, running) if users is not None else None
+        user_watch: Watch | None = self.options.get("watch")
+        return user_watch(world, finished, running) if user_watch is not None else None
 
-    def _show(self, world: TestWorld, *, last: bool) -> None:
+    def _print_output(self, world: TestWorld, *, last: bool) -> None:
         """Print new output of the ranks under `-s`, prefixed with the rank."""
         if self._session_ranks.live:
             for rank, text in self._new_output(world, up_to="" if last else "\n"):
@@ -305,7 +305,7 @@ class WorldLease:
             sys.stdout.flush()
 
     def _new_output(self, world: TestWorld, up_to: str = "") -> Iterator[tuple[int, str]]:
-        """Yield (rank, its new output up to the last `up_to`)."""
+        """Yield rank and new output, cut after the last `up_to`."""
         for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]

@@ -19,7 +19,7 @@ from ddpcheck.findings.wording import failure_text, format_by_text, format_ranks
 from ddpcheck.testing.rank_side import Ended, RankArtifacts, text_of
 
 REPORT_FOLDER = "--ddp-report"
-_LONGEST = 150
+_LONGEST_NAME = 150
 
 
 def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: Report) -> Path | None:
@@ -42,7 +42,7 @@ def file_name(test: str) -> str:
     """Return a unique file name for a test, with invalid characters replaced."""
     path, bracket, parameters = test.partition("[")
     plain = path.replace("::", ".").replace("/", ".") + bracket + parameters
-    name = re.sub(r"[^\w.\[\]=-]+", "-", plain)[-_LONGEST:]
+    name = re.sub(r"[^\w.\[\]=-]+", "-", plain)[-_LONGEST_NAME:]
     return name if name == plain else f"{name}-{hashlib.blake2b(test.encode(), digest_size=4).hexdigest()}"
 
 
@@ -73,7 +73,7 @@ def merge_outcomes(ended: Mapping[int, Ended], error: RankError | None, mismatch
             text, (first, second, *_) = mismatch.message.rstrip("."), mismatch.evidence
             calls = "" if first.partition(": ")[2] in text else f": {first}; {second}"
             headline = f"{mismatch.code}: {text}{calls}; {headline}"
-        return TestOutcome("failed", headline, _lines(ended, failures), failures[0] if failures else None, mismatch)
+        return TestOutcome("failed", headline, _summaries(ended, failures), failures[0] if failures else None, mismatch)
     kinds = {outcome.how for outcome in ended.values()}
     if kinds <= {"passed"}:
         return TestOutcome("passed")
@@ -82,7 +82,7 @@ def merge_outcomes(ended: Mapping[int, Ended], error: RankError | None, mismatch
     if "skipped" not in kinds:
         expected = {rank: outcome for rank, outcome in ended.items() if outcome.how == "xfailed"}
         return TestOutcome("xfailed", expected[min(expected)].reason)
-    return TestOutcome("failed", _disagreement(ended), _lines(ended, []))
+    return TestOutcome("failed", _disagreement(ended), _summaries(ended, []))
 
 
 def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None) -> BaseException:
@@ -114,7 +114,7 @@ def _describe_end(ended: Ended) -> str:
     return f"{verb} ({ended.reason})" if ended.reason else verb
 
 
-def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str, ...]:
+def _summaries(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str, ...]:
     """Return one line per group of equal outcomes, failures first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for failure in failures:
@@ -148,7 +148,7 @@ def as_pytest_shows(
     if first is not None and first.rank in attachment and first.kind not in ("stuck", "died") and not verdict.mismatch:
         longrepr = copy.copy(attachment[first.rank].failure)
     if first is None or longrepr is None:
-        longrepr = _from_text(verdict, test)
+        longrepr = _longrepr_from_text(verdict, test)
     elif longrepr.reprcrash is not None:
         longrepr.reprcrash = copy.copy(longrepr.reprcrash)
         longrepr.reprcrash.message = f"rank {first.rank}: {longrepr.reprcrash.message}"
@@ -160,7 +160,7 @@ def as_pytest_shows(
     return longrepr
 
 
-def _from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
+def _longrepr_from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
     """Return a representation of a failure without exception: a dead or hung rank."""
     text = verdict.headline
     if verdict.first is not None and verdict.first.traceback and not verdict.first.type.startswith("ddpcheck."):

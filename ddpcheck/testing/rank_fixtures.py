@@ -57,11 +57,11 @@ class OnRank:
         return type(self), tuple(self.__dict__.values())
 
 
-def _function_in(module: str, name: str) -> Any:
-    return _function_of(getattr(importlib.import_module(module), name))
+def _imported_fixture_function(module: str, name: str) -> Any:
+    return _fixture_function_of(getattr(importlib.import_module(module), name))
 
 
-def _function_of(holder: Any) -> Any:
+def _fixture_function_of(holder: Any) -> Any:
     if (function := getattr(holder, "_fixture_function", None)) is not None:  # pytest 8.4 and later
         return function
     return getattr(getattr(holder, "__pytest_wrapped__", None), "obj", None)
@@ -74,8 +74,8 @@ def picklable_getter(function: Any) -> Callable[[], Any]:
     """
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__name__", "")
-    if module is not None and _function_of(getattr(module, name, None)) is function and wire.importable(module):
-        return functools.partial(_function_in, module.__name__, name)
+    if module is not None and _fixture_function_of(getattr(module, name, None)) is function and wire.importable(module):
+        return functools.partial(_imported_fixture_function, module.__name__, name)
     return lambda: function
 
 
@@ -148,29 +148,29 @@ class FixtureMaker:
 
     teardown: contextlib.ExitStack  # tears down the fixtures
     properties: list[tuple[str, object]]  # name and value of each `record_property` call
-    _made: dict[object, Any] = field(default_factory=dict)
+    _values: dict[object, Any] = field(default_factory=dict)
 
     def make(self, value: Any) -> Any:
         """Return `value`, or for a placeholder the value of its fixture on this rank."""
         if not isinstance(value, OnRank):
             return value
         key: object = value if value.find is not None or value.name == "request" else value.name
-        if key not in self._made:
-            self._made[key] = self._fresh(value)
-        return self._made[key]
+        if key not in self._values:
+            self._values[key] = self._set_up(value)
+        return self._values[key]
 
-    def _fresh(self, value: OnRank) -> Any:
+    def _set_up(self, value: OnRank) -> Any:
         if value.find is None:
             return self.teardown.enter_context(_BUILTIN[value.name](value.detail, self))
         function = value.find()
         arguments = {name: self.make(inner) for name, inner in value.arguments.items()}
         if inspect.isgeneratorfunction(function):
-            return self.teardown.enter_context(_generated(value.name, function(**arguments)))
+            return self.teardown.enter_context(_generator_fixture(value.name, function(**arguments)))
         return function(**arguments)
 
 
 @contextlib.contextmanager
-def _generated(name: str, steps: Generator[Any, None, None]) -> Iterator[Any]:
+def _generator_fixture(name: str, steps: Generator[Any, None, None]) -> Iterator[Any]:
     missing = object()
     if (value := next(steps, missing)) is missing:
         raise UsageError(f"The fixture {name!r} did not yield a value.")
@@ -191,7 +191,7 @@ def _recwarn(_: object, __: FixtureMaker) -> Iterator[pytest.WarningsRecorder]:
 
 
 @contextlib.contextmanager
-def _captured(capture: Any, __: FixtureMaker) -> Iterator[Any]:
+def _capture_fixture(capture: Any, __: FixtureMaker) -> Iterator[Any]:
     fixture: Any = pytest.CaptureFixture(capture, None, _ispytest=True)  # type: ignore[arg-type]
     fixture._start()
     try:
@@ -242,7 +242,7 @@ _BUILTIN: Mapping[str, Callable[[Any, FixtureMaker], contextlib.AbstractContextM
     "process_group": lambda _, __: contextlib.nullcontext(sys.modules["torch.distributed"].group.WORLD),
     "monkeypatch": lambda _, __: pytest.MonkeyPatch.context(),
     "recwarn": _recwarn,
-    **dict.fromkeys(_CAPTURES.values(), _captured),
+    **dict.fromkeys(_CAPTURES.values(), _capture_fixture),
     "caplog": _caplog,
     "request": lambda detail, maker: contextlib.nullcontext(RankRequest(detail, maker)),
     "record_property": lambda _, maker: contextlib.nullcontext(

@@ -68,7 +68,7 @@ class TestConditions:
         return cls(
             filters=tuple(warnings.filters),
             log_level=logging.getLogger().level,
-            log_format=(str(_ini(config, "log_format") or ""), str(_ini(config, "log_date_format") or "")),
+            log_format=(str(_option_of(config, "log_format") or ""), str(_option_of(config, "log_date_format") or "")),
             seeds=changed_since(since),
             coverage=CoverageOptions.of_this_process(f"{item.nodeid}|run" if per_test else ""),
             traceback=config.getoption("tbstyle", "auto"),
@@ -76,14 +76,14 @@ class TestConditions:
             full_trace=bool(config.getoption("fulltrace", False)),
             verbosity=config.option.verbose,
             assert_verbosity=config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
-            comparisons={name: value for name in _COMPARISONS if (value := _ini(config, name)) is not None},
+            comparisons={name: value for name in _COMPARISONS if (value := _option_of(config, name)) is not None},
             directory=str(config.invocation_params.dir),
             debugger=debugger,
             post_mortem=debugger and bool(config.getoption("usepdb", False)),
         )
 
 
-def _ini(config: pytest.Config, name: str) -> Any:
+def _option_of(config: pytest.Config, name: str) -> Any:
     try:
         return config.getoption(name, None) or config.getini(name)
     except (KeyError, ValueError):  # logging plugin disabled, or option missing in this pytest
@@ -118,13 +118,13 @@ def call_on_rank(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
 ) -> Any:
     """Call a function for `ddp_world.run`; return its value, or `Ended` on skip or xfail."""
-    with _applied(conditions):
+    with _under_conditions(conditions):
         return _outcome_of(functools.partial(function, *args, **kwargs))
 
 
 def perform(body: bytes, conditions: TestConditions) -> Ended:
     """Run a test body packed by `rank_fixtures.pack_test`; return skip and xfail, raise other exceptions."""
-    with _applied(conditions) as attachment:
+    with _under_conditions(conditions) as attachment:
         result = _outcome_of(functools.partial(_with_fixtures, body, attachment))
         if isinstance(result, Ended):
             return result
@@ -154,7 +154,7 @@ def _outcome_of(run: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _applied(conditions: TestConditions) -> Iterator[RankArtifacts]:
+def _under_conditions(conditions: TestConditions) -> Iterator[RankArtifacts]:
     attachment = RankArtifacts()
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
@@ -164,7 +164,7 @@ def _applied(conditions: TestConditions) -> Iterator[RankArtifacts]:
     this_rank.forget_thread_error()
     try:
         with (
-            _logging(log, conditions),
+            _capturing_log(log, conditions),
             remote_pdb.available(conditions.debugger),
             warnings.catch_warnings(record=True) as caught,
             measure_coverage(conditions.coverage, attachment),
@@ -174,24 +174,24 @@ def _applied(conditions: TestConditions) -> Iterator[RankArtifacts]:
             warnings.filters.extend(conditions.filters)  # type: ignore[attr-defined]  # a list
             set_generators(conditions.seeds)
             try:
-                with _unhandled() as unhandled:
+                with _collecting_unhandled() as unhandled:
                     yield attachment
                 for warning, file, line in unhandled:
                     warnings.warn_explicit(warning, type(warning), file, line)
             except BaseException as error:
                 this_rank.announce(error)
-                attachment.failure = _as_pytest_shows(error, conditions)
+                attachment.failure = _longrepr_of(error, conditions)
                 if conditions.post_mortem:
                     attachment.quitting = remote_pdb.post_mortem(error, text_of(attachment.failure))
                 raise
     finally:
         attachment.log = log.getvalue()
         attachment.warnings = [(entry.message, entry.category, entry.filename, entry.lineno) for entry in caught]  # type: ignore[misc]
-        this_rank.save_attachment(_packed(attachment))
+        this_rank.save_attachment(_pickle_artifacts(attachment))
 
 
 def _log_collectives() -> None:
-    """Start the log of collectives, or clear it; the parent detects mismatches from it."""
+    """Start or clear the log of collectives, from which the parent detects mismatches."""
     rank = this_rank.current()
     if not (path := log_path(rank.directory, rank.rank)).exists():
         record_collectives(rank.directory, rank.rank)
@@ -199,25 +199,25 @@ def _log_collectives() -> None:
 
 
 @contextlib.contextmanager
-def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
+def _collecting_unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
     """Collect unhandled thread and unraisable exceptions as the same warnings that pytest issues."""
     caught: list[tuple[Warning, str, int]] = []
     hooks = threading.excepthook, sys.unraisablehook
 
-    def note(kind: type[Warning], what: str, args: Any) -> None:
+    def add_warning(kind: type[Warning], what: str, args: Any) -> None:
         text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(args.exc_traceback)]
         caught.append((kind(f"{what}\n\n{text}"), *(frames[-1] if frames else ("", 0))))
 
     def in_thread(args: Any) -> None:
         name = args.thread.name if args.thread is not None else "<unknown>"
-        note(pytest.PytestUnhandledThreadExceptionWarning, f"Exception in thread {name}", args)
+        add_warning(pytest.PytestUnhandledThreadExceptionWarning, f"Exception in thread {name}", args)
         if isinstance(args.exc_value, Exception):
             this_rank.save_thread_error(name, args.exc_value)
 
     def unraisable(args: Any) -> None:
         title = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
-        note(pytest.PytestUnraisableExceptionWarning, title, args)
+        add_warning(pytest.PytestUnraisableExceptionWarning, title, args)
 
     threading.excepthook, sys.unraisablehook = in_thread, unraisable
     try:
@@ -226,7 +226,7 @@ def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
         threading.excepthook, sys.unraisablehook = hooks
 
 
-def _packed(attachment: RankArtifacts) -> bytes:
+def _pickle_artifacts(attachment: RankArtifacts) -> bytes:
     """Pickle the artifacts, except those that cannot be pickled."""
     try:
         return wire.dumps(attachment)
@@ -241,7 +241,7 @@ def _packed(attachment: RankArtifacts) -> bytes:
 
 
 @contextlib.contextmanager
-def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
+def _capturing_log(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter(conditions.log_format[0] or None, conditions.log_format[1] or None))
     root = logging.getLogger()
@@ -255,7 +255,7 @@ def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _as_pytest_shows(error: BaseException, conditions: TestConditions) -> Any:
+def _longrepr_of(error: BaseException, conditions: TestConditions) -> Any:
     """Return pytest's representation of an exception; `None` if unpicklable or an error of ddpcheck."""
     info = pytest.ExceptionInfo.from_exception(error)
     if isinstance(error, DDPCheckError) and not _user_entries(info):
@@ -318,7 +318,7 @@ _COVERAGE_OPTIONS = (  # options of section `run`
     *("branch", "concurrency", "core", "cover_pylib", "dynamic_context", "include", "omit"),
     *("plugins", "relative_files", "source", "source_pkgs", "source_dirs", "timid"),
 )
-_NEEDLESS = ("no-data-collected", "module-not-imported", "module-not-measured", "already-imported")
+_DISABLED_WARNINGS = ("no-data-collected", "module-not-imported", "module-not-measured", "already-imported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,22 +342,22 @@ class CoverageOptions:
 
 
 @contextlib.contextmanager
-def measure_coverage(how: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[None]:
-    """Measure coverage of the block into `artifacts`; no-op if `how` is `None`."""
-    if how is None:
+def measure_coverage(settings: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[None]:
+    """Measure coverage of the block into `artifacts`; no-op if `settings` is `None`."""
+    if settings is None:
         yield
         return
     import coverage
 
-    cov = coverage.Coverage(data_file=None, config_file=how.file or False, messages=False)
-    for name, value in how.options.items():
+    cov = coverage.Coverage(data_file=None, config_file=settings.file or False, messages=False)
+    for name, value in settings.options.items():
         with contextlib.suppress(Exception):
             cov.set_option(name, value)
-    cov.set_option("run:disable_warnings", list(_NEEDLESS))
+    cov.set_option("run:disable_warnings", list(_DISABLED_WARNINGS))
     cov.start()
     try:
-        if how.context:
-            cov.switch_context(how.context)
+        if settings.context:
+            cov.switch_context(settings.context)
         yield
     finally:
         cov.stop()

@@ -23,8 +23,8 @@ import pytest
 
 from ddpcheck.worlds import rank as this_rank
 
-_ANSWER = 5.0  # seconds for a rank to continue
-_NEXT_WORD = 0.3  # seconds to wait for the next stop of a rank that is being stepped
+_CONTINUE_SECONDS = 5.0  # seconds for a rank to continue
+_NEXT_STOP_SECONDS = 0.3  # seconds to wait for the next stop of a rank that is being stepped
 
 
 class _Terminal(io.TextIOBase):
@@ -73,7 +73,7 @@ class _Pdb(pdb.Pdb):
 
 @contextlib.contextmanager
 def available(terminal: bool) -> Iterator[None]:
-    """Have `breakpoint()` and `pdb.set_trace()` debug a rank; without `terminal` they raise."""
+    """Let `breakpoint()` and `pdb.set_trace()` debug this rank, or raise without `terminal`."""
     hooks = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []
 
@@ -108,7 +108,7 @@ def post_mortem(error: BaseException, shown: str) -> bool:
 
 
 class PdbTerminal:
-    """Parent side: relays the terminal to ranks."""
+    """Relay between pytest's terminal and debuggers on ranks, in the parent process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._capture = config.pluginmanager.getplugin("capturemanager")
@@ -119,8 +119,8 @@ class PdbTerminal:
         deadline = time.monotonic()
         while True:
             if (path := min(directory.glob("rank*.pdb"), key=_modified_at, default=None)) is not None:
-                self._answer(path)
-                deadline = time.monotonic() + _NEXT_WORD
+                self._serve_rank(path)
+                deadline = time.monotonic() + _NEXT_STOP_SECONDS
             elif time.monotonic() >= deadline:
                 return
             else:
@@ -130,16 +130,16 @@ class PdbTerminal:
         """Forget the debugged rank at the end of a test."""
         self._rank = None
 
-    def _answer(self, path: Path) -> None:
+    def _serve_rank(self, path: Path) -> None:
         rank = path.name.partition(".")[0]
         with contextlib.suppress(OSError, EOFError), Client(str(path), "AF_UNIX") as connection:
             if self._rank not in (None, rank):  # failed as well: debug only one rank per test
                 connection.send("continue\n")
-                while connection.poll(_ANSWER):
+                while connection.poll(_CONTINUE_SECONDS):
                     connection.recv()
                 return
             self._rank = rank
-            with self._terminal() as terminal:
+            with self._uncaptured() as terminal:
                 while True:
                     if (output := connection.recv()) is not None:
                         terminal.write(output)
@@ -148,7 +148,7 @@ class PdbTerminal:
                         connection.send(_read_line().decode("utf-8", "replace"))
 
     @contextlib.contextmanager
-    def _terminal(self) -> Iterator[TextIO]:
+    def _uncaptured(self) -> Iterator[TextIO]:
         if self._capture is not None:
             self._capture.suspend_global_capture(in_=True)
         try:

@@ -24,13 +24,15 @@ _OPTIONS = ("world_size", "device", "timeout", "threads", "preload", "reuse")  #
 class Session:
     """Plugin session, one per process that runs tests."""
 
-    def __init__(self, config: pytest.Config, options: Sequence[str], is_ours: Callable[[pytest.Item], bool]) -> None:
-        """Read the settings; `is_ours` returns True if a test needs ranks."""
+    def __init__(
+        self, config: pytest.Config, options: Sequence[str], needs_ranks: Callable[[pytest.Item], bool]
+    ) -> None:
+        """Read the settings; `needs_ranks` returns True if a test needs ranks."""
         launched = config.stash.get(LAUNCHED, None)
         defaults = {} if launched is None else {"world_size": launched.world_size}
         self._settings = marks.settings(config, options, **defaults)
         _refuse_wrong_start(config, self._settings.launcher)
-        self._is_ours = is_ours
+        self._needs_ranks = needs_ranks
         self._session_ranks = Ranks(config, launched)
 
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
@@ -40,11 +42,11 @@ class Session:
         item.stash[_RECORD] = record = Record(item)
         record.seeds = rank_side.drawn_generators()
         if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
-            _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
+            _fail(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
     def _fresh_ranks_of(self, item: pytest.Item) -> dict[str, Any] | None:
         """Return the world options of a test if it uses fresh ranks, else `None`."""
-        if not self._is_ours(item):
+        if not self._needs_ranks(item):
             return None
         try:
             options = self._options(item)
@@ -55,12 +57,12 @@ class Session:
     def rank_value(self, item: pytest.Item, name: str) -> Any:
         """Return the placeholder for a per-rank fixture such as `rank`."""
         if "ddp_world" in getattr(item, "fixturenames", ()):
-            _refuse(
+            _fail(
                 f"The body of a test that uses ddp_world runs in the parent, which has no {name!r}; use "
                 "ddp_world.world_size, or ddpcheck.rank.current() in the function that ddp_world.run calls."
             )
         if item.get_closest_marker(marks.MARKER) is None:
-            _refuse(
+            _fail(
                 f"The fixture {name!r} has a value on ranks only; mark {item.name} with @pytest.mark.ddp(...), and its "
                 "body runs there."
             )
@@ -73,7 +75,7 @@ class Session:
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
-        find = rank_fixtures.picklable_getter(_bound(fixturedef, request))
+        find = rank_fixtures.picklable_getter(_bound_function(fixturedef, request))
         converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
         fixture = rank_fixtures.OnRank(fixturedef.argname, find=find, arguments=converted)
         item.stash[_RECORD].setups.append(fixture)
@@ -94,9 +96,9 @@ class Session:
         record = item.stash[_RECORD]
         with contextlib.closing(WorldLease(self._session_ranks, record, self._options(item))) as lease:
             try:
-                ended, verdict, error = lease.run(rank_side.perform, _packed(item, record))
+                ended, verdict, error = lease.run(rank_side.perform, _pack_body(item, record))
             except UsageError as usage_error:
-                _refuse(str(usage_error))
+                _fail(str(usage_error))
             if verdict.how == "passed":
                 _warn_of_results(item, ended)
             elif verdict.how == "skipped":
@@ -117,7 +119,7 @@ class Session:
                 test_options["world_size"] = parameters["world_size"]
                 marks.check_options(test_options, "@pytest.mark.ddp")
         except UsageError as error:
-            _refuse(str(error))
+            _fail(str(error))
         # gloo supports every device and any number of ranks
         defaults = {"backend": self._settings.backend or "gloo"}
         return {**defaults, **{name: getattr(self._settings, name) for name in _OPTIONS}, **test_options}
@@ -170,24 +172,22 @@ def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
         )
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _fail(sentence: str) -> NoReturn:
     raise pytest.fail.Exception(sentence, pytrace=False) from None
 
 
-def _packed(item: pytest.Function, record: Record) -> bytes:
+def _pack_body(item: pytest.Function, record: Record) -> bytes:
     function = item.obj
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        _refuse(f"{item.name} is async, and @pytest.mark.ddp runs plain functions; call asyncio.run in its body.")
+        _fail(f"{item.name} is async, and @pytest.mark.ddp runs plain functions; call asyncio.run in its body.")
     if item.config.getoption("trace", False):
-        _refuse(
-            f"--trace stops in pytest's own process, and {item.name} runs on ranks; put breakpoint() in it instead."
-        )
+        _fail(f"--trace stops in pytest's own process, and {item.name} runs on ranks; put breakpoint() in it instead.")
     names = item._fixtureinfo.argnames
     arguments = {name: rank_fixtures.converted(name, item.funcargs[name]) for name in names}
     return rank_fixtures.pack_test(item.name, arguments, function, record.setups)
 
 
-def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
+def _bound_function(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
     """Return the function of a fixture, bound to its instance if a method."""
     try:
         from _pytest.fixtures import resolve_fixture_function
@@ -206,4 +206,4 @@ def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
         try:
             item.warn(warning)
         except pytest.PytestReturnNotNoneWarning:  # under `-W error`
-            _refuse(str(warning))
+            _fail(str(warning))

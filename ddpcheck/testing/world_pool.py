@@ -17,13 +17,13 @@ _START_VARIABLES = tuple(  # prefixes of variables read at the start of a proces
     "ATEN_ C10_ CUDA_ GLOO_ GOMP_ KMP_ LD_ MALLOC_ MKL_ NCCL_ NVIDIA_ OMP_ OPENBLAS_ PYTHON PYTORCH_ TORCH".split()
 )
 _CHANGEABLE = ("timeout", "startup_timeout", "env", "watch")  # options that can be changed on a running world
-_PATIENCE = 1.0  # seconds to reset a process group; fresh ranks take less
-_CLOSING = 4  # maximum number of worlds closing at the same time
+_RESET_SECONDS = 1.0  # seconds to reset a process group; fresh ranks take less
+_MOST_CLOSING = 4  # maximum number of worlds closing at the same time
 
 Kind = Hashable  # worlds of equal kind are interchangeable
 
 
-def _kind(options: Mapping[str, Any]) -> Kind:
+def _kind_of(options: Mapping[str, Any]) -> Kind:
     """Return the options and variables that a running world cannot change; validate them."""
     checked = validation.WorldOptions(**options)
     env = checked.env or {}
@@ -54,8 +54,8 @@ class WorldPool:
         released as broken, or does not reset its process group in time. Without an owner, a spare is started for
         `following`, the options of the next lease; `None` for no spare, since every start takes CPU time.
         """
-        self._enter()
-        key = owner, _kind(options)
+        self._refresh()
+        key = owner, _kind_of(options)
         idle = self._idle.setdefault(key, [])
         spares = self._idle.get((None, key[1]), [])
         world = None
@@ -63,7 +63,7 @@ class WorldPool:
             must_be_ready = owner is not None and bool(idle)  # a spare may still start
             candidate = (idle or spares).pop()
             with contextlib.suppress(DDPCheckError):
-                if candidate.wait_ready(_PATIENCE) if must_be_ready else candidate.usable:
+                if candidate.wait_ready(_RESET_SECONDS) if must_be_ready else candidate.usable:
                     candidate.update_options(**{name: options[name] for name in _CHANGEABLE if name in options})
                     world = candidate
             if world is None:
@@ -71,7 +71,7 @@ class WorldPool:
         world = world or start_world(**options)
         self._leased[world] = key
         if owner is None:
-            self._prepare(following)
+            self._prefetch(following)
         return world
 
     def release(self, world: World, *, broken: bool = False) -> None:
@@ -79,7 +79,7 @@ class WorldPool:
 
         A world with an owner resets its process group; others are closed in the background.
         """
-        self._enter()
+        self._refresh()
         key = self._leased.pop(world, None)
         if key is None or key[0] is None or broken or key not in self._idle:
             self._begin_close(world)
@@ -93,12 +93,12 @@ class WorldPool:
 
     def end(self, owner: Hashable) -> None:
         """Close an owner's idle worlds now; worlds in use are closed when released."""
-        self._enter()
+        self._refresh()
         self._close_idle(lambda key: key[0] == owner)
 
     def close(self) -> None:
         """Close every world, including leased worlds, and wait until all ranks have exited."""
-        self._enter()
+        self._refresh()
         self._close_idle(lambda key: True)
         for world in self._leased:
             self._begin_close(world)
@@ -106,11 +106,11 @@ class WorldPool:
         while self._closing:
             self._closing.popleft().close()
 
-    def _prepare(self, options: Mapping[str, Any] | None) -> None:
+    def _prefetch(self, options: Mapping[str, Any] | None) -> None:
         """Start a spare world with these options, if any, and close other spares."""
         kind = None
         with contextlib.suppress(UsageError):  # reported by the test that needs the world
-            kind = None if options is None else _kind(options)
+            kind = None if options is None else _kind_of(options)
         self._close_idle(lambda key: key[0] is None and key[1] != kind)
         if options is not None and kind is not None and not self._idle.get((None, kind)):
             with contextlib.suppress(DDPCheckError):
@@ -126,13 +126,13 @@ class WorldPool:
         if not world.closed:
             self._closing.append(world)
 
-    def _enter(self) -> None:
-        """Reset the pool after a fork, and finish closing worlds."""
+    def _refresh(self) -> None:
+        """Empty the pool in a forked process, and close worlds whose ranks have exited."""
         if self._pid != os.getpid():  # fork: the worlds belong to the parent process
             WorldPool.__init__(self)
         for _ in range(len(self._closing)):
             world = self._closing.popleft()
-            if world.has_exited or len(self._closing) >= _CLOSING:
+            if world.has_exited or len(self._closing) >= _MOST_CLOSING:
                 world.close()
             else:
                 self._closing.append(world)

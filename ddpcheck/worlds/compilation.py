@@ -30,12 +30,12 @@ _contexts = contextlib.ExitStack()  # contexts that are never exited; an unrefer
 
 
 def is_asked_for() -> bool:
-    """Return True if user code has called `torch.compile`, or possibly did before `watch_compiling`."""
+    """Return True if user code has called `torch.compile` or left a cached Dynamo backend."""
     return bool(_state.asked)
 
 
 def watch_compiling(times: Any) -> None:
-    """Record compilations and compile time in `times`, a rank's `Slots`; torch must be imported."""
+    """Patch the imported torch to record compile time in `times`, a rank's `Slots`."""
     torch: Any = sys.modules["torch"]
     _state.times = times
     if "torch._inductor.config" in sys.modules and os.environ.items() >= ONE_THREAD.items():
@@ -53,7 +53,7 @@ def watch_compiling(times: Any) -> None:
             compiled = original(*args, **kwargs)
         finally:
             _compile_ended()
-        return _run_compiled(compiled) if is_internal else compiled
+        return _under_default_stance(compiled) if is_internal else compiled
 
     torch.compile = compile
 
@@ -117,7 +117,7 @@ def _is_internal_call(caller: FrameType, torch: Any) -> bool:
     return file.startswith(os.path.dirname(torch.__file__) + os.sep) and not is_wrapper
 
 
-def _run_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _under_default_stance(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     @forwards_calls
     def run(*args: Any, **kwargs: Any) -> Any:

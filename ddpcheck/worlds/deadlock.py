@@ -1,8 +1,8 @@
-"""Detection of CPU ranks that wait for each other or finished ranks, on Linux.
+"""Detection of CPU ranks that wait for each other or for finished ranks (Linux).
 
-Requires all of the following over seconds: every unfinished rank is on the same line inside a `torch.distributed` call,
-a backward pass or DDP; no thread of any rank stays runnable or uses more CPU time than waiting takes; and no rank has
-another Python thread. Ranks that compute, sleep, read files or transfer data do not match.
+Ranks are in a deadlock if for `_SECONDS` each unfinished rank stays on one line inside a `torch.distributed` call, a
+backward pass or DDP, no thread stays runnable or uses more CPU time than waiting takes, and no rank has another Python
+thread. Ranks that compute, sleep, read files or transfer data are not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ INTERVAL = 0.5  # seconds between two checks
 _SECONDS = 3.0  # seconds without activity before a deadlock is reported
 _QUIET = 1.0  # seconds without activity before stacks are dumped, which disturbs ranks
 _SHARE = 0.02  # fraction of a core that a waiting rank may use: gloo and stores poll every 10 ms
-_GLANCES = 10  # samples per runnable thread: a waiting thread sleeps in some, even if cores are busy
-_BETWEEN = 0.003  # seconds between samples
+_SAMPLES = 10  # samples per runnable thread: a waiting thread sleeps in some, even if cores are busy
+_SAMPLE_PAUSE = 0.003  # seconds between samples
 
 
 class DeadlockDetector:
@@ -31,31 +31,31 @@ class DeadlockDetector:
     def __init__(self, processes: RankProcesses, device: str) -> None:
         self._processes = processes
         is_local = len(processes.ranks) > 1 and processes.one_machine
-        self._possible = sys.platform == "linux" and device == "cpu" and is_local  # GPU work shows in no process
-        self._next = 0.0
+        self._is_supported = sys.platform == "linux" and device == "cpu" and is_local  # GPU work shows in no process
+        self._next_check = 0.0
         self.reset()
 
     def reset(self) -> None:
         """Discard all observations, for example after a pause without checks."""
-        self._since: float | None = None
-        self._used: list[float] = []
+        self._idle_since: float | None = None
+        self._cpu_seconds: list[float] = []
         self._stacks: dict[int, tuple[Frame, ...]] = {}
 
     def wait(self, now: float) -> float:
         """Return the seconds until the next check, or inf if ranks cannot be checked."""
-        return max(0.0, self._next - now) if self._possible else math.inf
+        return max(0.0, self._next_check - now) if self._is_supported else math.inf
 
     def verdict(self, now: float) -> str:
         """Check the ranks if due; return a sentence on a deadlock, or ''."""
         if self.wait(now) > 0.0:
             return ""
-        self._next = now + INTERVAL
+        self._next_check = now + INTERVAL
         cpu_seconds = self._processor_seconds()
-        if self._since is None or cpu_seconds is None or not self._is_still(cpu_seconds, now - self._since):
+        if self._idle_since is None or cpu_seconds is None or not self._is_idle(cpu_seconds, now - self._idle_since):
             self.reset()
             if cpu_seconds is not None:
-                self._since, self._used = now, cpu_seconds
-        if self._since is None or now - self._since < _SECONDS:
+                self._idle_since, self._cpu_seconds = now, cpu_seconds
+        if self._idle_since is None or now - self._idle_since < _SECONDS:
             return ""
         finished = [rank.number for rank in self._processes.ranks if rank.number not in self._stacks]
         if not finished:
@@ -66,10 +66,10 @@ class DeadlockDetector:
             "with a different shape"
         )
 
-    def _is_still(self, used: list[float], seconds: float) -> bool:
+    def _is_idle(self, cpu_seconds: list[float], seconds: float) -> bool:
         """Return True if ranks used almost no CPU time and all unfinished ranks wait."""
         allowed = 0.02 + _SHARE * seconds  # first term: the kernel counts in steps of 10 ms
-        if any(after - before > allowed for before, after in zip(self._used, used, strict=True)):
+        if any(after - before > allowed for before, after in zip(self._cpu_seconds, cpu_seconds, strict=True)):
             return False
         if seconds < _QUIET:
             return True
@@ -104,9 +104,9 @@ def processor_seconds(pid: int, *, exclude_main_thread: bool = False) -> float |
         threads = [
             thread for thread in os.listdir(f"/proc/{pid}/task") if not exclude_main_thread or thread != str(pid)
         ]
-        for attempt in range(_GLANCES):
+        for attempt in range(_SAMPLES):
             if attempt:
-                time.sleep(_BETWEEN)
+                time.sleep(_SAMPLE_PAUSE)
             threads = [thread for thread in threads if process_stat(f"{pid}/task/{thread}")[0] != "S"]
             if not threads:
                 ticks = _ticks(str(pid)) - (_ticks(f"{pid}/task/{pid}") if exclude_main_thread else 0)

@@ -49,7 +49,7 @@ _WIDEST = 1000  # characters of an output line
 
 
 def described(error: BaseException, status: str, collective: str) -> dict[str, Any]:
-    """Return data on an exception, from which the parent makes a `RankFailure` (`raised`)."""
+    """Return picklable data on an exception, from which `raised` makes a `RankFailure`."""
     when = time.monotonic()
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -62,7 +62,7 @@ def described(error: BaseException, status: str, collective: str) -> dict[str, A
     if (original := original_of(error)) is not None:
         noticed = f"raised {original.where}{f', for which {where} waited' if where else ''}"
         name, text, where = original.type, original.text, original.location or where
-    root, cause = _first_of(error), ""
+    root, cause = _root_of(error), ""
     if root is not error:
         with contextlib.suppress(Exception):  # __str__ may raise
             cause = shorten(f"{type(root).__qualname__}: {root}", LONGEST_TRACEBACK)
@@ -91,7 +91,7 @@ def described(error: BaseException, status: str, collective: str) -> dict[str, A
     }
 
 
-def _first_of(error: BaseException) -> BaseException:
+def _root_of(error: BaseException) -> BaseException:
     """Return the root of the exception chain of `error` (`__cause__` or `__context__`)."""
     chain = [error]
     while True:
@@ -110,7 +110,7 @@ def _format(error: BaseException) -> str:
 
 
 def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
-    """Return the failure of a rank that sent an exception, as `described` returns it."""
+    """Return the failure of a rank that sent `reply`, made by `described`."""
     exception = None
     with contextlib.suppress(Exception):  # missing, or class not importable here: use the text
         exception = wire.loads(reply["exception"])
@@ -134,7 +134,7 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
 def died(rank: int, code: int | None, when: float, output: str = "", dump: str = "") -> RankFailure:
     """Return the failure of a rank whose process died.
 
-    `code`: exit code, negative for a signal, `None` if unknown. `dump`: `faulthandler` output, possibly older.
+    `code`: exit code, negative for a signal, `None` if unknown. `dump`: all `faulthandler` output of the rank.
     """
     _, *errors = dump.split(_FATAL)
     frames = main_stack(errors[0]) if len(errors) == 1 else ()
@@ -190,9 +190,9 @@ def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> Ra
 
 
 def thread_failure(rank: int, dump: str, error: str) -> RankFailure | None:
-    """Return the failure of a rank waiting for its own failed thread, or `None`.
+    """Return the failure of a rank that waits for a failed thread, or `None`.
 
-    `None` also if other threads run user code. `error`: JSON of [name of the thread, data from `described`], or ''.
+    Returns `None` if any other thread runs user code. `error`: JSON of [thread name, data from `described`], or ''.
     """
     waits_in = "" if program_threads(dump) else lock_waited_for(main_stack(dump))
     if not error or not waits_in:
@@ -204,9 +204,9 @@ def thread_failure(rank: int, dump: str, error: str) -> RankFailure | None:
 
 
 def sort_failures(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """Sort failures by time; put consequences of a lost rank last, as kind 'fell'.
+    """Sort failures by time, with consequences of other failures last.
 
-    The exit of a dead rank may be detected, and so timed, after the failures that it caused on other ranks.
+    A connection lost because another rank failed gets kind 'fell'. A dead rank's exit may be timed after its effects.
     """
     causes = [failure for failure in failures if failure.kind != "stuck" and not lost_connection(failure)]
     marked = []

@@ -1,6 +1,6 @@
 """Fork server: a process with torch imported that forks ranks on request.
 
-It is started by exec, stays single-threaded, runs no torch operation, and no user code except the import of preloaded
+Started by exec, the server stays single-threaded, and runs no torch operation and no user code but imports of preloaded
 modules. Each request from the parent is one packet on a socket, with file descriptors attached. Forks and exits are
 reported on a socket per world. When the parent ends, the server kills all ranks and removes the scratch directories.
 """
@@ -32,12 +32,12 @@ from ddpcheck.worlds import rank as rank_module
 from ddpcheck.worlds import rank_setup, wire
 
 _MAX_PACKET = 1 << 16
-_TICK = 0.4
-_LOOK = 0.02  # seconds between checks of ranks and parent during an import
+_TICK = 0.4  # seconds between checks of an idle server for a dead parent
+_IMPORT_TICK = 0.02  # seconds between checks of ranks and parent during an import
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
-_PART = 16 << 20  # bytes of memory to merge into huge pages per madvise call
+_MERGE_BYTES = 16 << 20  # bytes of memory to merge into huge pages per madvise call
 _HUGE_PAGE = 2 << 20
 
 _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
@@ -54,7 +54,7 @@ class _World:
     fds: list[int]  # sockets of the ranks to fork
     outbox: wire.Outbox = field(default_factory=wire.Outbox)
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Send a message to the parent without blocking."""
         self.outbox.send(self.notify, wire.pack(message))
 
@@ -63,11 +63,11 @@ class Server:
     """Fork server for one parent process.
 
     An import can take seconds; meanwhile ranks exit, the parent may die, and requests arrive. During an import
-    `_interrupted` sets a timer, whose SIGALRM handler runs `_attend`, one pass of the server's loop. The handler can
-    run between any two bytecodes of foreign code, so it must not touch state of the import: it does not import, does
-    not fork (the child would inherit a half-imported module), takes no import or logging lock, and writes to no
-    standard stream. The main loop forks the ranks later. The handler rearms the timer only at its end, so that it never
-    interrupts itself.
+    `_serving_on_timer` sets a timer, whose SIGALRM handler runs `_serve_once`, one pass of the server's loop. The
+    handler can run between any two bytecodes of foreign code, so it must not touch state of the import: it does not
+    import, does not fork (the child would inherit a half-imported module), takes no import or logging lock, and writes
+    to no standard stream. The main loop forks the ranks later. The handler rearms the timer only at its end, so that it
+    never interrupts itself.
 
     Rejected: a second thread, since a multi-threaded process cannot be forked safely (the child would inherit locked
     locks); imports in a forked child, since the modules must be in this process; interruptible imports.
@@ -79,28 +79,28 @@ class Server:
         self._pid = os.getpid()
         self._worlds: dict[int, _World] = {}
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
-        self._broken = ""
+        self._preload_error = ""  # import error of `preload`, or ''
         self._fork_unsafe_reason = ""  # why ranks can no longer be forked, or ''
         self._import_errors: dict[str, str] = {}  # module -> import error, or '' if imported
         self._directories: list[str] = []  # of all worlds; removed by the parent unless it dies
-        self._complete = False  # all modules that a rank may need are imported
+        self._has_all_modules = False  # all modules that a rank may need are imported
         self._importing = False
         self._ahead = False  # a world was created ahead of use at least once
         self._libc = ctypes.CDLL(None)
 
     def preload(self, names: Sequence[str]) -> None:
-        """Import the modules that every rank needs; report an error with the next world."""
+        """Import `_PRELOAD` and `names`; an error is reported when ranks are requested."""
         gc.disable()  # collection takes 20% of the time to import torch
         try:
-            with self._interrupted():
+            with self._serving_on_timer():
                 for name in (*_PRELOAD, *names):
                     importlib.import_module(name)
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._preload_error = f"{type(error).__name__}: {error}"
             traceback.print_exc()
 
-    def _chores(self) -> Iterator[bool]:
-        """Run deferred work in small steps while the server is idle.
+    def _deferred_work(self) -> Iterator[bool]:
+        """Import `DDP_MODULES`, collect garbage and merge memory pages, in steps while idle.
 
         Yields `True` after each step, and `False` if the next step has to wait until all ranks have exited.
 
@@ -109,13 +109,13 @@ class Server:
         merging pages doubles the memory until these ranks exit. If worlds are started ahead of use, some rank is always
         alive, so the work does not wait for exits.
         """
-        if not self._broken and not os.environ.get(rank_setup.NO_PRELOAD):
+        if not self._preload_error and not os.environ.get(rank_setup.NO_PRELOAD):
             for name in rank_setup.DDP_MODULES:
                 rank_setup.import_named(name)  # a failure is reported by the rank that needs the module
                 yield True
         gc.collect()
         gc.freeze()
-        self._complete = True
+        self._has_all_modules = True
         for _ in itertools.chain([None], _collapse_memory(self._libc)):
             yield True
             while self._ranks and not self._ahead:
@@ -131,61 +131,61 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         gc.freeze()
-        chores = self._chores()
-        has_chores: bool | None = True  # None once all work is done
+        work = self._deferred_work()
+        has_work: bool | None = True  # None once all work is done
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._sock, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
             ready: list[Any] = []
-            while self._attend(self._sock in ready):
+            while self._serve_once(self._sock in ready):
                 while number := next(filter(self._can_fork, self._worlds), None):
-                    self._open(number)
-                ready = [key.fileobj for key, _ in selector.select(0 if has_chores else _TICK)]
+                    self._start_world(number)
+                ready = [key.fileobj for key, _ in selector.select(0 if has_work else _TICK)]
                 if wake_read in ready:
                     with contextlib.suppress(BlockingIOError):
                         while wake_read.recv(4096):
                             pass
-                    has_chores = has_chores is not None  # ranks may have exited
-                elif has_chores is not None and not ready:
-                    with self._interrupted():
-                        has_chores = next(chores, None)
-        self._end()
+                    has_work = has_work is not None  # ranks may have exited
+                elif has_work is not None and not ready:
+                    with self._serving_on_timer():
+                        has_work = next(work, None)
+        self._kill_all()
 
-    def _attend(self, has_request: bool) -> bool:
+    def _serve_once(self, has_request: bool) -> bool:
         """Reap exited ranks, and receive a request if `has_request`; return False to stop."""
         self._reap()
-        if os.getppid() != self._parent or (has_request and not self._receive()):
+        if os.getppid() != self._parent or (has_request and not self._receive_request()):
             return False
         for number, world in list(self._worlds.items()):
             world.outbox.send(world.notify)
-            self._drop_if_over(number)
+            self._remove_if_done(number)
         return True
 
     @contextlib.contextmanager
-    def _interrupted(self) -> Iterator[None]:
-        """Run `_attend` on a timer during an import; forks are deferred."""
+    def _serving_on_timer(self) -> Iterator[None]:
+        """Run `_serve_once` on a timer during an import in this block."""
 
-        def look(*_: object) -> None:
+        def on_alarm(*_: object) -> None:
             if not self._importing:  # signal pending at the end of the block
                 return
             has_request = bool(select.select([self._sock], [], [], 0)[0])
-            if not self._attend(has_request):
-                self._end()
+            if not self._serve_once(has_request):
+                self._kill_all()
                 rank_setup.clean_up()
                 os._exit(0)
-            signal.setitimer(signal.ITIMER_REAL, _LOOK)  # last, so that the handler never interrupts itself
+            signal.setitimer(signal.ITIMER_REAL, _IMPORT_TICK)  # last, so that the handler never interrupts itself
 
         self._importing = True
-        signal.signal(signal.SIGALRM, look)
-        signal.setitimer(signal.ITIMER_REAL, _LOOK)
+        signal.signal(signal.SIGALRM, on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, _IMPORT_TICK)
         try:
             yield
         finally:
             self._importing = False
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _receive(self) -> bool:
+    def _receive_request(self) -> bool:
         data = b""
         with contextlib.suppress(OSError):
             data, fds, _, _ = socket.recv_fds(self._sock, _MAX_PACKET, wire.MAX_FDS + 1)
@@ -209,25 +209,25 @@ class Server:
 
     def _can_fork(self, number: int) -> bool:
         world = self._worlds[number]
-        return 0 < len(world.awaited) == len(world.fds) and (self._complete or not world.ahead)
+        return 0 < len(world.awaited) == len(world.fds) and (self._has_all_modules or not world.ahead)
 
-    def _open(self, number: int) -> None:
+    def _start_world(self, number: int) -> None:
         world = self._worlds[number]
         if refusal := self._import_named(world.preload):
             world.awaited.clear()
-            world.tell(("refused", refusal, bool(self._fork_unsafe_reason)))
+            world.send(("refused", refusal, bool(self._fork_unsafe_reason)))
         else:
-            world.tell(("forked", self._fork_all(number, world)))
+            world.send(("forked", self._fork_all(number, world)))
         for fd in world.fds:
             os.close(fd)
         world.fds.clear()
-        self._drop_if_over(number)
+        self._remove_if_done(number)
 
     def _import_named(self, names: tuple[str, ...]) -> str:
         """Import the user's preload modules once; return an error message, or ''."""
         for name in names:
             if name not in self._import_errors:
-                with self._interrupted():
+                with self._serving_on_timer():
                     self._import_errors[name] = rank_setup.import_named(name)
                 gc.freeze()
                 count = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 1
@@ -247,12 +247,12 @@ class Server:
         forked = []
         for fd in world.fds:
             try:
-                if self._broken:
-                    raise ImportError(self._broken)
+                if self._preload_error:
+                    raise ImportError(self._preload_error)
                 pid = os.fork()
             except Exception as error:
                 world.awaited.clear()
-                world.tell(("error", f"{type(error).__name__}: {error}"))
+                world.send(("error", f"{type(error).__name__}: {error}"))
                 break
             if pid == 0:
                 self._become_rank(fd)
@@ -292,17 +292,17 @@ class Server:
                 _, status = os.waitpid(pid, 0)
                 if entry is not None:
                     number, rank = entry
-                    self._worlds[number].tell(("exit", rank, os.waitstatus_to_exitcode(status), time.monotonic()))
-                    self._drop_if_over(number)
+                    self._worlds[number].send(("exit", rank, os.waitstatus_to_exitcode(status), time.monotonic()))
+                    self._remove_if_done(number)
 
-    def _drop_if_over(self, number: int) -> None:
+    def _remove_if_done(self, number: int) -> None:
         world = self._worlds[number]
         has_ranks = any(world_number == number for world_number, _ in self._ranks.values())
         if not has_ranks and not world.awaited and not world.outbox:
             world.notify.close()
             del self._worlds[number]
 
-    def _end(self) -> None:
+    def _kill_all(self) -> None:
         deadline = time.monotonic() + 2.0
         for pid in list(self._ranks):
             _kill(pid, signal.SIGKILL)
@@ -343,8 +343,8 @@ def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
         if perms == "rw-p" and (not name or name[0].startswith(("[heap]", "[anon"))):  # private anonymous memory
             start, end = (int(word, 16) for word in addresses.split("-"))
             start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
-            for address in range(start, end, _PART):
-                libc.madvise(address, min(_PART, end - address), _MADV_COLLAPSE)
+            for address in range(start, end, _MERGE_BYTES):
+                libc.madvise(address, min(_MERGE_BYTES, end - address), _MADV_COLLAPSE)
                 yield
 
 

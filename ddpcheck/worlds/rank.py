@@ -62,7 +62,7 @@ def current() -> RankContext:
 
 
 class Slots(ctypes.Structure):
-    """Memory-mapped file with the last reported position and the compile time of a rank."""
+    """Memory-mapped status, current collective and compile time of a rank."""
 
     # Longer texts are truncated.
     _fields_ = (
@@ -118,7 +118,7 @@ def current_slots() -> Slots:
     return _slots or Slots()
 
 
-# --- The life of a rank ------------------------------------------------------------------------------------------
+# --- Main loop of a rank ------------------------------------------------------------------------------------------
 
 
 def main(sock: socket.socket) -> NoReturn:
@@ -316,26 +316,26 @@ def save_attachment(data: bytes) -> None:
     Raises:
         DDPCheckError: When this process is not a rank.
     """
-    _save_whole(_path("attachment"), data)
+    _save_atomically(_file_path("attachment"), data)
 
 
 def save_thread_error(name: str, error: BaseException) -> None:
-    """Save the exception of a thread, unless one is saved, for `failures.thread_failure`."""
-    if not (path := _path("thread")).exists():
-        _save_whole(path, json.dumps([name, {**exception_data(error), "exception": None}]).encode())
+    """Save the first exception of any thread in a run, for `failures.thread_failure`."""
+    if not (path := _file_path("thread")).exists():
+        _save_atomically(path, json.dumps([name, {**exception_data(error), "exception": None}]).encode())
 
 
 def forget_thread_error() -> None:
     """Delete the saved thread error at the start of a run."""
-    _path("thread").unlink(missing_ok=True)
+    _file_path("thread").unlink(missing_ok=True)
 
 
-def _path(kind: str) -> Path:
+def _file_path(kind: str) -> Path:
     context = current()
     return context.directory / f"rank{context.rank}.{kind}"
 
 
-def _save_whole(path: Path, data: bytes) -> None:
+def _save_atomically(path: Path, data: bytes) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_bytes(data)
     unfinished.replace(path)  # atomic

@@ -17,10 +17,10 @@ from typing import Any
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.starting import ask_for_stacks, file_size
 
-_LAST_WORDS = 0.5  # seconds for a stack dump
-_FROM_AFAR = 2.0  # seconds for a stack dump from another machine
+_DUMP_SECONDS = 0.5  # seconds for a stack dump
+_REMOTE_DUMP_SECONDS = 2.0  # seconds for a stack dump from another machine
 _QUIET = 0.004  # seconds without growth after which a dump is complete
-_DEATH = 2.0  # seconds for processes to exit after a request or SIGKILL
+_EXIT_SECONDS = 2.0  # seconds for processes to exit after a request or SIGKILL
 _POLL = 0.01  # seconds between polls of processes without a channel
 
 
@@ -34,7 +34,7 @@ class Rank:
     outbox: wire.Outbox = field(default_factory=wire.Outbox)
     launch: starting.StartedRanks | None = None
     pid: int | None = None
-    ready: float | None = None
+    ready: float | None = None  # time at which the process group was initialized
     connected: bool = True
     ended: tuple[int | None, float] | None = None  # (exit code if known, time of exit)
     answer: tuple[str, Any] | None = None  # to the current run: (kind, payload)
@@ -96,8 +96,8 @@ class RankProcesses:
     @property
     def oldest_fork_request(self) -> tuple[float, str]:
         """Time and description of the oldest unanswered fork request, or (inf, '')."""
-        owing = (launch.oldest_fork_request for launch in self._launches if isinstance(launch, starting.ForkedRanks))
-        return min(owing, default=(math.inf, ""))
+        requests = (launch.oldest_fork_request for launch in self._launches if isinstance(launch, starting.ForkedRanks))
+        return min(requests, default=(math.inf, ""))
 
     @property
     def has_failed(self) -> bool:
@@ -107,7 +107,6 @@ class RankProcesses:
 
     @property
     def has_exited(self) -> bool:
-        """True if every rank has exited."""
         return all(rank.ended is not None for rank in self.ranks)
 
     def update_context(self, context: wire.ProcessContext) -> None:
@@ -149,7 +148,7 @@ class RankProcesses:
                 self._read_rank(key.data)
         for launch in self._launches:
             for event in launch.events():
-                self._note(event)
+                self._record_event(event)
             channel = launch.channel
             if launch.over and channel is not None and channel in self._selector.get_map():
                 self._selector.unregister(channel)
@@ -170,7 +169,7 @@ class RankProcesses:
             rank.connected = False
             self._selector.unregister(rank.sock)
 
-    def _note(self, event: starting.Event) -> None:
+    def _record_event(self, event: starting.Event) -> None:
         if event[0] == "forked":
             for number, pid in event[1]:
                 self.ranks[number].pid = pid
@@ -192,17 +191,17 @@ class RankProcesses:
         if not busy:
             return {}
         files = [self.path(number, "stack") for number in busy]
-        seconds = _LAST_WORDS if self.one_machine else _FROM_AFAR
+        seconds = _DUMP_SECONDS if self.one_machine else _REMOTE_DUMP_SECONDS
         ask_for_stacks(files, lambda: self._signal(busy, signal.SIGUSR1), seconds, _QUIET)
         self.poll(0)  # a rank may have finished meanwhile
         return {number: self.read(number, "stack") for number in busy if everyone or self.ranks[number].answer is None}
 
     def kill(self) -> None:
         """Kill every rank and wait for the exits."""
-        self._signal(self._running(), signal.SIGKILL)
-        self._await_ends()
+        self._signal(self._live_ranks(), signal.SIGKILL)
+        self._wait_for_exits()
 
-    def _running(self) -> list[int]:
+    def _live_ranks(self) -> list[int]:
         return [rank.number for rank in self.ranks if rank.ended is None]
 
     def _signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
@@ -210,8 +209,8 @@ class RankProcesses:
             if launch_ranks := [rank for rank in ranks if self.ranks[rank].launch is launch]:
                 launch.signal(launch_ranks, number)
 
-    def _await_ends(self) -> bool:
-        deadline = time.monotonic() + _DEATH
+    def _wait_for_exits(self) -> bool:
+        deadline = time.monotonic() + _EXIT_SECONDS
         while awaited := [rank.launch for rank in self.ranks if rank.ended is None]:
             seconds_left = deadline - time.monotonic()
             if seconds_left <= 0 or all(launch is None or launch.over for launch in awaited):
@@ -220,7 +219,7 @@ class RankProcesses:
         return True
 
     def request_exit(self, idle: bool) -> None:
-        """Ask ranks to exit if they are `idle` and ready, else kill; non-blocking."""
+        """Ask ready ranks to exit if `idle` (no run is active), else kill; non-blocking."""
         if self.exit_requested:
             return
         self.exit_requested = True
@@ -228,20 +227,20 @@ class RankProcesses:
         if idle and self.ready:
             self._post_all("close")
         else:
-            self._signal(self._running(), signal.SIGKILL)
+            self._signal(self._live_ranks(), signal.SIGKILL)
 
     def terminate(self, idle: bool) -> None:
         """End every rank as `request_exit` does, wait, and kill on timeout."""
         self.request_exit(idle)
-        if not self._await_ends():
+        if not self._wait_for_exits():
             self.kill()
 
-    def release(self, ours: bool) -> None:
-        """Close all sockets, and if `ours` (not after a fork) the descriptors of `StartedRanks`."""
+    def release(self, is_owner: bool) -> None:
+        """Close all sockets, and the descriptors of `StartedRanks` unless in a forked child."""
         for rank in self.ranks:
             rank.sock.close()
         self._selector.close()
-        if ours:
+        if is_owner:
             for launch in self._launches:
                 launch.close()
 

@@ -43,9 +43,9 @@ DDP_MODULES = (
     "ddpcheck.gather.phases.local_step",
     "ddpcheck.gather.phases.ddp_step",
 )
-"""Modules that ranks with DDP import. The fork server imports them when it has time.
+"""Modules that ranks with DDP import; the fork server imports these modules while idle.
 
-`World(preload=...)` names them for ranks that need them immediately: these are forked after the import.
+Ranks of `World(preload=DDP_MODULES)` are forked only after the import.
 """
 
 NO_PRELOAD = "_DDPCHECK_NO_PRELOAD"
@@ -67,18 +67,18 @@ def gloo_interface(one_machine: bool, local_address: str, master_addresses: Iter
         addresses = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
     except OSError:
         addresses = []
-    if not all(map(_leads_nowhere, addresses)):
+    if not all(map(_is_unroutable, addresses)):
         return ""
-    names = (_interface_of(address) for address in (local_address, *master_addresses) if not _leads_nowhere(address))
+    names = (_interface_of(address) for address in (local_address, *master_addresses) if not _is_unroutable(address))
     return next(filter(None, names), "")
 
 
-def _leads_nowhere(address: str) -> bool:
+def _is_unroutable(address: str) -> bool:
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def route(address: str, port: int) -> tuple[str, str]:
-    """Return local and remote IPv4 address of a connection to `address`, or ('', '')."""
+    """Return local and remote IPv4 address of a route to `address`, or ('', '')."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing, but chooses an interface
         return probe.getsockname()[0], probe.getpeername()[0]
@@ -106,7 +106,7 @@ def redirect_output(path: Path) -> None:
 
 
 def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
-    """Apply the parent's environment, working directory and import path to this process."""
+    """Apply `context` and the `RANK` variables to this process; reseed its generators."""
     environment = {
         **compilation.ONE_THREAD,
         **context.environment,
@@ -150,7 +150,7 @@ def seed() -> None:
 
 
 def generators(*, thorough: bool) -> dict[str, Any]:
-    """Return the states of torch's generators; `thorough` adds Python's and numpy's."""
+    """Return the generator states of torch, and if `thorough` of Python and numpy."""
     torch, numpy, states = sys.modules.get("torch"), sys.modules.get("numpy.random"), dict[str, Any]()
     if torch is not None and hasattr(torch, "get_rng_state"):  # False while torch is being imported
         states["torch"] = torch.get_rng_state()
@@ -166,10 +166,10 @@ def generators(*, thorough: bool) -> dict[str, Any]:
 def changed_since(before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the generator states that differ from `before`, except GPU generators."""
     now = generators(thorough=True)
-    return {name: now[name] for name in now if name != "cuda" and _spelled(now[name]) != _spelled(before.get(name))}
+    return {name: now[name] for name in now if name != "cuda" and _as_text(now[name]) != _as_text(before.get(name))}
 
 
-def _spelled(state: Any) -> str:
+def _as_text(state: Any) -> str:
     return str(state.tolist() if hasattr(state, "tolist") else state)
 
 
@@ -188,7 +188,7 @@ def set_generators(states: Mapping[str, Any]) -> None:
 
 
 def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
-    """Set the device of a rank; return (device, True if shared), or raise `UsageError`.
+    """Set the GPU of this rank; return (device, True if shared), or raise `UsageError`.
 
     `rank` and `world_size` count only the ranks that see the same GPUs.
     """
@@ -215,14 +215,14 @@ def join_group(config: wire.RankConfig, store: str) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-    meeting: Store
+    torch_store: Store
     if config.store is None:
-        meeting = FileStore(os.path.join(config.directory, store), config.world_size)
+        torch_store = FileStore(os.path.join(config.directory, store), config.world_size)
     else:
-        meeting = PrefixStore(store, TCPStore(*config.store, None, False, timedelta(minutes=2), False))
+        torch_store = PrefixStore(store, TCPStore(*config.store, None, False, timedelta(minutes=2), False))
     dist.init_process_group(
         config.backend,
-        store=meeting,
+        store=torch_store,
         rank=config.rank,
         world_size=config.world_size,
         timeout=timedelta(days=1),  # the parent enforces the real timeout

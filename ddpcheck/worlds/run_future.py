@@ -22,8 +22,8 @@ _GRACE = 0.3  # seconds after the first failure, for independent failures on oth
 _LOST = 5.0  # seconds to wait for the exit code of a rank that has closed its connection
 _TICK = 0.25  # seconds between calls of `watch`
 _BRIEF = 0.05  # seconds in `watch` up to which the deadline is not extended
-_LOOK = 0.5  # seconds between reads of the ranks' positions
-_FIRST = 2 * _LOOK  # seconds after a start until ranks report their first positions
+_PROGRESS_TICK = 0.5  # seconds between reads of the ranks' positions
+_FIRST = 2 * _PROGRESS_TICK  # seconds after a start until ranks report their first positions
 _LAST_CHANCE = 5.0  # minimum seconds for start-up if the fork server is busy with another world
 _LONGEST_COMPILATION = 900.0  # maximum compile seconds added to the deadline
 
@@ -51,11 +51,11 @@ class RunFuture(Generic[Result]):
         self._timeout = timeout
         self._watch = watch
         self._deadlock = DeadlockDetector(processes, world.device)
-        self._allowed = 0.0
-        self._started = time.monotonic()
+        self._extra_seconds = 0.0
+        self._started_at = time.monotonic()
         self._failed_at: float | None = None
-        self._next_watch = self._started + _TICK
-        self._next_look = self._progressed_at = self._started
+        self._next_watch = self._started_at + _TICK
+        self._next_progress_check = self._progressed_at = self._started_at
         self._turns: list[int] = []  # number of position updates per rank
         self._results: list[Result] | None = None
         self._error: BaseException | None = None
@@ -108,7 +108,7 @@ class RunFuture(Generic[Result]):
         ranks = self._processes.ranks
         now = time.monotonic()
         if all(rank.answer is not None and rank.answer[0] == "result" for rank in ranks):
-            self._settle()
+            self._load_results()
             return 0.0
         running = frozenset(rank.number for rank in ranks if rank.answer is None and rank.ended is None)
         failed = any(rank.ended is not None if rank.answer is None else rank.answer[0] == "failure" for rank in ranks)
@@ -118,11 +118,11 @@ class RunFuture(Generic[Result]):
             is_exit_awaited = any(not rank.connected and rank.ended is None for rank in ranks)
             grace = self._failed_at + (_LOST if is_exit_awaited else _GRACE) - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
-        if now >= self._next_look:  # by our clock: a rank's clock may differ
+        if now >= self._next_progress_check:  # by our clock: a rank's clock may differ
             turns = [slots.turns for slots in self._slots()]
             if turns != self._turns:
                 self._turns, self._progressed_at = turns, now
-            self._next_look = now + _LOOK
+            self._next_progress_check = now + _PROGRESS_TICK
         deadline, headline = self._deadline()
         if now >= deadline:  # extend by torch.compile time; read the files only here
             compiled = sum(slots.compiling(now) for slots in self._slots())
@@ -131,35 +131,35 @@ class RunFuture(Generic[Result]):
             return self._fail(headline)
         if stuck := self._deadlock.verdict(now):
             return self._fail(stuck)
-        waits = [deadline - now, self._deadlock.wait(now), self._next_look - now]
+        pauses = [deadline - now, self._deadlock.wait(now), self._next_progress_check - now]
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
                 sentence = self._watch(self._world, finished, running)
                 if (spent := time.monotonic() - now) > _BRIEF:  # extend the deadline: may be a debugger session
-                    self._allowed += spent
+                    self._extra_seconds += spent
                     self._deadlock.reset()
                 if sentence:
                     return self._fail(sentence)
                 self._next_watch = time.monotonic() + _TICK
-            waits.append(max(0.0, self._next_watch - now))
-        return min(waits)
+            pauses.append(max(0.0, self._next_watch - now))
+        return min(pauses)
 
     def _deadline(self) -> tuple[float, str]:
-        started = self._started
+        started = self._started_at
         for rank in self._processes.ranks:
             if rank.ready is None:
                 seconds, start = self._world.startup_timeout, self._processes.started_at
                 oldest, reason = self._processes.oldest_fork_request
-                deadline = max(min(start, oldest) + seconds, start + min(seconds, _LAST_CHANCE)) + self._allowed
+                deadline = max(min(start, oldest) + seconds, start + min(seconds, _LAST_CHANCE)) + self._extra_seconds
                 return deadline, f"{{ranks}} did not start within {seconds:g} s{reason}"
             started = max(started, rank.ready)
-        deadline, progress_deadline = started + self._timeout + self._allowed, self._progressed_at + self._timeout
+        deadline, progress_deadline = started + self._timeout + self._extra_seconds, self._progressed_at + self._timeout
         if progress_deadline > deadline + _FIRST:  # progress extends the deadline by `timeout`
             return progress_deadline, f"{{ranks}} made no progress for {self._timeout:g} s"
         return deadline, f"{{ranks}} did not finish within {self._timeout:g} s"
 
-    def _settle(self) -> None:
+    def _load_results(self) -> None:
         results = []
         for rank in self._processes.ranks:
             assert rank.answer is not None
@@ -178,7 +178,7 @@ class RunFuture(Generic[Result]):
 
     def _fail(self, headline: str | None) -> float:
         self._world.failed = True
-        self._error = self._end_ranks(headline)
+        self._error = self._kill_and_explain(headline)
         if isinstance(self._error, RankError):
             for rank in self._processes.ranks:
                 if rank.answer is not None and rank.answer[0] == "result":
@@ -189,7 +189,7 @@ class RunFuture(Generic[Result]):
     def _slots(self) -> list[Slots]:
         return [read_slots(self._world.directory, rank.number) for rank in self._processes.ranks]
 
-    def _end_ranks(self, headline: str | None) -> BaseException:
+    def _kill_and_explain(self, headline: str | None) -> BaseException:
         processes = self._processes
         if processes.refused:
             processes.kill()
@@ -213,8 +213,8 @@ class RunFuture(Generic[Result]):
                     return UsageError(reply["text"])
                 failure = failures.raised(rank.number, reply)
             elif rank.ended is not None and rank.number not in dumps:
-                last_words = failures.died(rank.number, *rank.ended, output, processes.read(rank.number, "stack"))
-                failure = replace(last_words, place=status, collective=collective)
+                death = failures.died(rank.number, *rank.ended, output, processes.read(rank.number, "stack"))
+                failure = replace(death, place=status, collective=collective)
             elif (reply := replies.get(rank.number)) is not None:
                 failure = failures.raised(rank.number, reply)
             else:

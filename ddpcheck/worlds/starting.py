@@ -75,7 +75,7 @@ class StartedRanks(Protocol):
 
 
 Starter = Callable[[str, Mapping[int, int], str, Sequence[str], bool], StartedRanks]
-"""Starts ranks, given scratch directory, rank -> its socket's descriptor, hash seed, preloaded modules, and `ahead`."""
+"""Function that starts ranks: (scratch directory, rank -> its socket's descriptor, hash seed, preload, ahead)."""
 
 
 def import_path() -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessContext:
-    """Return environment and paths of this process for its ranks, updated with `variables`."""
+    """Return paths and environment of this process, updated with `variables`, for its ranks."""
     variables = variables or {}
     return wire.ProcessContext(
         environment={**inherited_environment(), **variables},
@@ -103,7 +103,7 @@ def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessC
 
 
 def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
-    """Return a `PYTHONHASHSEED` per rank: the user's if set, else two seeds if `differ`."""
+    """Return each rank's `PYTHONHASHSEED`: the user's, or two alternating seeds if `differ`."""
     hash_seed = os.environ.get("PYTHONHASHSEED", "random")
     if hash_seed not in ("", "random"):
         return [hash_seed] * world_size
@@ -113,7 +113,7 @@ def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
 def _popen(
     code: str, fd: int, environment: Mapping[str, str], stdout: Any, stderr: Any, *words: str
 ) -> subprocess.Popen[bytes]:
-    """Run `code` in a new Python process with `fd`, pid, import path and `words`."""
+    """Start a Python process that runs `code` with arguments `fd`, pid, import path, `words`."""
     if not sys.executable:
         raise UsageError(
             "ddpcheck cannot start ranks: sys.executable is empty; run it from a normal Python interpreter."
@@ -139,7 +139,7 @@ def wait_until(holds: Callable[[], object], seconds: float, pause: float = 0.01)
 
 
 def ask_for_stacks(files: Sequence[Path], ask: Callable[[], object], seconds: float, quiet: float) -> None:
-    """Call `ask`, then wait until no dump file has grown for `quiet` seconds."""
+    """Truncate `files`, call `ask`, and wait until no file grows for `quiet` seconds."""
     for file in files:
         if file_size(file):
             os.truncate(file, 0)
@@ -209,7 +209,7 @@ class _ForkServer:
 
 _servers: dict[str, _ForkServer] = {}  # by hash seed
 _server_lock = threading.Lock()
-_numbers = itertools.count(1)
+_world_numbers = itertools.count(1)
 
 
 def _fork_server(hash_seed: str) -> _ForkServer:
@@ -244,7 +244,7 @@ def shut_down() -> None:
         server.close()
 
 
-def _after_fork() -> None:
+def _reset_in_child() -> None:
     global _server_lock
     _server_lock = threading.Lock()
     for server in _servers.values():
@@ -253,11 +253,11 @@ def _after_fork() -> None:
     _servers.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
 class ForkedRanks:
-    """Ranks forked from a server with `preload` and, if `ahead`, all deferred modules imported."""
+    """Ranks forked from a server after import of `preload` and, if `ahead`, `DDP_MODULES`."""
 
     def __init__(
         self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool
@@ -265,11 +265,11 @@ class ForkedRanks:
         self.over = False
         self._inbox = wire.Inbox()
         self._awaited: dict[int, int | None] = dict.fromkeys(fds)  # rank -> pid (None until forked); removed on exit
-        self._imports = ", ".join(preload) or "torch"
-        self._ran_at = time.monotonic()
+        self._imported_names = ", ".join(preload) or "torch"
+        self._running_at = time.monotonic()
         for attempt in (1, 2):
             self._server = _fork_server(hash_seed)
-            self._number = next(_numbers)
+            self._number = next(_world_numbers)
             self._socket, child_sock = socket.socketpair()
             self._socket.setblocking(False)
             try:
@@ -295,7 +295,7 @@ class ForkedRanks:
         """Time and description of the oldest unanswered request, or (inf, '')."""
         if None not in self._awaited.values() or self._server.requested_at is None:
             return math.inf, ""
-        return self._server.requested_at, f", since {self._server} still imports {self._imports}"
+        return self._server.requested_at, f", since {self._server} still imports {self._imported_names}"
 
     def events(self) -> list[Event]:
         if self.over:
@@ -312,8 +312,8 @@ class ForkedRanks:
                 if kind == "refused" and rest[0]:
                     _discard(self._server)
         if None not in self._awaited.values() or process_stat(self._server.process.pid)[:1] != ["T"]:
-            self._ran_at = time.monotonic()
-        elif time.monotonic() - self._ran_at > _STOPPED:
+            self._running_at = time.monotonic()
+        elif time.monotonic() - self._running_at > _STOPPED:
             self._awaited.clear()
             message = f"{self._server} was stopped by a signal and cannot fork ranks; the next world starts a new one"
             events.append(("error", message))
@@ -352,16 +352,16 @@ class SpawnedRanks:
         for rank, fd in fds.items():
             with open(os.path.join(directory, f"rank{rank}.out"), "ab") as output:
                 self._processes[rank] = _popen(_RANK_CODE, fd, environment, output, output)
-        self._news: list[Event] = [("forked", [(rank, process.pid) for rank, process in self._processes.items()])]
+        self._events: list[Event] = [("forked", [(rank, process.pid) for rank, process in self._processes.items()])]
 
     def events(self) -> list[Event]:
-        news, self._news = self._news, []
+        events, self._events = self._events, []
         for rank, process in list(self._processes.items()):
             if _has_ended(process):
                 kill_group(process.pid)  # children of the rank; the zombie keeps the pid reserved
-                news.append(("exit", rank, process.wait(), time.monotonic()))
+                events.append(("exit", rank, process.wait(), time.monotonic()))
                 del self._processes[rank]
-        return news
+        return events
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         for rank in ranks:
@@ -386,10 +386,9 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group of `pid`."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
 
 
 STARTERS: dict[str | None, Starter] = {"fork": ForkedRanks, "spawn": SpawnedRanks}
-"""By start method."""
+"""Starter by start method."""

@@ -23,9 +23,9 @@ DEVICES = ("cpu", "cuda")
 
 def check_count(name: str, value: object, most: int) -> None:
     """Raise `UsageError` unless `value` is an int from 1 to `most`."""
-    number = isinstance(value, int) and not isinstance(value, bool)
-    if not isinstance(value, int) or not number or not 1 <= value <= most:
-        kind = UsageError if number else WrongTypeError
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, int) or not is_number or not 1 <= value <= most:
+        kind = UsageError if is_number else WrongTypeError
         raise kind(f"{name} must be a whole number from 1 to {most}, got {value!r}.")
 
 
@@ -37,9 +37,9 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def check_seconds(name: str, value: object) -> None:
     """Raise `UsageError` unless `value` is a finite number above 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not isinstance(value, (int, float)) or not number or not 0 < value < math.inf:
-        kind = UsageError if number else WrongTypeError
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(value, (int, float)) or not is_number or not 0 < value < math.inf:
+        kind = UsageError if is_number else WrongTypeError
         raise kind(f"{name} must be a number of seconds above 0, got {value!r}.")
 
 
@@ -131,7 +131,7 @@ def threads(world_size: int) -> int:
 
 
 def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whose: str = "World.run") -> bytes:
-    """Pickle a function with arguments; raise `UsageError` that names an unpicklable one."""
+    """Pickle a function and its arguments; raise `UsageError` that names an unpicklable argument."""
     if not callable(fn):
         raise WrongTypeError(f"The first argument of {whose} must be a function, got {type(fn).__qualname__}.")
     try:
@@ -141,7 +141,7 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         named |= {f"Argument {index}": value for index, value in enumerate(args)}
         named |= {f"Argument {key!r}": value for key, value in kwargs.items()}
         for name, value, reason in wire.unsendable(named):
-            subject = _part_that_stays(value) or f"{name} of {whose}, a {type(value).__qualname__},"
+            subject = _unpicklable_field(value) or f"{name} of {whose}, a {type(value).__qualname__},"
             raise UsageError(
                 f"{subject} cannot be sent to the ranks "
                 f"({type(reason).__name__}: {reason}); make it inside the function that runs there."
@@ -149,10 +149,10 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         raise UsageError(f"The arguments of {whose} cannot be sent to the ranks ({error}).") from error
 
 
-def _part_that_stays(value: object) -> str:
-    """Return the dataclass field that makes `value` unpicklable, even in a partial, or ''."""
+def _unpicklable_field(value: object) -> str:
+    """Name an unpicklable field of a dataclass, "loss of the Recipe"; '' if none."""
     if isinstance(value, partial):
-        return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
+        return next(filter(None, map(_unpicklable_field, (*value.args, *value.keywords.values()))), "")
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     failed = wire.unsendable({field.name: getattr(value, field.name) for field in fields})
     return next((f"{name} of the {type(value).__qualname__}" for name, _, _ in failed), "")

@@ -28,7 +28,7 @@ _CHUNK = 1 << 18
 NO_LAUNCH = "_DDPCHECK_RANK_OF"
 """Environment variable with the pid of the process for which `RANK` etc. were set.
 
-A child process with another pid inherits the variables, but is not a rank. It is 0 in ranks that ddpcheck starts.
+A child process with another pid inherits the variables, but is no rank. The value is 0 in ranks that ddpcheck starts.
 """
 
 MAX_FDS = 100  # file descriptors in one packet to the fork server; the kernel's limit is 253
@@ -36,7 +36,7 @@ MAX_FDS = 100  # file descriptors in one packet to the fork server; the kernel's
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """The parent's current state, applied by a rank as if just started by exec."""
+    """Environment, working directory, import path and arguments of the parent, for a rank."""
 
     environment: Mapping[str, str]  # including the explicit variables
     explicit: frozenset[str]  # names of the variables set by the `env` option
@@ -47,7 +47,7 @@ class ProcessContext:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """Configuration of a rank; its first message after the fork."""
+    """Configuration of a rank, sent as the first message after the fork."""
 
     rank: int
     world_size: int
@@ -141,9 +141,9 @@ class Inbox:
         return messages, connected
 
 
-# --- Functions and values that travel ------------------------------------------------------------------------
+# --- Pickling of functions and values ------------------------------------------------------------------------
 
-_registry = threading.Lock()
+_pickle_lock = threading.Lock()
 
 
 def dumps(value: object) -> bytes:
@@ -168,7 +168,7 @@ def dumps(value: object) -> bytes:
                     by_value.append(module)
             return super().reducer_override(obj)
 
-    with _registry, io.BytesIO() as file:
+    with _pickle_lock, io.BytesIO() as file:
         try:
             Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
             return file.getvalue()
@@ -202,12 +202,12 @@ def unsendable(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Exception]
 
 
 def loads(data: bytes) -> Any:
-    """Undo `dumps`."""
+    """Unpickle a value that `dumps` pickled."""
     return pickle.loads(data)
 
 
 def importable(module: types.ModuleType) -> bool:
-    """Return True if an import by name finds this module in the same file."""
+    """Return True if an import of the module's name loads the same file."""
     name = module.__name__
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:
@@ -216,7 +216,7 @@ def importable(module: types.ModuleType) -> bool:
         return True  # skip the search of sys.path, which each rank would repeat
     key = (name, file, tuple(sys.path))
     if key not in _importable_cache:
-        _importable_cache[key] = _find(name, file)
+        _importable_cache[key] = _is_found(name, file)
     return _importable_cache[key]
 
 
@@ -225,14 +225,14 @@ _HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _importable_cache: dict[tuple[str, str, tuple[str, ...]], bool] = {}
 
 
-def _find(name: str, file: str) -> bool:
+def _is_found(name: str, file: str) -> bool:
     parent, _, _ = name.rpartition(".")
     path = None
     if parent:
         package = sys.modules.get(parent)
         path = getattr(package, "__path__", None)
         package_file = getattr(package, "__file__", None)
-        if path is None or (package_file is not None and not _find(parent, package_file)):
+        if path is None or (package_file is not None and not _is_found(parent, package_file)):
             return False
     finders: list[Any] = [importlib.machinery.PathFinder, *sys.meta_path]
     for finder in finders:

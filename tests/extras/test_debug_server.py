@@ -115,7 +115,7 @@ def listening(answer: Answer | Pages) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(debug_server, "_BETWEEN", 0.0)
+    monkeypatch.setattr(debug_server, "_QUERY_PAUSE", 0.0)
 
 
 def hang(capsys: pytest.CaptureFixture[str], address: str, *more: str) -> tuple[int, Report]:
@@ -361,7 +361,7 @@ class TestOnTorchsServer:
 
     @pytest.fixture(autouse=True)
     def unmodified(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(debug_server, "_BETWEEN", 2.0)
+        monkeypatch.setattr(debug_server, "_QUERY_PAUSE", 2.0)
         monkeypatch.chdir(tmp_path)
 
     @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class RecordingWorld(World):
 
     def __init__(self, world_size: int, **options: Any) -> None:
         self.phases: list[Phase] = []
-        self._open(WorldOptions(world_size, **options))
+        self._start_ranks(WorldOptions(world_size, **options))
 
     def start(self, call: Callable[[], Any], /, **options: Any) -> Any:
         self.phases.append(Phase(spelled(call)))

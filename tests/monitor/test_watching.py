@@ -126,7 +126,7 @@ def test_ranks_that_close_one_after_the_other_judge_together(rank):
 def test_what_no_rank_was_asked_for_any_more_is_told_when_the_watch_is_closed(rank, monkeypatch):
     from ddpcheck.monitor import alarms as board
 
-    monkeypatch.setattr(board, "_LONG", math.inf)  # after a long step ranks ask each other; none is, on a busy machine
+    monkeypatch.setattr(board, "_LONG_STEP", math.inf)  # after a long step ranks ask each other; none is, if busy
     model, findings = DDP(Net()), []
     with ddpcheck.watch(model, on_finding=findings.append):
         train(model, 36, way=short(step=34, rank=1))
@@ -269,12 +269,12 @@ def test_what_is_no_ddp_is_refused():
 
 def test_a_recorder_that_fails_after_its_watch_was_freed_is_a_warning(monkeypatch):
     from ddpcheck.gather.patching import Recorder
-    from ddpcheck.monitor.watch import _unwatched
+    from ddpcheck.monitor.watch import _disable_recorder
 
-    monkeypatch.setitem(_unwatched.__globals__, "_at_exit", weakref.WeakSet())
+    monkeypatch.setitem(_disable_recorder.__globals__, "_open_watches", weakref.WeakSet())
     late = type("Late", (Recorder,), {})()
     with pytest.warns(ddpcheck.FindingWarning, match="Late: .*made to fail"):
-        _unwatched(ZeroDivisionError("made to fail"), late)
+        _disable_recorder(ZeroDivisionError("made to fail"), late)
 
 
 def test_a_recorder_that_fails_ends_itself_and_the_watch_continues(monkeypatch, recwarn):

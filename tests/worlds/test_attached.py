@@ -534,6 +534,6 @@ def test_a_launcher_that_must_be_there_and_is_not_is_said(tmp_path: Path) -> Non
 
 @pytest.mark.smoke
 def test_every_launcher_leaves_a_sign_that_the_plugin_looks_for() -> None:
-    names = (detection._TORCHRUN, detection._OPEN_MPI, detection._MPICH, detection._SLURM, detection._PLAIN)
-    known = set(pytest_plugin._SIGNS)
+    names = (detection._TORCHRUN, detection._OPEN_MPI, detection._MPICH, detection._SLURM, detection._BY_HAND)
+    known = set(pytest_plugin._LAUNCHER_VARIABLES)
     assert all(known & {each.rank, each.world_size, *each.job.split()} for each in names)

@@ -27,7 +27,7 @@ _EDGE = {"color": "#555555", "arrowsize": "0.6"}
 _CLUSTER = {"style": "rounded,filled", "color": "#C4C4C4", "fillcolor": "#0000000A"}
 _PLAIN = {"fillcolor": "#F4F4F4"}
 _STOP = {"style": "filled", "color": "#B00020", "fillcolor": "#FFF1F0", "fontcolor": "#B00020", "margin": "0.05,0.02"}
-_LOOK = {
+_NODE_STYLES = {
     "input": {"shape": "cds", **_PLAIN},
     "loss": {"shape": "doubleoctagon", **_PLAIN},
     "stop": {"shape": "octagon", **_STOP},
@@ -36,7 +36,7 @@ _LOOK = {
 
 def draw(view: GraphView, report: Report) -> str:
     """Return the dot source of a graph; deterministic."""
-    title = _text(_title(view, report), end="\\l") + "\\l"
+    title = _label_text(_title(view, report), end="\\l") + "\\l"
     if view.autograd:
         body = view.autograd.splitlines(keepends=True)[1:-1]  # without the braces
         return str(Digraph(graph_attr={**_GRAPH, "label": title}, body=body).source)
@@ -59,7 +59,7 @@ class _Drawing:
     def source(self, title: str) -> str:
         for node in self.view.nodes:
             plain = _PLAIN if node.module is None or node.module in self.clusters else {}
-            self._add(node.key, node.module, self._label(node), **_LOOK.get(node.kind, plain))
+            self._add(node.key, node.module, self._label(node), **_NODE_STYLES.get(node.kind, plain))
         edges = [(*ends, {} if gradient else {"style": "dashed"}) for ends, gradient in self.view.edges.items()]
         for (module, (code, where)), parameters in self.groups.items():
             names = [f"{' = '.join(each.names)}  {_TIMES.join(map(str, each.shape))}".rstrip() for each in parameters]
@@ -82,9 +82,9 @@ class _Drawing:
         parent = module if module is None or module in self.clusters else module_of(module)
         for path in prefixes(parent or ""):
             if path not in self.content:
-                text = _text(["  ".join(filter(None, self._describe(path)))])
+                text = _label_text(["  ".join(filter(None, self._describe(path)))])
                 self.content[path] = Digraph(f"cluster_{len(self.content)}", graph_attr={**_CLUSTER, "label": text})
-        self.content[parent].node(f"n{number}", _text(label), **look)
+        self.content[parent].node(f"n{number}", _label_text(label), **look)
 
     def _cluster(self, path: str | None) -> Digraph:
         """Return the subgraph of a module; the whole drawing for `None`."""
@@ -138,12 +138,12 @@ def _title(view: GraphView, report: Report) -> Iterator[str]:
 
 
 def _group(marked: Sequence[MarkedParam], depth: int) -> dict[tuple[str, tuple[str, str]], list[MarkedParam]]:
-    """Group parameters by module and mark, or by outer module if too many."""
+    """Group parameters by mark and module, or by an outer module if too many."""
     groups = group_by(marked, lambda parameter: (prefixes(parameter.module)[: depth + 1][-1], parameter.mark))
     return groups if depth == 0 or len(groups) <= MOST_PARAMETER_NODES else _group(marked, depth - 1)
 
 
-def _text(lines: Iterable[str], end: str = "\\n") -> str:
+def _label_text(lines: Iterable[str], end: str = "\\n") -> str:
     """Join nonempty lines to a label, with dot markup escaped."""
     text: str = nohtml(end.join(escape(printable(line)).replace("&", "&amp;") for line in lines if line))
     return text

@@ -77,12 +77,12 @@ LEAST_COPIES = 3
 def fold(
     modules: Mapping[str, Hashable], faults: Iterable[tuple[str, Hashable]] = (), cuts: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Map module paths to drawn modules, with equal or very deep modules folded.
+    """Map each module path to its drawn module; equal siblings and deep modules merge.
 
     Args:
         modules: Facts by module path; equal modules have equal facts.
         faults: Pairs of module path and fault; equal modules have equal faults.
-        cuts: Paths of modules in which autograd paths end; never folded into parents.
+        cuts: Paths of modules in which autograd paths end; never merged into parents.
     """
     shown = {path: path for path in modules}
     if len(modules) <= FOLD_FROM:
@@ -97,11 +97,11 @@ def fold(
             for path in group:
                 target = group[0] if len(group) >= LEAST_COPIES else path
                 shown[path] = shown.get(parent, parent) + target.removeprefix(parent)
-    kept = {prefix for path in cuts for prefix in prefixes(path)}
+    unmerged = {prefix for path in cuts for prefix in prefixes(path)}
     for depth in range(max(path.count(".") for path in modules), 0, -1):
         if len(set(shown.values())) > MOST_MODULES:
             for path, target in shown.items():
-                shown[path] = next((p for p in prefixes(target)[depth:-1] if p not in kept), target)
+                shown[path] = next((p for p in prefixes(target)[depth:-1] if p not in unmerged), target)
     return shown
 
 

@@ -47,7 +47,7 @@ class FlowRecorder(TensorRecorder):
     """Torch function mode that records the data flow between modules in forward."""
 
     def __init__(self, shown: Mapping[int, str], ends: Iterable[PathEnd] = ()) -> None:
-        """Take the path of each drawn module by `id(module)`, and known autograd path ends."""
+        """Draw the modules in `shown` (path by `id(module)`), and stop nodes at `ends`."""
         super().__init__()  # `_known`: tensor -> (key of the source node, True if a gradient flows back)
         self.nodes = {"batch": Node("batch", "input")}  # by key, in order of execution
         self.edges: dict[tuple[str, str], bool] = {}  # (source, target) -> True if a gradient flows back
@@ -57,7 +57,7 @@ class FlowRecorder(TensorRecorder):
         self._ends = {stop_key(end): end for end in ends}
         self._frames = [_Frame(None)]
 
-    def follow(self, forward: Callable[[], Any], batch: Any) -> Any:
+    def record_forward(self, forward: Callable[[], Any], batch: Any) -> Any:
         """Run `forward` on `batch` while recording, and return the losses."""
         for tensor in tree_tensors(batch):
             self._known[tensor] = ("batch", False)
@@ -68,7 +68,7 @@ class FlowRecorder(TensorRecorder):
         for name, loss in named_tensors(result, "loss"):
             if loss.requires_grad:
                 self.nodes[name] = Node(name, "loss")
-                self._read(name, [loss])
+                self._add_edges(name, [loss])
         return result
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -82,7 +82,7 @@ class FlowRecorder(TensorRecorder):
         unseen = [t for t in tree_tensors(output) if t not in self._known and not (t.is_leaf and t.requires_grad)]
         if unseen:  # created without a torch function call, e.g. in a scripted module
             key = self._node(frame).key
-            self._read(key, tree_tensors(inputs))
+            self._add_edges(key, tree_tensors(inputs))
             self._known.update({tensor: (key, tensor.requires_grad) for tensor in unseen})
         if frame is not self._frames[-1]:
             self._frames[-1].after = f"module {frame.module}"
@@ -101,14 +101,14 @@ class FlowRecorder(TensorRecorder):
             self._record(name, inputs, outputs, required_grad and not any(output.requires_grad for output in outputs))
         return result
 
-    def _record(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], lost: bool) -> None:
+    def _record(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], is_cut: bool) -> None:
         frame, operation = self._frames[-1], name.strip("_")
         reason = f"{operation}()" if outputs else f"{operation}(), which leaves torch"
-        if outputs and lost:
+        if outputs and is_cut:
             reason = cut_reason(name, outputs[0])
         key, hidden = stop_key(PathEnd("", reason, user_location(), frame.module or "")), False
         end = self._ends.get(key)
-        is_end = end is not None and (lost or not outputs or end.cause == "unreachable")
+        is_end = end is not None and (is_cut or not outputs or end.cause == "unreachable")
         if is_end:  # the stop node represents the operation
             frame.after = key
             self.nodes.setdefault(key, Node(key, "stop", frame.module, end=end))
@@ -119,7 +119,7 @@ class FlowRecorder(TensorRecorder):
             hidden = not torch.is_grad_enabled() and any(tracked) and _in_custom_function()
         else:
             return
-        self._read(key, inputs)
+        self._add_edges(key, inputs)
         for output in outputs:
             self._known[output] = entry = (key, not is_end and (output.requires_grad or hidden))
             if name.endswith("_") and output._base is not None and any(output is tensor for tensor in inputs):
@@ -129,7 +129,7 @@ class FlowRecorder(TensorRecorder):
         key = f"{'loss function' if frame.module is None else f'module {frame.module}'} after {frame.after}"
         return self.nodes.setdefault(key, Node(key, "module", frame.module))
 
-    def _read(self, key: str, tensors: Iterable[torch.Tensor]) -> None:
+    def _add_edges(self, key: str, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.is_leaf and tensor.requires_grad:
                 self.readers.setdefault(id(tensor), {})[key] = None
@@ -148,7 +148,7 @@ def _in_custom_function() -> bool:
     return any(frame.f_globals.get("__name__") == "torch.autograd.function" for frame in frames)
 
 
-def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+def _modules_by_id(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     """Map `id(module)` to path and module, including modules in plain attributes."""
     modules = {id(submodule): (path, submodule) for path, submodule in module.named_modules()}
     for prefix, parent in module.named_modules():
@@ -194,7 +194,7 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
         ends = {name: end for name, end in repeated_step.explain(STEP).items() if end.cause in ("cut", "unreachable")}
     module, recipe = state.reference.module, state.recipe
     state.rewind()
-    modules = _named_modules(module)
+    modules = _modules_by_id(module)
     infos = {path: (type(m).__name__, sum(p.numel() for p in m.parameters())) for path, m in modules.values()}
     faults: list[tuple[str, Hashable]] = [(module_of(name), (name.rpartition(".")[2], marks[name])) for name in marks]
     faults += [(end.module, (end.reason, str(end.location))) for end in ends.values()]
@@ -205,14 +205,14 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
     tensors |= nn.Module.named_parameters(module, remove_duplicate=False)
     source = ""
 
-    def followed(model: nn.Module, batch: Any) -> Any:
+    def recorded_forward(model: nn.Module, batch: Any) -> Any:
         nonlocal source
-        result = recorder.follow(lambda: call_loss(recipe, model, batch, STEP), batch)
+        result = recorder.record_forward(lambda: call_loss(recipe, model, batch, STEP), batch)
         if autograd and state.rank == 0:
             source = draw_autograd(dict(named_tensors(result, "loss")), tensors, marks, ends)
         return result
 
-    state.recipe = replace(recipe, loss=followed)
+    state.recipe = replace(recipe, loss=recorded_forward)
     state.run_loss(STEP, "drawing, ")
     if state.rank != 0:
         return None

@@ -18,22 +18,22 @@ def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Ad
     own_row = next((row for row in rows if row.own), None)
     if own_row is None:
         return ()
-    advice = [_on_own(own_row)] if own_row.verdict != "skipped" else []
+    advice = [_own_advice(own_row)] if own_row.verdict != "skipped" else []
     noise = noise or 0.0
     tried = [row for row in rows if row.verdict != "skipped"]
     fine = [row for row in tried if row.fine]
     defaults = next((row for row in tried if not row.label and row.options == DEFAULTS), None)
     if not fine:
-        advice += _on_fault(tried, own_row)
+        advice += _fault_advice(tried, own_row)
     elif defaults is not None and not defaults.fine:
-        advice += _on_needs(defaults, fine, is_known=defaults.own)
+        advice += _needs_advice(defaults, fine, is_known=defaults.own)
     if fine:
-        advice += _on_wrong(tried, fine)
-        advice += _on_fine(fine, noise)
+        advice += _wrong_advice(tried, fine)
+        advice += _fine_advice(fine, noise)
     return tuple(advice)
 
 
-def _on_own(own: MatrixRow) -> Advice:
+def _own_advice(own: MatrixRow) -> Advice:
     setup = "as the recipe wraps it" if own.label else f"with the recipe's own options ({own.options})"
     if own.verdict == "incomplete":
         return Advice("own", f"Nothing is wrong with the model {setup}, but {own.reason}.")
@@ -41,15 +41,15 @@ def _on_own(own: MatrixRow) -> Advice:
         rounding = f", up to the rounding of its hook ({own.error:.1e})" if own.verdict == "lossy" and own.error else ""
         return Advice("own", f"The model is right {setup}{rounding}.")
     verb = "stops" if own.verdict == "stops" else "trains to the end and is wrong"
-    return Advice("own", f"The model {verb} {setup}: {_because(own)}")
+    return Advice("own", f"The model {verb} {setup}: {_reason(own)}")
 
 
-def _because(row: MatrixRow) -> str:
+def _reason(row: MatrixRow) -> str:
     text = " ".join(filter(None, (row.code, row.reason)))
     return text if text.endswith(".") else f"{text}."
 
 
-def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> Iterator[Advice]:
+def _fault_advice(tried: Sequence[MatrixRow], own: MatrixRow) -> Iterator[Advice]:
     if len(tried) > 1:
         codes = join_names(list(dict.fromkeys(row.code for row in tried if row.code)), most=5)
         kind = f"is not mended by any option ({codes} under all of them)" if codes else "is under all options"
@@ -57,12 +57,12 @@ def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> Iterator[Advice]:
         yield Advice("fault", f"The fault {kind}.{fix}")
 
 
-def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, is_known: bool) -> Iterator[Advice]:
+def _needs_advice(defaults: MatrixRow, fine: Sequence[MatrixRow], *, is_known: bool) -> Iterator[Advice]:
     least = min(len(row.arguments) for row in fine)
     options = [str(row.options) for row in fine if len(row.arguments) == least and not row.hook and not row.label]
     if options:
         verb = "stops" if defaults.verdict == "stops" else "is wrong"
-        reason = "." if is_known else f": without, it {verb}: {_because(defaults)}"
+        reason = "." if is_known else f": without, it {verb}: {_reason(defaults)}"
         choices = " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
         yield Advice("needs", f"It needs {choices}{reason}")
         rule = RULES.get(defaults.code)
@@ -72,23 +72,23 @@ def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, is_known: bool)
             )
 
 
-def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator[Advice]:
-    """Yield advice on rows that fail although a subset of their options is right."""
+def _wrong_advice(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator[Advice]:
+    """Yield advice on rows that fail although a subset of the options is right."""
     for row in tried:
-        simpler = [candidate for candidate in fine if not candidate.label and _is_less(candidate, row)]
+        simpler = [candidate for candidate in fine if not candidate.label and _is_subset(candidate, row)]
         if simpler and not (row.fine or row.label or row.own):
             nearest = max(simpler, key=lambda candidate: len(candidate.arguments))
             verb = "stops it" if row.verdict == "stops" else "is wrong for it"
-            yield Advice("wrong", f"{_added(row, nearest)} {verb}: {_because(row)}")
+            yield Advice("wrong", f"{_added_options(row, nearest)} {verb}: {_reason(row)}")
 
 
-def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
-    """Return True if the options of `less` are a proper subset of `more`'s."""
+def _is_subset(less: MatrixRow, more: MatrixRow) -> bool:
+    """Return True if `less` has a proper subset of the options of `more`."""
     within = all(more.arguments.get(name) == value for name, value in less.arguments.items())
     return within and less.hook in ("", more.hook) and less.options != more.options
 
 
-def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
+def _fine_advice(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
     """Yield advice on options that cost, gain, warn, or make no measurable difference."""
     costs, gains, warns = [], [], []
     safe: list[str] = []
@@ -136,7 +136,7 @@ def _warnings(row: MatrixRow) -> dict[str, str]:
     return {finding.code: finding.message for finding in row.findings if finding.severity is Severity.WARNING}
 
 
-def _added(row: MatrixRow, base: MatrixRow) -> str:
+def _added_options(row: MatrixRow, base: MatrixRow) -> str:
     extra = {name: value for name, value in row.arguments.items() if name not in base.arguments}
     parts = [f"{name}={value!r}" for name, value in extra.items()] + ([row.hook] if row.hook != base.hook else [])
     suffix = "" if base.options == DEFAULTS else f" on top of {base.options}"

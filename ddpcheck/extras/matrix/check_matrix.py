@@ -1,6 +1,6 @@
 """`check_matrix(recipe)`: check a model under one combination of DDP options after another.
 
-A row is a check with these wrapper options. The single process does not depend on the options and is run once.
+A row is a check with one combination of options. The single process does not depend on the options and is run once.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _MatrixRun:
             state = self._check(DEFAULTS, "defaults")
         wrapped = [item for item in state.wrapped if isinstance(item, WrappedRow)]
         if state.stopped_by_target or not wrapped:
-            self.rows = [self._judged(own, DEFAULTS, own=True)]
+            self.rows = [self._judge(own, DEFAULTS, own=True)]
         else:
             first = wrapped[0].model
             self.facts = replace(
@@ -150,7 +150,7 @@ class _MatrixRun:
             for name, value in list(set_options.items()):
                 if value is not False if name in _BROADCASTS else value in (None, False):  # torch's default
                     del set_options[name]
-            self.rows = [self._judged(own, DDPOptions(set_options), own=True)]
+            self.rows = [self._judge(own, DDPOptions(set_options), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
                 if not wrapped[0].together:  # sharding would make a different model
@@ -178,7 +178,7 @@ class _MatrixRun:
     def _check(
         self, options: DDPOptions | None, words: str, wrap: Callable[[], WrappedModule] | None = None
     ) -> CheckState:
-        """Check under `options` (None: the recipe's own), or with another `wrap` phase.
+        """Check with `options` (None: the recipe's own), or with the phase `wrap`.
 
         Later checks reuse the single process of the first finished check, unless only one of the two broadcasts
         buffers: the steps of the ranks then start from different buffers.
@@ -206,7 +206,7 @@ class _MatrixRun:
         queue = [options for options in first if own_row.label or options != own_row.options]
         expected = 1 + len(queue) + len(further_option_sets(self.facts, DEFAULTS, []))
         for options in queue:
-            rows.append(self._row(OptionSet(options), expected))
+            rows.append(self._run_row(OptionSet(options), expected))
         right = [row.options for row in rows if row.fine and not row.label]
         if not right and any(row.failure is not None and row.failure.exit_code == EXIT_HANG for row in rows):
             self.notes.append(
@@ -218,7 +218,7 @@ class _MatrixRun:
         graphs = [options for options in first if options in right and options != DEFAULTS]
         for option_set in further_option_sets(self.facts, base, graphs):
             if own_row.label or option_set.options != own_row.options:
-                rows.append(self._row(option_set, expected))
+                rows.append(self._run_row(option_set, expected))
 
     def _try_shards(self) -> None:
         size = self.asked.world_size
@@ -230,7 +230,7 @@ class _MatrixRun:
             )
             nearest = DEFAULTS.plus(broadcast_buffers=False)
             state = self._check(nearest, label, partial(calls.matrix_phases.wrap_in_shards, shape))
-            self.rows.append(replace(self._judged(state, DEFAULTS, own=False), label=label))
+            self.rows.append(replace(self._judge(state, DEFAULTS, own=False), label=label))
 
     def _try_variants(self) -> None:
         """Try compiled and micro-batched steps under the first options that are right."""
@@ -238,8 +238,8 @@ class _MatrixRun:
         if fine and not self.facts.own_hook:
             self.rows += variant_rows(self.target, self.asked, fine[0], self.progress, self.hosts)
 
-    def _row(self, option_set: OptionSet, expected: int) -> MatrixRow:
-        """Run one row, or explain why the options are not run."""
+    def _run_row(self, option_set: OptionSet, expected: int) -> MatrixRow:
+        """Return the row of one option set; if not run, with the reason."""
         options = option_set.options
         row = partial(MatrixRow, options.arguments, hook=options.hook)
         if option_set.skip_reason:
@@ -252,9 +252,9 @@ class _MatrixRun:
             values = ", ".join(f"{name}={value!r}" for name, value in set_by_wrap.items())
             reason = f"the recipe's wrap sets {values} after the constructor, whatever its arguments"
             return row("skipped", reason=reason)
-        return self._judged(state, options, own=False)
+        return self._judge(state, options, own=False)
 
-    def _judged(self, state: CheckState, options: DDPOptions, *, own: bool) -> MatrixRow:
+    def _judge(self, state: CheckState, options: DDPOptions, *, own: bool) -> MatrixRow:
         report = report_of(state)
         findings = report.findings
         hidden = any(finding.severity is Severity.ERROR for finding in state.findings if finding not in findings)
@@ -359,7 +359,7 @@ def variant_rows(
     facts: list[VariantFacts] = []
     deadline = math.inf  # deadline of the current compilation
 
-    def look(_world: World, _finished: frozenset[int], _running: frozenset[int]) -> str | None:
+    def watch(_world: World, _finished: frozenset[int], _running: frozenset[int]) -> str | None:
         return "{ranks} did not finish to compile in time" if time.monotonic() > deadline else None
 
     with contextlib.ExitStack() as worlds:
@@ -370,12 +370,12 @@ def variant_rows(
             deadline = math.inf
             try:
                 if world is None:  # first variant, or previous variant failed
-                    world = worlds.enter_context(asked.world(hosts, look))
+                    world = worlds.enter_context(asked.world(hosts, watch))
                     facts = world.run(partial(calls.matrix_phases.prepare, target, asked.seed, options))
                 reasons = (entry.not_compiled if title == COMPILED else entry.not_split for entry in facts)
                 if reason := next(filter(None, reasons), ""):
                     yield row("skipped", reason=reason)
-                elif title != COMPILED and (worst := _worst([entry.differences for entry in facts])):
+                elif title != COMPILED and (worst := _worst_bad([entry.differences for entry in facts])):
                     finding = not_mean_of_samples(worst, MICRO_BATCHES)
                     yield row("wrong", code=finding.code, reason=finding.message)
                 else:
@@ -394,7 +394,7 @@ def _judge_step(steps: Sequence[VariantStep], row: Callable[..., MatrixRow]) -> 
     for finding in judge_variant([step.gradients for step in steps]):
         return row("wrong", code=finding.code, reason=finding.message)
     error = max((difference.error for step in steps for difference in step.differences), default=None)
-    worst = _worst([step.differences for step in steps])
+    worst = _worst_bad([step.differences for step in steps])
     if worst is None:
         return row("right", error=error)
     if any(step.drew for step in steps):
@@ -403,6 +403,6 @@ def _judge_step(steps: Sequence[VariantStep], row: Callable[..., MatrixRow]) -> 
     return row("wrong", code=finding.code, reason=finding.message, error=error)
 
 
-def _worst(differences: Sequence[Sequence[Difference]]) -> Difference | None:
+def _worst_bad(differences: Sequence[Sequence[Difference]]) -> Difference | None:
     bad = [difference for items in differences for difference in items if difference.bad]
     return max(bad, key=lambda difference: difference.error, default=None)

@@ -1,6 +1,6 @@
 """Phases of `check_matrix`: wrap with a row's options, time steps, run variant steps.
 
-A variant step through the wrapper is compiled, or made in micro-batches.
+A variant step runs the compiled wrapper, or the wrapper on micro-batches.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _model_facts(wrappers: Sequence[Mapping[str, Any]]) -> ModelFacts:
 # Step times
 
 
-def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DDPOptions | None]) -> None:
-    """Build two models, wrap them with the options in `two`, and store a timer.
+def prepare_timing(target: Recipe | str, seed: int, steps: int, option_sets: Sequence[DDPOptions | None]) -> None:
+    """Build two models, wrap them with the options in `option_sets`, and store a timer.
 
     A step is zero_grad, forward, backward and optimizer step. Both models run the same steps from the same states with
     the same random numbers.
@@ -152,7 +152,7 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DD
     state = rank_state()
     recipe = state.recipe
     timed: list[tuple[TrainingModel, ModuleState]] = []
-    for module, options in zip((state.module, state.reference.module), two, strict=True):
+    for module, options in zip((state.module, state.reference.module), option_sets, strict=True):
         state.module = module
         state.reference = ReferenceModule(module, submodules={"": module})  # no gradient counters
         wrap(options)
@@ -233,9 +233,9 @@ def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> Vari
     prep = _Prepared(batch, capture_state(state.module), model.external_state.capture(), {}, [], {})
     this_rank.state["variants"] = prep
     with unlogged():
-        prep.gradients, _ = _through_wrapper([batch], synced=True)
+        prep.gradients, _ = _ddp_gradients([batch], synced=True)
         prep.scale = scales(prep.gradients)
-        not_split, differences = _split(prep, reference)
+        not_split, differences = _split_batch(prep, reference)
     return VariantFacts(_why_not_compiled(state.module), not_split, differences)
 
 
@@ -243,28 +243,28 @@ def accumulated_step(synced: bool) -> VariantStep:
     """Run the step in micro-batches, all but the last under `no_sync` unless `synced`."""
     prep: _Prepared = this_rank.state["variants"]
     with unlogged():
-        gradients, drew = _through_wrapper(prep.parts, synced=synced)
+        gradients, drew = _ddp_gradients(prep.parts, synced=synced)
     return VariantStep(fingerprints(gradients.items()), _differences(prep, gradients), drew)
 
 
 def compiled_step() -> VariantStep:
     """Run the step with the wrapped module compiled; the module stays compiled."""
-    prep, before = this_rank.state["variants"], _graphs()
+    prep, before = this_rank.state["variants"], _num_graphs()
     wrapper: Any = rank_state().training_model.wrapper
     wrapper.module = torch.compile(wrapper.module, backend=BACKEND)
     with unlogged(), stance("default"):
-        gradients, drew = _through_wrapper([prep.batch], synced=True)
-    count = _graphs() - before if before >= 0 else -1
+        gradients, drew = _ddp_gradients([prep.batch], synced=True)
+    count = _num_graphs() - before if before >= 0 else -1
     return VariantStep(fingerprints(gradients.items()), _differences(prep, gradients, _COMPILED_TOLERANCE), drew, count)
 
 
-def _graphs() -> int:
+def _num_graphs() -> int:
     """Return the number of graphs compiled in this process; -1 if unknown."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)  # private to torch
     return -1 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
-def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients, bool]:
+def _ddp_gradients(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients, bool]:
     """Return accumulated DDP gradients, and True if torch's random numbers were drawn."""
     prep, state = this_rank.state["variants"], rank_state()
     model, wrapper, seed = state.training_model, state.training_model.wrapper, state.seed_of(_STEP)
@@ -273,8 +273,8 @@ def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients,
     training_step.clear_gradients(state.module)
     drew = False
     for number, part in enumerate(parts, 1):
-        put_off = not synced and number < len(parts)
-        with wrapper.no_sync() if put_off else contextlib.nullcontext():  # type: ignore[operator]
+        uses_no_sync = not synced and number < len(parts)
+        with wrapper.no_sync() if uses_no_sync else contextlib.nullcontext():  # type: ignore[operator]
             loss = training_step.compute_loss(
                 state.recipe, model.wrapped, part, step=_STEP, seed=seed, phase=f"micro-batch {number}, "
             )
@@ -283,8 +283,8 @@ def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients,
     return {name: gradient.clone() for name, gradient in training_step.gradients_of(model.trainable).items()}, drew
 
 
-def _split(prep: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
-    """Split into micro-batches; return why not or "", and the gradient differences."""
+def _split_batch(prep: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
+    """Split the batch into micro-batches; return an error or "", and the gradient differences."""
     state = rank_state()
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in state.module.modules()):
         return "BatchNorm normalises by the statistics of a batch, and those of a micro-batch differ", ()

@@ -47,7 +47,7 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
     finding = finding or report.findings[0]
     if why := scripts.why_none(finding, report):
         raise UsageError(why)
-    info, name, folder = _look(report, target, finding), scripts.script_name(finding), Path(directory)
+    info, name, folder = _probe_target(report, target, finding), scripts.script_name(finding), Path(directory)
     entry, texts = Path(info.file).resolve(), dict[str, str]()
     roots = [info.attribute.partition(".")[0]] if info.attribute else info.parts
     imported = scripts.imports_from_ddpcheck(entry, roots)
@@ -91,7 +91,7 @@ def prepare(folder: Path) -> None:
         raise UsageError(f"cannot write to the folder {folder}: {reason}") from error
 
 
-def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
+def _probe_target(report: Report, target: str, finding: Finding) -> TargetInfo:
     """Probe the target in a separate process; on failure, again without the loss."""
     seed, timeout = int(report.world.get("seed", 0)), float(report.world.get("timeout", 30))
     trouble: Any = None

@@ -101,7 +101,7 @@ def world_size_for(finding: Finding, report: Report) -> int:
 
 
 def tolerance_for(finding: Finding, report: Report) -> float:
-    """Return the relative tolerance, between the reported tolerance and error."""
+    """Return a relative tolerance between the reported tolerance and the reported error."""
     comparison = RULES[finding.code].repro
     reference = "local" if comparison == "average" else "single-process"
     entries = [entry for entry in report.parity if entry.reference == reference]
@@ -261,7 +261,7 @@ def _library() -> dict[str, str]:
 
 
 def _parts_of(node: ast.stmt) -> list[ast.stmt]:
-    """Return the statement, or class `Rank` split after `show` into methods."""
+    """Return [node]; for class `Rank`, the class up to `show` and its later methods."""
     if not isinstance(node, ast.ClassDef) or node.name != "Rank":
         return [node]
     node.end_lineno, methods = node.body[2].end_lineno, [n for n in node.body[3:] if isinstance(n, ast.FunctionDef)]

@@ -108,7 +108,7 @@ class _Simulation:
         self.findings: list[Finding] = []
         self.error: ReportError | None = None
         self.shards = 0
-        self.unsettled = False  # True if the collectives still change in each round
+        self.is_changing = False  # True if the collectives still change in each round
 
     def run(self, folder: Path) -> None:
         """Repeat rounds until a rank fails, or data sent between ranks no longer changes."""
@@ -124,8 +124,8 @@ class _Simulation:
                 return
             if sent == last_sent:
                 break
-        self.unsettled = sent != last_sent and digests != last_digests  # trained values may change sent data alone
-        self.findings = [] if self.unsettled else judge_schedules(self.schedules, digests)
+        self.is_changing = sent != last_sent and digests != last_digests  # trained values may change sent data alone
+        self.findings = [] if self.is_changing else judge_schedules(self.schedules, digests)
 
     def _simulate_ranks(self, simulated: Simulated) -> list[str]:
         """Simulate all ranks once; return the digest of the collectives of each rank."""
@@ -178,7 +178,7 @@ class _Simulation:
     def _collectives_verdict(self) -> Verdict:
         if self.error is not None:
             return Verdict(lacking="not reached")
-        if self.unsettled:
+        if self.is_changing:
             changes = "the calls of ranks still change with the data that others send"
             return Verdict(lacking=f"not known: {changes}, after {_MOST_ROUNDS} rounds")
         counts = [Counter(entry.call.operation for entry in schedule) for schedule in self.schedules.values()]

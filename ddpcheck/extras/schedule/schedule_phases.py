@@ -1,4 +1,4 @@
-"""Rank phases that simulate one rank, with its copies in place of the others.
+"""Phases that simulate one rank, whose tensors stand for the tensors of other ranks.
 
 A rank that is the source of a broadcast or scatter stores the data in a folder for ranks that are simulated later.
 Small tensors of collectives called from Python are stored too, since a branch may depend on them (a vote to skip a
@@ -97,7 +97,7 @@ def _write_schedule(calls: list[ScheduledCall], folder: Path) -> str:
 
 _LARGEST = 1024  # max bytes per rank and call
 _REDUCED_BY = {"SUM": "sum", "PRODUCT": "prod", "AVG": "mean", "MIN": "amin", "MAX": "amax"}
-_BETWEEN = ("ddpcheck.", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "typing_extensions")
+_SKIPPED = ("ddpcheck.", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "typing_extensions")
 _Tensors = list[torch.Tensor]
 _Parts = list[_Tensors | None]  # tensors per C++ collective of one call; None if too large
 
@@ -105,31 +105,31 @@ _Parts = list[_Tensors | None]  # tensors per C++ collective of one call; None i
 class SimulatedAnswers:
     """Tensors that one rank sends, and all ranks' tensors from an earlier round."""
 
-    def __init__(self, folder: Path, rank: int, called: Callable[[], int]) -> None:
-        """Use the answers that `combine` saved; `called` counts collectives called from Python."""
+    def __init__(self, folder: Path, rank: int, num_calls: Callable[[], int]) -> None:
+        """Use the answers that `combine` saved; `num_calls` counts collectives called from Python."""
         self._folder = folder
         self._rank = rank
-        self._called = called
+        self._num_calls = num_calls
         self._last = -1
         self._sent: dict[str, tuple[tuple[int, ...], list[_Parts]]] = {}  # group name -> (ranks, sent tensors per call)
 
     def ask(self, group: Any, name: str, tensors: Any) -> list[_Tensors] | None:
-        """Return all ranks' tensors in a call that sends `tensors`; None if unknown.
+        """Record `tensors` of this rank; return the tensors of all ranks, None if unknown.
 
         One Python call may run several collectives (objects: sizes first): all are answered, or none.
         """
         if not collective_log.in_collective() or _is_made_by_torch(sys._getframe(1)):
             return None
         members, calls = self._sent.setdefault(name, (tuple(dist.get_process_group_ranks(group)), []))
-        if self._called() != self._last:
-            self._last = self._called()
+        if self._num_calls() != self._last:
+            self._last = self._num_calls()
             calls.append([])
         small = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _LARGEST
         calls[-1].append([tensor.detach().clone() for tensor in tensors] if small else None)
         with contextlib.suppress(OSError, IndexError):
             calls_by_rank: list[list[_Tensors]] = torch.load(self._folder / _file_of(name, len(calls) - 1))
             sent = [parts[len(calls[-1]) - 1] for parts in calls_by_rank]
-            if list(map(_form, sent[members.index(self._rank)])) == list(map(_form, tensors)):
+            if list(map(_spec, sent[members.index(self._rank)])) == list(map(_spec, tensors)):
                 return sent
         return None
 
@@ -141,7 +141,7 @@ class SimulatedAnswers:
 def _is_made_by_torch(frame: FrameType | None) -> bool:
     """Return True if torch itself, such as `fully_shard`, calls the collective."""
     modules = (str(caller.f_globals.get("__name__", "")) for caller in frames_from(frame))
-    return next((name for name in modules if not name.startswith(_BETWEEN)), "").startswith("torch.")
+    return next((name for name in modules if not name.startswith(_SKIPPED)), "").startswith("torch.")
 
 
 def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
@@ -169,20 +169,20 @@ def combine(world: Simulated) -> str:
     differ = False
     for key, parts_by_rank in sent.items():
         reprs = [
-            repr([None if part is None else [(_form(tensor), tensor.tolist()) for tensor in part] for part in parts])
+            repr([None if part is None else [(_spec(tensor), tensor.tolist()) for tensor in part] for part in parts])
             for parts in parts_by_rank
         ]
         if len(set(reprs)) > 1:
             differ = True
             digest.update(repr((key, reprs)).encode())
         name, members, number = key
-        if len(parts_by_rank) == len(members) and (aligned := _aligned(parts_by_rank)) is not None:
+        if len(parts_by_rank) == len(members) and (aligned := _align(parts_by_rank)) is not None:
             torch.save(aligned, world.folder / _file_of(name, number))
     return digest.hexdigest() if differ else ""
 
 
-def _aligned(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
-    """Return a call's tensors by rank, objects padded; `None` if shapes differ."""
+def _align(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
+    """Return a call's tensors by rank, with objects padded; `None` if shapes differ."""
     aligned: list[list[_Tensors]] = [[] for _ in parts_by_rank]
     if len({len(parts) for parts in parts_by_rank}) > 1:
         return None
@@ -191,7 +191,7 @@ def _aligned(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
         longest = max((len(part[0]) for part in known if _is_object(part)), default=0)
         if longest and all(map(_is_object, known)):
             known = [[torch.nn.functional.pad(part[0], (0, longest - len(part[0])))] for part in known]
-        if len(known) < len(rank_parts) or len({tuple(map(_form, part)) for part in known}) > 1:
+        if len(known) < len(rank_parts) or len({tuple(map(_spec, part)) for part in known}) > 1:
             return None
         for parts, part in zip(aligned, known, strict=True):
             parts.append(part)
@@ -206,7 +206,7 @@ def _file_of(name: str, number: int) -> str:
     return f"answer-{name}-{number}".replace("/", "_")
 
 
-def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
+def _spec(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
 
 
@@ -225,19 +225,19 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         self._sent: Counter[str] = Counter()
         self._name = ""
 
-    def _note(self, operation: str, *tensors: Any) -> None:
+    def _log(self, operation: str, *tensors: Any) -> None:
         """Log a C++ collective of DDP; collectives from Python are logged already."""
         payload = ", ".join(f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors)
         collective_log.note_collective(f"{operation} of DDP", payload, self)
 
-    def _from_root(self, operation: str, root: int, tensors: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
-        """Save `mine` on the root; elsewhere fill `tensors` with saved data, if any."""
+    def _share_from_root(self, operation: str, root: int, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> None:
+        """Save `own` on the root; on other ranks fill `tensors` with saved data."""
         number = self._sent[operation]
         self._sent[operation] += 1
         file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")
         if root == self.rank():
-            if sum(t.numel() * t.element_size() for t in mine) <= _LARGEST_SENT:
-                torch.save([t.detach().clone() for t in mine], file)
+            if sum(t.numel() * t.element_size() for t in own) <= _LARGEST_SENT:
+                torch.save([t.detach().clone() for t in own], file)
             return
         with contextlib.suppress(OSError, RuntimeError, EOFError):
             sent = torch.load(file)
@@ -257,12 +257,12 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return self._name
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        self._note("all_reduce", *tensors)
+        self._log("all_reduce", *tensors)
         operation, sent = getattr(opts, "reduceOp", None), self._answers.ask(self, self._name, tensors)
         for index, tensor in enumerate(tensors):
             answer = None if sent is None else reduced([rank_tensors[index] for rank_tensors in sent], operation)
             if answer is None:
-                _as_of_all(tensor, operation, self.size())
+                _scale_to_world(tensor, operation, self.size())
             else:
                 tensor.detach().copy_(answer)
         return Done(tensors)
@@ -273,12 +273,12 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return self.allreduce(tensors, opts) if getattr(opts, "rootRank", 0) == self.rank() else Done(tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        self._note("broadcast", *tensors)
-        self._from_root("broadcast", getattr(opts, "rootRank", 0), tensors, tensors)
+        self._log("broadcast", *tensors)
+        self._share_from_root("broadcast", getattr(opts, "rootRank", 0), tensors, tensors)
         return Done(tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        self._note("all_gather", *inputs)
+        self._log("all_gather", *inputs)
         sent = self._answers.ask(self, self._name, inputs) or [inputs] * self.size()
         for index, output in enumerate(outputs):
             for part, rank_tensors in zip(output, sent, strict=True):
@@ -300,7 +300,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input_list in zip(outputs, inputs, strict=True):
             output.copy_(input_list[self.rank()])
-            _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
+            _scale_to_world(output, getattr(opts, "reduceOp", None), self.size())
         return Done(outputs)
 
     def _reduce_scatter_base(self, output: Any, source: Any, opts: Any = None) -> Any:
@@ -335,7 +335,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         input_list = list(inputs[0]) if inputs else []
         if input_list:
             outputs[0].copy_(input_list[self.rank()])
-        self._from_root("scatter", getattr(opts, "rootRank", 0), outputs, input_list)
+        self._share_from_root("scatter", getattr(opts, "rootRank", 0), outputs, input_list)
         return Done(outputs)
 
     def barrier(self, opts: Any = None) -> Any:
@@ -347,7 +347,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     recv = recv_anysource = send
 
 
-def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
+def _scale_to_world(tensor: torch.Tensor, operation: Any, size: int) -> None:
     if operation == dist.ReduceOp.SUM:
         tensor.detach().mul_(size)
     elif operation == dist.ReduceOp.PRODUCT:
@@ -368,16 +368,16 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[Sched
     dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
-    collective_log.replace_functions(("new_group",), _of_our_backend)
+    collective_log.replace_functions(("new_group",), _new_group_maker)
     collective_log.replace_functions(
         ("monitored_barrier",), lambda _name, _original: lambda group=None, *_args, **_kwargs: dist.barrier(group)
     )
     collective_log.record_calls(lambda call: calls.append(ScheduledCall(call)))
-    collective_log.on_given.append(functools.partial(_note_wait, calls))
+    collective_log.on_given.append(functools.partial(_mark_waiting, calls))
     return calls, answers
 
 
-def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _new_group_maker(_name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -386,7 +386,7 @@ def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., A
     return new_group
 
 
-def _note_wait(calls: list[ScheduledCall], call: Call, kwargs: Mapping[str, Any]) -> None:
+def _mark_waiting(calls: list[ScheduledCall], call: Call, kwargs: Mapping[str, Any]) -> None:
     """Mark the last collective as waiting unless it is asynchronous or functional."""
     if calls[-1].call is call:
         is_async = kwargs.get("async_op") or "self" in kwargs or "group_name" in kwargs

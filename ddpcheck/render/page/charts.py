@@ -63,13 +63,13 @@ def chart_view(curve: ParityCurve) -> dict[str, Any]:
         "height": _HEIGHT,
         "x": x,
         "y": y,
-        "single": _lines(x, y, curve.x, curve.single),
-        "ranks": _lines(x, y, curve.x, curve.ranks),
+        "single": _segments(x, y, curve.x, curve.single),
+        "ranks": _segments(x, y, curve.x, curve.ranks),
         "lost": 2 * len(curve.x) - len(values),
     }
 
 
-def _lines(x: Axis, y: Axis, places: Sequence[int], values: Sequence[float | None]) -> list[str]:
+def _segments(x: Axis, y: Axis, places: Sequence[int], values: Sequence[float | None]) -> list[str]:
     """Return curve segments, split at missing values; a single point is a dash."""
     segments = []
     for is_gap, pairs in itertools.groupby(zip(places, values, strict=True), lambda pair: pair[1] is None):

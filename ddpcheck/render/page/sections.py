@@ -56,8 +56,8 @@ def plots(parity: Iterable[ParityEntry]) -> list[Plot]:
 
 def _plot(reference: str, entries: Sequence[ParityEntry]) -> Plot:
     by_name = group_by(entries, lambda entry: entry.parameter).values()
-    farthest = (max(param_entries, key=lambda entry: (entry.is_beyond, entry.excess)) for param_entries in by_name)
-    worst = sorted(farthest, key=lambda entry: (not entry.is_beyond, -entry.excess, entry.parameter))
+    worst_steps = (max(param_entries, key=lambda entry: (entry.is_beyond, entry.excess)) for param_entries in by_name)
+    worst = sorted(worst_steps, key=lambda entry: (not entry.is_beyond, -entry.excess, entry.parameter))
     beyond = sum(entry.is_beyond for entry in worst)
     steps = format_count(len({entry.step for entry in entries}), "step")
     summary = f"{format_count(len(worst), 'parameter')} in {steps}: {beyond or 'none'} beyond the tolerance."
@@ -77,7 +77,7 @@ _MOST_ENDS = 12
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks with the same collectives and the same wait."""
+    """Ranks that called the same collectives, and wait in the same call."""
 
     logs: Sequence[RankCollectives]
     listed: Sequence[CalledCollective]
@@ -103,7 +103,7 @@ class Group:
         return self.listed[self.log.calls[index]] if 0 <= index < len(self.log.calls) else None
 
     def waits_in(self, number: int) -> bool:
-        """Check if the call with a sequence number did not end."""
+        """Return True if the call with this sequence number has not ended."""
         return self.log.waiting and not self.log.later and number == self.end - 1
 
     @property
@@ -259,11 +259,11 @@ def module_tree(report: Report) -> list[Branch]:
     branches = {entry.name: Branch(entry) for entry in report.modules}
     roots: list[Branch] = []
     for name, branch in branches.items():
-        parents = [branches[holder].inside for holder in _upwards(name) if holder in branches and holder != name]
+        parents = [branches[holder].inside for holder in _ancestors(name) if holder in branches and holder != name]
         (parents or [roots])[0].append(branch)
     for finding in sorted_findings(report):
         for subject in finding.subjects:
-            owners = [holder for holder in _upwards(subject) if holder in branches]
+            owners = [holder for holder in _ancestors(subject) if holder in branches]
             if not owners or (subject and owners[0] == "" and subject not in branches[""].entry.parameters):
                 continue
             part = subject[len(owners[0]) :].lstrip(".")
@@ -273,8 +273,8 @@ def module_tree(report: Report) -> list[Branch]:
     return roots
 
 
-def _upwards(name: str) -> Iterator[str]:
-    """Yield a name and its parents, ending with the model ("")."""
+def _ancestors(name: str) -> Iterator[str]:
+    """Yield `name` and the paths of its parent modules, ending with the model ("")."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -30,11 +30,11 @@ _NEAR = 0.01  # smaller relative errors count as equal under any tolerance
 
 def report_of(state: CheckState) -> Report:
     """Build the report of a judged check."""
-    groups = [entries for entries in _entries(state).values() if any(_kind(entry) != "zero" for entry in entries)]
+    groups = [entries for entries in _entries(state).values() if any(_result_of(entry) != "zero" for entry in entries)]
     return make_report(
         state.asked,
         state.findings,
-        lambda kept: (_line(state, name, kept) for name in HEADINGS),
+        lambda kept: (_check_line(state, name, kept) for name in HEADINGS),
         notes=[*state.log.notes, *state.rank_params.unmatched],
         parity=tuple(sorted(chain(*groups), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
         timing={name: round(seconds, 4) for name, seconds in state.log.seconds.items()},
@@ -52,7 +52,7 @@ def make_report(
     notes: Iterable[str],
     **parts: Any,
 ) -> Report:
-    """Build a report; `lines` returns its checks, given the findings that count."""
+    """Build a report; `lines` maps the findings that count to check lines."""
     chosen = sort_out(
         findings,
         asked.target,
@@ -80,8 +80,8 @@ def make_report(
 # Check lines
 
 
-def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
-    pairs = [(finding, cause) for part, finding, cause in state.reported if _heading_of(part, finding) == name]
+def _check_line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
+    pairs = [(finding, cause) for part, finding, cause in state.reported if _check_name_of(part, finding) == name]
     status, detail = status_of(_verdict(state, name), pairs, kept)
     if stopped := _why_stopped(state, name, kept):
         status, detail = "error", stopped
@@ -96,8 +96,8 @@ def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     return not codes or any(is_selected(code, select, ignore) for code in codes)
 
 
-def _heading_of(part: str, finding: Finding) -> str:
-    """Return the check of a finding: `part` if its rule allows, else the first."""
+def _check_name_of(part: str, finding: Finding) -> str:
+    """Return the finding's check line: `part` if in the rule's `Checks`, else the first."""
     names = RULES[finding.code].checks.get("report", ())
     return part if part in names else next(iter(names), "")
 
@@ -120,18 +120,18 @@ class Tally:
     zero: int = 0  # zero compared with zero
     undecided: int = 0  # within a tolerance that is too large to be informative
     steps: tuple[int, ...] = ()  # steps with any comparison
-    farthest: float = 0.0  # the largest relative error
+    largest_error: float = 0.0  # the largest relative error
 
     @classmethod
     def count(cls, entries: Iterable[ParityEntry]) -> Tally:
         """Count `entries` with the same reference."""
         entries = list(entries)
         steps = tuple(sorted({entry.step for entry in entries}))
-        farthest = max([0.0, *(entry.relative_error for entry in entries)])
-        return cls(**Counter(map(_kind, entries)), steps=steps, farthest=farthest)
+        largest_error = max([0.0, *(entry.relative_error for entry in entries)])
+        return cls(**Counter(map(_result_of, entries)), steps=steps, largest_error=largest_error)
 
-    def vacuous(self) -> str:
-        """Explain why the comparisons are inconclusive; empty if conclusive."""
+    def why_inconclusive(self) -> str:
+        """Return why all comparisons are inconclusive, or ''."""
         if not self.steps or self.matching or self.differ:
             return ""
         if self.undecided:
@@ -151,7 +151,7 @@ class Tally:
         count = format_count(self.matching + self.undecided, "gradient")
         average = "the average of the ranks' own"
         near = f"{self.matching} of them equal {average}; the others" if self.matching else "they"
-        away = f"differ from {'it' if self.matching else average} by up to {self.farthest:.2g}"
+        away = f"differ from {'it' if self.matching else average} by up to {self.largest_error:.2g}"
         return f"{count} in {self._when(num_steps)} equal each other on all ranks; {near} {away}, after {hook}"
 
     def differing(self, num_steps: int) -> str:
@@ -166,7 +166,7 @@ class Tally:
         return format_count(num_steps, "step") if len(self.steps) == num_steps else format_steps(self.steps)
 
 
-def _kind(entry: ParityEntry) -> str:
+def _result_of(entry: ParityEntry) -> str:
     if not entry.relative_error <= entry.tolerance:
         return "differ"
     if not entry.reference_norm and not entry.absolute_error:
@@ -187,7 +187,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
         noun = built if name == "consistency" else wrapped
         return Verdict((), f"{noun} are the same on every rank" if several else "one rank, so that nothing can differ")
     if name == "parameters":
-        return _part_taken(state)
+        return _parameters_verdict(state)
     reference = "local" if name == "reducer" else "single-process"
     tally = Tally.count(_entries(state).get(reference, ()))
     hook = state.wrapper.comm_hook if name == "reducer" else ""
@@ -216,7 +216,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
         text = f"{text}; {params} after a step on {of} equal those after a step on whole parameters"
     return Verdict(
         matching=text,
-        lacking=tally.vacuous() or _why_not_compared(state, name, tally.steps),
+        lacking=tally.why_inconclusive() or _why_not_compared(state, name, tally.steps),
         differing=tally.differing(state.asked.steps),
     )
 
@@ -232,7 +232,7 @@ def _explain_local_sgd(state: CheckState) -> str:
     )
 
 
-def _part_taken(state: CheckState) -> Verdict:
+def _parameters_verdict(state: CheckState) -> Verdict:
     steps = sorted({item.step for item in state.steps.parameters})
     if not steps:
         return Verdict(lacking=_why_not_reached(state))

@@ -136,7 +136,7 @@ class CheckRun(CheckWorlds):
         self._add(findings)
         if layout_findings:
             self._skip_rest(f"{layout_findings[0].code}: {_UNLIKE_REDUCTIONS}")
-        self._hand_over(wrapped[0])
+        self._send_replaced_module(wrapped[0])
         if not (facts.is_ddp or facts.sharded):
             self.state.log.notes.append(f"the wrapper is a {wrapped[0].wrapper}, not a DistributedDataParallel")
         if any(finding.severity is Severity.ERROR for finding in options):
@@ -146,7 +146,7 @@ class CheckRun(CheckWorlds):
             locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
         )
 
-    def _hand_over(self, wrapped: WrappedModule) -> None:
+    def _send_replaced_module(self, wrapped: WrappedModule) -> None:
         if wrapped.transfer_error:
             self.state.single.skipped = f"wrap makes another module, which {wrapped.transfer_error}"
         elif wrapped.replaces_module and self.reference is None:
@@ -171,7 +171,7 @@ class CheckRun(CheckWorlds):
                 self._add(findings)
                 self._skip_rest(f"{findings[0].code}: ranks that compute one model together have different samples")
             self._check_split_by_hand(local)
-            self._check_in_step(when=any(item.calls for item in local))
+            self._check_collectives(is_needed=any(item.calls for item in local))
             self._check_layout(local, step)
             self._check_packing(local, step)
             self._check_batches([item.batch for item in local], step)
@@ -179,7 +179,7 @@ class CheckRun(CheckWorlds):
             draws = any(item.random.libraries for item in local)
             saves = self._large or not draws
             self._all(calls.local_step.average, step, averaged if saves else None, shared=self._one_machine)
-        doubtful = self._train(step, words)
+        is_wrong = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
             result = self._settle_single(future or run_single()) if needs_single else None
             if isinstance(result, str):
@@ -187,13 +187,13 @@ class CheckRun(CheckWorlds):
             elif result is not None:
                 self._check_batch([local[0].batch, result.batch, result.batch_again], step)
                 self.state.add_single(step, result)
-                compare = partial(self._compare_drawing, numbers=result.numbers) if draws else self._compare_with_single
-                doubtful |= compare(step, averaged)
+                compare = partial(self._compare_random, numbers=result.numbers) if draws else self._compare_with_single
+                is_wrong |= compare(step, averaged)
             if self.state.steps.generators_equal() and step == 0:
                 topic = "whether the ranks draw the same numbers"
                 self.state.single.draws = self._explained(topic, [], calls.repeated_step.draws, step)
                 self.state.single.draws = self.state.per_model(self.state.single.draws)
-            if doubtful and not self.state.repeats.differ:
+            if is_wrong and not self.state.repeats.differ:
                 topic = f"whether step {step} gives the same gradients again"
                 repeated = self._explained(topic, RepeatedStep(), calls.repeated_step.repeat_step, step)
                 judging.withhold_if_noisy(self.state, step, repeated)
@@ -241,11 +241,11 @@ class CheckRun(CheckWorlds):
         judging.decide_on_ddp(self.state, step)
         if self.state.steps.ddp_skipped:
             return False
-        doubtful = self._run_ddp(step, words)
+        is_wrong = self._run_ddp(step, words)
         if any(item.compiles for item in self.state.steps.local) and self._is_repeatable(step):
             with self._phase("reducer", f"{words}: through the compiled wrapper"):
                 self.state.steps.compiled += self._all(calls.ddp_step.compiled_step, step)
-        return doubtful
+        return is_wrong
 
     def _is_repeatable(self, step: int) -> bool:
         """Return True if the step can be repeated with a compiled wrapper.
@@ -265,7 +265,7 @@ class CheckRun(CheckWorlds):
         topic = "why gradients are missing"
         return self._explained(topic, {}, calls.repeated_step.explain, step) if in_step else [{} for _ in local]
 
-    def _compare_drawing(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
+    def _compare_random(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
         """Give the ranks and a single process equal random numbers, and compare gradients.
 
         Numbers "by sample" keep the count of a dropout mask. They differ on a rank if a draw is not made per sample, so
@@ -273,7 +273,7 @@ class CheckRun(CheckWorlds):
         """
         single = self.state.single
         if numbers == "by sample":
-            if not self._average_with(numbers, step, averaged):
+            if not self._average_with_numbers(numbers, step, averaged):
                 if not self._compare_with_single(step, averaged):
                     return False
                 if single.analysis is not None and single.analysis.is_all_normalisation:
@@ -286,14 +286,14 @@ class CheckRun(CheckWorlds):
             if result is None:
                 return False
             self.state.add_single(step, result)
-        if reason := self._average_with("constant", step, averaged):
+        if reason := self._average_with_numbers("constant", step, averaged):
             single.skipped = f"not comparable with constants in place of random numbers: {reason}"
             return False
         single.constants = True
         return self._compare_with_single(step, averaged)
 
-    def _average_with(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
-        """Average gradients with random numbers of a kind; return why this failed, or ""."""
+    def _average_with_numbers(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
+        """Average gradients of a step with replaced random numbers; return an error, or ""."""
         topic = f"the gradients with random numbers {numbers}"
         replies = self._explained(topic, "the step with them failed", calls.local_step.comparable_step, step, numbers)
         if reason := next((item for item in replies if isinstance(item, str)), ""):
@@ -302,9 +302,9 @@ class CheckRun(CheckWorlds):
         self._all(calls.local_step.average, step, averaged, shared=self._one_machine)
         return ""
 
-    def _check_in_step(self, *, when: bool) -> None:
-        """Stop the check if the ranks have called different collectives; do nothing unless `when`."""
-        if when and (mismatch := judge_collectives(self._logs())):
+    def _check_collectives(self, *, is_needed: bool) -> None:
+        """Stop the check if `is_needed` and the ranks have called different collectives."""
+        if is_needed and (mismatch := judge_collectives(self._logs())):
             self.state.timelines = timelines(self._logs())
             self._add(mismatch)
             self._skip_rest(f"{mismatch[0].code}: the ranks are out of step")
@@ -324,7 +324,7 @@ class CheckRun(CheckWorlds):
         self._skip_rest(f"{findings[0].code}: {effect}")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
-        """Check once if all ranks order the elements of vectors reduced in forward equally."""
+        """Check once if ranks pack the elements that forward reduces in the same order."""
         if self._packing_checked or not any(item.calls for item in local):
             return
         in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
@@ -334,7 +334,7 @@ class CheckRun(CheckWorlds):
             self._add(judge_packing(self._explained(topic, (), calls.repeated_step.packed_payloads, step)))
 
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
-        """Check that every call on every rank makes the same global batch."""
+        """Check that `batch(step)` returns equal global batches in every call on every rank."""
         if len(set(batches)) > 1 and self._all(calls.local_step.batch_again, step) == list(batches):
             findings = judge_batch_values(batches, step)
             self._add(findings)
@@ -355,9 +355,9 @@ class CheckRun(CheckWorlds):
                 steps = self._all(calls.ddp_step.ddp_step, step)
                 notes = {text for item in steps if isinstance(item, ShardedStep) and (text := why_not_updated(item))}
                 self.state.log.notes += [f"parameters after a step are not compared: {note}" for note in sorted(notes)]
-                doubtful = judging.ddp_step_is_wrong(self.state, steps)
-                self._check_in_step(when=self.state.wrapped[0].broadcasts_buffers)
-                return doubtful
+                is_wrong = judging.ddp_step_is_wrong(self.state, steps)
+                self._check_collectives(is_needed=self.state.wrapped[0].broadcasts_buffers)
+                return is_wrong
         except RankError as error:
             findings = judging.judge_wrapper_failure(self.state, error)
             if not findings or isinstance(error, HangError) or (error.first is not None and error.first.bug):
@@ -404,7 +404,7 @@ class CheckRun(CheckWorlds):
         return None if any(self._all(calls.local_step.average_exactly, step, file)) else file
 
     def _examine_zero_gradients(self) -> None:
-        """Examine parameters with zero gradients in every step, unless all gradients were zero."""
+        """Find which always-zero gradients become nonzero under perturbation, and why others are zero."""
         steps, last = self.state.steps, self.asked.steps - 1
         zeros = zero_everywhere(steps.parameters) if any(steps.norms.values()) else []
         if not zeros:

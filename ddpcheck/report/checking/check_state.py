@@ -215,24 +215,23 @@ class SingleComparison:
 
 @dataclass
 class Repeats:
-    """Differences of a step repeated on the same rank."""
+    """Differences of a step repeated on the same rank, from nondeterministic kernels."""
 
     by_rank: Sequence[RepeatedStep] = ()  # first repeated step
     noise: dict[str, float] = field(default_factory=dict)  # largest relative error so far, by parameter
     differ: bool = False  # True if more than rounding: gradient verdicts are withheld
 
     def add(self, by_rank: Sequence[RepeatedStep]) -> None:
-        """Add a repeated step."""
         self.by_rank = self.by_rank or by_rank
         for item in (item for repeated in by_rank for item in repeated.differences):
             self.noise[item.name] = max(item.error, self.noise.get(item.name, 0.0))
 
     def allowed(self, name: str, tolerance: float) -> float:
-        """Widen `tolerance` by a parameter's noise (kernels without fixed summation order)."""
+        """Return the larger of `tolerance` and a multiple of the parameter's noise."""
         return max(tolerance, _NOISE_MULTIPLE * self.noise.get(name, 0.0))
 
     def widened(self, differences: Iterable[Difference]) -> tuple[Difference, ...]:
-        """Widen the tolerances of `differences` by the noise."""
+        """Return `differences` with tolerances of at least a multiple of the noise."""
         return tuple(replace(item, tolerance=self.allowed(item.name, item.tolerance)) for item in differences)
 
 
@@ -272,7 +271,7 @@ class CheckState:
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
     def without_rank_params(self, ranks: Sequence[Values]) -> Sequence[Values]:
-        """Return evidence by rank without `rank_parameters`; note if these differ."""
+        """Return evidence without `rank_parameters`; set `ranks_differ` if these differ."""
         if not self.rank_params.patterns:
             return ranks
         kept = [self.rank_params.without(item) for item in ranks]
@@ -298,7 +297,6 @@ class CheckState:
         self.single.choices[step] = tuple(dict.fromkeys(choice for _, choices in steps for choice in choices))
 
     def add_single(self, step: int, result: SingleStep) -> None:
-        """Add a step of the single process."""
         self.single.backwards = result.backwards
         self.steps.add_norm(step, result.norm)
         if result.float64_error and not any("float64" in note for note in self.log.notes):
@@ -318,7 +316,7 @@ class CheckState:
 
     @property
     def wants_analysis(self) -> bool:
-        """Return True for the first differing step, and for one without random choices."""
+        """Return True for the first differing step, and later for one without random choices."""
         single = self.single
         return single.analysis is None or (
             bool(single.choices.get(single.analysed[0].evidence.step)) and not self.steps.local[0].random.choices
@@ -335,7 +333,7 @@ class CheckState:
         return changed and not self.steps.ranks_differ
 
     def reuse_single_process(self, reference: CheckState) -> None:
-        """Reuse the single process of a finished check of the same target."""
+        """Copy the single-process results of a finished check of the same target."""
         self.single = replace(reference.single, incomparable="")
         self.repeats.by_rank = self.repeats.by_rank or reference.repeats.by_rank
         self.repeats.noise = {**reference.repeats.noise, **self.repeats.noise}

@@ -52,16 +52,16 @@ class PhaseProgress:
     def __init__(self, show: Callable[[str], None] | None) -> None:
         self._show = show or (lambda _words: None)
         self._words = self._shown = ""
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
 
     def __call__(self, words: str) -> None:
         self._words = self._shown = words
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         self._show(words)
 
     def wait_for(self, running: frozenset[int]) -> None:
         """Show the unfinished ranks and the seconds since the phase began."""
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._started
         if running and seconds >= QUIET:
             text = f"{self._words}: {int(seconds)} s, waiting for {format_ranks(running)}"
             if text != self._shown:
@@ -77,16 +77,16 @@ class CollectiveMismatchWatch:
 
     def __init__(self, patience: float = 2.0) -> None:
         self._patience = patience
-        self._since: dict[tuple[int, ...], float] = {}
+        self._first_seen: dict[tuple[int, ...], float] = {}
 
     def __call__(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
         collectives = {rank: this_rank.read_slots(world.directory, rank).collective for rank in running}
         if not running or not all(collectives.values()):
-            self._since.clear()  # a running rank may still join the collective
+            self._first_seen.clear()  # a running rank may still join the collective
             return None
         paths = [log_path(world.directory, rank) for rank in range(world.world_size)]
         sizes = tuple(path.stat().st_size if path.exists() else 0 for path in paths)
-        since = self._since.setdefault(sizes, time.monotonic())
+        since = self._first_seen.setdefault(sizes, time.monotonic())
         if time.monotonic() - since < self._patience:
             return None
         logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
@@ -129,11 +129,11 @@ class CheckWorlds:
             return self.asked.single_process_world(make=self.make_world)
         mismatch = CollectiveMismatchWatch()
 
-        def look(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+        def watch(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
             self._progress.wait_for(running)
             return mismatch(world, finished, running)
 
-        return self.asked.world(self.hosts, look, make=self.make_world)
+        return self.asked.world(self.hosts, watch, make=self.make_world)
 
     # Ranks
 
@@ -150,7 +150,7 @@ class CheckWorlds:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Result]:
-        """Run a phase that only explains a fault; note failures, returning `otherwise` for them."""
+        """Run a phase that explains a fault; replace results of failed ranks by `otherwise`."""
         try:
             results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
         except errors.RankError as error:
@@ -166,7 +166,7 @@ class CheckWorlds:
         return self.single.start(call)
 
     def _settle_single(self, pending: RunFuture[Result]) -> Result | None:
-        """Return the single process's result, or note why it failed and return None."""
+        """Return the result of the single process; on failure record the reason, return None."""
         try:
             return pending.result()[0]
         except errors.RankError as error:
@@ -252,11 +252,11 @@ class CheckWorlds:
             )
 
     def _add(self, findings: Sequence[Finding]) -> None:
-        """Add findings, located at the lines that made their first subjects."""
-        nameless = sorted({finding.subjects[0] for finding in findings if finding.location is None})
+        """Add findings; default location: the line that creates the finding's first subject."""
+        without_location = sorted({finding.subjects[0] for finding in findings if finding.location is None})
         by_rank: list[dict[str, Location]] = []
         try:
-            by_rank = self._lines_of(nameless) if nameless else []
+            by_rank = self._lines_of(without_location) if without_location else []
         finally:
             lines = {name: line for locations in reversed(by_rank) for name, line in locations.items()}
             self.state.add([replace(f, location=lines.get(f.subjects[0], f.location)) for f in findings])

@@ -45,7 +45,7 @@ _LIBRARIES = {"random": "Python's random"}
 
 
 def decide_on_ddp(state: CheckState, step: int) -> None:
-    """Decide if the wrapper can run this step without raising or hanging."""
+    """Set `ddp_skipped` if the wrapper would raise or hang in this step."""
     if state.steps.ddp_skipped or not (state.wrapper.is_ddp or state.wrapper.sharded):
         return
     evidence = [item for item in state.steps.parameters if item.step == step]
@@ -57,7 +57,7 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
 
 
 def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:
-    """Add the evidence of a wrapper's step; return True if its gradients are wrong."""
+    """Add the evidence of a DDP step; return True if its gradients are wrong."""
     evidence = state.without_rank_params(evidence)
     differing = differing_names([item.parameters for item in evidence])
     if state.models and any(item.random.libraries for item in state.steps.local):
@@ -65,10 +65,10 @@ def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) ->
         evidence = [replace(item, against_local=()) for item in evidence] if state.steps.parts_draw else evidence
     state.steps.ddp += evidence
     state.steps.ranks_differ |= bool(differing)
-    return bool(state.log.call_judge("reducer", _reduction_judge(state), evidence, judge_context(state)))
+    return bool(state.log.call_judge("reducer", _reducer_judge(state), evidence, judge_context(state)))
 
 
-def _reduction_judge(state: CheckState) -> Callable[[Sequence[DdpStepEvidence], JudgeContext], list[Finding]]:
+def _reducer_judge(state: CheckState) -> Callable[[Sequence[DdpStepEvidence], JudgeContext], list[Finding]]:
     return judge_sharded if state.wrapper.sharded else judge_reducer
 
 
@@ -89,7 +89,7 @@ def judge_wrapper_failure(state: CheckState, error: RankError) -> list[Finding]:
 
 
 def judge_context(state: CheckState, module_locations: Mapping[str, Location] | None = None) -> JudgeContext:
-    """Collect the facts that may explain a difference."""
+    """Return the facts that may explain a gradient difference."""
     wrapped, single, repeated = state.wrapped, state.single, state.repeats.by_rank
     local = single.analysed or state.steps.local
     drew_from = {_LIBRARIES.get(name, name) for item in local for name in item.random.libraries - {"torch"}}
@@ -147,7 +147,7 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
         state.reported = [(part, finding, cause) for (part, finding), cause in pairs if cause is not None]
 
 
-def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
+def _judge_gradients(state: CheckState, context: JudgeContext) -> None:
     steps, single, repeats, call_judge = state.steps, state.single, state.repeats, state.log.call_judge
     ddp = [replace(item, against_local=repeats.widened(item.against_local)) for item in steps.ddp]
     if state.models:  # diverged parameters change the gradients of later steps
@@ -156,26 +156,26 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     first_step = single.analysed[0].evidence.step if single.analysed else 0
     judged = [step for step in single.differences if step >= first_step or not state.differs(step)]
     differences = {step: repeats.widened(single.differences[step]) for step in judged}
-    reducer = call_judge("reducer", _reduction_judge(state), ddp, known) if ddp else []
+    reducer = call_judge("reducer", _reducer_judge(state), ddp, context) if ddp else []
     if state.models:
-        reducer = reducer or call_judge("reducer", judge_updates, ReducerFacts.from_evidence(ddp, known))
+        reducer = reducer or call_judge("reducer", judge_updates, ReducerFacts.from_evidence(ddp, context))
         reducer = reducer or call_judge("reducer", judge_norms_of_steps, ddp, state.models)
     only_unequal = len(reducer) == 1 and UNEQUAL in reducer[0].tags
-    if known.wrapper.comm_hook and only_unequal and state.replicas_stay_equal:
+    if context.wrapper.comm_hook and only_unequal and state.replicas_stay_equal:
         steps.optimizer_averages = True
     else:
-        state.add(reducer or call_judge("reducer", judge_compiled, steps.compiled, known), "reducer")
+        state.add(reducer or call_judge("reducer", judge_compiled, steps.compiled, context), "reducer")
     parity = []
     if steps.first_local:
-        parity += call_judge("parity", judge_samples, steps.first_local, gradients_differ=known.gradients_differ)
+        parity += call_judge("parity", judge_samples, steps.first_local, gradients_differ=context.gradients_differ)
     parity += call_judge("parity", judge_draws, single.draws)
-    compared = call_judge("parity", judge_single_process, differences, single.analysis, known)
-    state.add(parity + _comparable(state, compared, known.local), "parity")
+    compared = call_judge("parity", judge_single_process, differences, single.analysis, context)
+    state.add(parity + _without_inconclusive(state, compared, context.local), "parity")
     if steps.ddp:
         start = [item.parameters for item in state.wrapped]
         unequal = bool(reducer) or "reducer" in state.log.unjudged
-        findings = call_judge("reducer", judge_state, steps.ddp, known, gradients_differ=unequal, start=start)
-        findings += call_judge("reducer", judge_loop, steps.ddp, unequal=unequal) if known.wrapper.is_ddp else []
+        findings = call_judge("reducer", judge_state, steps.ddp, context, gradients_differ=unequal, start=start)
+        findings += call_judge("reducer", judge_loop, steps.ddp, unequal=unequal) if context.wrapper.is_ddp else []
         findings += call_judge("reducer", judge_optimizer, state.wrapped, steps.ddp, state.names)
         state.add(findings, "reducer")
     if state.log.error is None:
@@ -184,7 +184,7 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
 
 
 def _judge_compilations(state: CheckState) -> list[Finding]:
-    """Judge compilations; after random draws or few steps, only recompilations."""
+    """Judge compilations, but only recompilations after random draws or few steps."""
     by_rank = group_by(state.steps.compiled, lambda item: item.rank)
     compiled = [[entry for item in steps for entry in item.compiled] for steps in by_rank.values()]
     is_random = any(item.random.libraries - {"torch"} for item in state.steps.local)
@@ -192,7 +192,7 @@ def _judge_compilations(state: CheckState) -> list[Finding]:
     return judge_recompilations(trained_functions(compiled)) if is_random or few else judge_compilations(compiled)
 
 
-def _comparable(state: CheckState, findings: list[Finding], local: LocalFacts) -> list[Finding]:
+def _without_inconclusive(state: CheckState, findings: list[Finding], local: LocalFacts) -> list[Finding]:
     """Drop unexplained differences if random numbers, rounding or a hang hide the cause."""
     kept = [finding for finding in findings if UNEXPLAINED not in finding.tags]
     if len(kept) == len(findings):

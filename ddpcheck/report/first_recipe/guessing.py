@@ -38,14 +38,14 @@ def make_first_recipe(maker: Any, model: str, arguments: str, command: str) -> t
         UsageError: The object is not a model, or the constructor needs other arguments.
         TargetError: The user code raised, or returned no module.
     """
-    positional, named, source = _parsed(arguments)
+    positional, named, source = _parse_arguments(arguments)
     module, attribute = split_target(model)
     guess = guess_inputs(_build(maker, attribute, positional, named))
     module = find_file(module).stem if is_path(module) else module
     return recipe_text(module, attribute, source, guess, command), guess
 
 
-def _parsed(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
+def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
     """Parse `--args`; return positional and keyword arguments, and the normalized source."""
     hint = "arguments of the constructor as Python writes them, such as '3, hidden=16'"
     expected = f"--args: expected {hint}, got {arguments!r}"
@@ -97,11 +97,11 @@ def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, A
 
 def guess_inputs(model: nn.Module) -> Guess:
     """Guess inputs that forward accepts in two batch sizes."""
-    names = _arguments(model)
-    taken = [fn(module) for module in model.modules() for kind, fn in _OF_LAYERS.items() if isinstance(module, kind)]
-    layers = [samples for samples in map(tuple, taken) if samples]
+    names = _argument_names(model)
+    shapes = [fn(module) for module in model.modules() for kind, fn in _BY_LAYER.items() if isinstance(module, kind)]
+    layers = [samples for samples in map(tuple, shapes) if samples]
     tried, first_error = 0, "no layer determines the shape of its input"
-    for samples in itertools.islice(_combinations(model, names, layers), MOST_TRIES):
+    for samples in itertools.islice(_guesses(model, names, layers), MOST_TRIES):
         inputs = tuple(Input(name, *sample) for name, sample in zip(names, samples, strict=True))
         tried += 1
         try:
@@ -114,7 +114,7 @@ def guess_inputs(model: nn.Module) -> Guess:
     return Guess(tuple(map(Input, names)), None, tried, first_error)
 
 
-def _arguments(model: nn.Module) -> tuple[str, ...]:
+def _argument_names(model: nn.Module) -> tuple[str, ...]:
     """Return the required argument names of forward, or its first argument."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     params = [param for param in inspect.signature(model.forward).parameters.values() if param.kind in positional]
@@ -122,7 +122,7 @@ def _arguments(model: nn.Module) -> tuple[str, ...]:
     return needed or tuple(param.name for param in params[:1]) or ("x",)
 
 
-_OF_LAYERS: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
+_BY_LAYER: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
     nn.Linear: lambda layer: (((layer.in_features,), None), ((_LENGTH, layer.in_features), None)),
     nn.Conv1d: lambda layer: (((layer.in_channels, length), None) for length in _SIGNALS),
     nn.Conv2d: lambda layer: (((layer.in_channels, size, size), None) for size in _IMAGES),
@@ -139,7 +139,7 @@ _OF_LAYERS: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
 """Possible input samples by layer type, most common first."""
 
 
-def _combinations(
+def _guesses(
     model: nn.Module, names: tuple[str, ...], layers: list[tuple[Sample, ...]]
 ) -> Iterator[tuple[Sample, ...]]:
     """Yield guesses of inputs, likeliest first: by argument name, layer order, any layer."""
@@ -148,7 +148,7 @@ def _combinations(
     for index, name in enumerate(names):
         by_order = layers[index] if index < len(layers) else ()
         integers = [sample for sample in flat if sample[1] is not None]
-        by_name = list(_by_name(model, name, integers))
+        by_name = list(_samples_for_name(model, name, integers))
         choices.append(list(dict.fromkeys([*by_name, *by_order, *flat])))
     if len(names) == 1:
         yield from ((sample,) for sample in choices[0])
@@ -157,20 +157,20 @@ def _combinations(
     yield from sorted(itertools.product(*few), key=lambda row: sum(few[n].index(item) for n, item in enumerate(row)))
 
 
-def _by_name(model: nn.Module, name: str, whole: list[Sample]) -> Iterator[Sample]:
+def _samples_for_name(model: nn.Module, name: str, integers: list[Sample]) -> Iterator[Sample]:
     """Yield samples suggested by the name of an argument."""
     words = name.lower()
     if any(word in words for word in ("label", "target")) or words == "y":
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
         if linear:
             yield from (((), linear[-1].out_features), ((linear[-1].out_features,), None))
-        yield from whole
+        yield from integers
     elif any(word in words for word in ("ids", "token", "idx", "index")):
-        yield from whole
+        yield from integers
 
 
 def _run_batches(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
-    """Run batches of 4 and 6 samples; return the output's kind if equal."""
+    """Run batches of 4 and 6 samples; return the common output kind, or None."""
     kinds = []
     for samples in (4, 6):
         generator = torch.Generator().manual_seed(0)
@@ -181,11 +181,11 @@ def _run_batches(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
             else torch.randint(spec.high, (samples, *spec.shape), generator=generator)
             for spec in inputs
         ]
-        kinds.append(_kind(model(*tensors), samples))
+        kinds.append(_output_kind(model(*tensors), samples))
     return kinds[0] if kinds[0] == kinds[1] else None
 
 
-def _kind(output: Any, samples: int) -> Output | None:
+def _output_kind(output: Any, samples: int) -> Output | None:
     """Return the kind of an output; None if unusable in a loss."""
     if isinstance(output, torch.Tensor):
         if not output.requires_grad:

@@ -58,17 +58,17 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
     raw: Sequence[Mapping[str, Any]] = dump["entries"]
     configured = dump.get("pg_config")
     try:
-        if raw and all(map(_is_of_torchcomms, raw)):
-            raw, configured = _as_of_torch(raw, configured if isinstance(configured, dict) else {}, where)
+        if raw and all(map(_is_from_torchcomms, raw)):
+            raw, configured = _in_torch_format(raw, configured if isinstance(configured, dict) else {}, where)
         items = configured.items() if isinstance(configured, dict) else ()
         ranks_of = {str(name): str(group.get("ranks")) for name, group in items if isinstance(group, dict)}
         parsed = {name: tuple(map(int, re.findall(r"\d+", text))) for name, text in ranks_of.items()}
         groups = {name: ranks for name, ranks in parsed.items() if ranks}
-        entries = [_entry(entry, groups) for entry in raw]
+        entries = [_recorded_call(entry, groups) for entry in raw]
         descriptions = {str(entry["process_group"][0]): str(entry["process_group"][1]) for entry in raw}
-        enqueued = _enqueued(dump.get("pg_status"), list(groups), raw)
+        enqueued = _last_enqueued(dump.get("pg_status"), list(groups), raw)
         gloo = all(str(entry["profiling_name"]).startswith("gloo:") for entry in raw)
-        world_size = max((_gathered_from(entry) for entry in raw), default=0)
+        world_size = max((_num_gathered_ranks(entry) for entry in raw), default=0)
         has_overflowed = bool(raw) and int(raw[0].get("record_id", 0)) > 0
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         detail = f"{type(error).__name__}: {error}"[:80]
@@ -80,7 +80,7 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
     return RankDump(entries, groups, has_overflowed, world_size, gloo, active_only, descriptions, enqueued)
 
 
-def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def _last_enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the number of the last enqueued NCCL call by group, {} if unknown."""
     if not isinstance(statuses, dict) or len(statuses) != len(names) or not all(map(str.isdigit, names)):
         return {}
@@ -90,12 +90,12 @@ def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str,
     return {by_id[int(key)]: int(status["last_enqueued_collective"]) for key, status in statuses.items()}
 
 
-def _is_of_torchcomms(raw: Mapping[str, Any]) -> bool:
+def _is_from_torchcomms(raw: Mapping[str, Any]) -> bool:
     """Return True for a torchcomms entry: the group description is the backend."""
     return [str(raw["profiling_name"]).partition(":")[0]] == list(raw["process_group"])[1:]
 
 
-def _as_of_torch(
+def _in_torch_format(
     raw: Sequence[Mapping[str, Any]], configured: Mapping[str, Any], where: str
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
     """Convert torchcomms entries and groups to torch's format, numbered per group from 1.
@@ -113,7 +113,7 @@ def _as_of_torch(
     for entry in raw:
         name, backend = map(str, entry["process_group"])
         group = f"{name} ({backend})"
-        is_p2p = str(entry["profiling_name"]).partition(":")[2] in _BETWEEN_TWO
+        is_p2p = str(entry["profiling_name"]).partition(":")[2] in _P2P_OPERATIONS
         counts[group, is_p2p] = counts.get((group, is_p2p), 0) + 1
         number = counts[group, is_p2p] if is_whole else int(entry["collective_seq_id"]) + 1
         key = "p2p_seq_id" if is_p2p else "collective_seq_id"
@@ -128,10 +128,10 @@ def _as_of_torch(
     return entries, groups
 
 
-_BETWEEN_TWO = ("send", "recv", "batch_op_issue")
+_P2P_OPERATIONS = ("send", "recv", "batch_op_issue")
 
 
-def _entry(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> RecordedCall:
+def _recorded_call(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> RecordedCall:
     name = str(raw["profiling_name"]).partition(":")[2] or str(raw["profiling_name"])
     group = str(raw["process_group"][0])
     between_two = bool(raw.get("is_p2p", name.startswith(("send", "recv"))))
@@ -142,7 +142,7 @@ def _entry(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Rec
     recorded = raw.get(CALL_KEY)
     if isinstance(recorded, dict):
         operation, payload = str(recorded.get("operation", operation)), str(recorded.get("payload", payload))
-    call = _call(operation, group, payload, tuple(map(str, user_lines(raw.get("frames") or ()))))
+    call = _shared_call(operation, group, payload, tuple(map(str, user_lines(raw.get("frames") or ()))))
     peer = int(match[1]) if between_two and (match := re.search(r"(?:->|<-)(\d+)$", name)) else -1
     return RecordedCall(
         group,
@@ -157,7 +157,7 @@ def _entry(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Rec
 
 
 @functools.lru_cache(maxsize=10_000)
-def _call(operation: str, group: str, payload: str, lines: tuple[str, ...]) -> Call:
+def _shared_call(operation: str, group: str, payload: str, lines: tuple[str, ...]) -> Call:
     """Return a shared object for equal calls, of which a dump has thousands."""
     return Call(operation, group, (), payload, location=next(iter(lines), ""), callers=lines)
 
@@ -172,7 +172,7 @@ def _payload(operation: str, raw: Mapping[str, Any]) -> str:
     return "; ".join(f"{dtype} of shape {tuple(map(int, shape))}".lstrip() for dtype, shape in pairs)
 
 
-def _gathered_from(raw: Mapping[str, Any]) -> int:
+def _num_gathered_ranks(raw: Mapping[str, Any]) -> int:
     """Return the number of ranks in an all_gather of the default group, else 0."""
     inputs: Sequence[Any] = raw.get("input_sizes") or ()
     outputs: Sequence[Any] = raw.get("output_sizes") or ()
@@ -191,7 +191,7 @@ def user_lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[Location]:
 
 
 def world_size_of(dumps: Mapping[int, RankDump]) -> int:
-    """Return the world size of the job, as far as the dumps show."""
+    """Return the smallest world size that agrees with all dumps."""
     members = [rank for dump in dumps.values() for ranks in dump.groups.values() for rank in ranks]
     return max([max(dumps) + 1, *(rank + 1 for rank in members), *(dump.world_size for dump in dumps.values())])
 
@@ -199,24 +199,24 @@ def world_size_of(dumps: Mapping[int, RankDump]) -> int:
 def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
     """Align the collectives of each process group, from the first that all ranks have."""
     world_size = world_size_of(dumps)
-    for name, members in _groups(dumps, world_size):
+    for name, members in _process_groups(dumps, world_size):
         group_dumps = {rank: dumps[rank] for rank in members if rank in dumps}
         ops = {rank: dump.collectives(name) for rank, dump in group_dumps.items()}
         ops = {rank: entries for rank, entries in ops.items() if entries or not group_dumps[rank].wrapped}
         firsts = [(group_dumps[rank], entries[0].number) for rank, entries in ops.items() if entries]
-        starts = [at + (dump.wrapped and not dump.gloo) for dump, at in firsts if dump.wrapped or dump.active_only]
+        starts = [seq + (dump.wrapped and not dump.gloo) for dump, seq in firsts if dump.wrapped or dump.active_only]
         start = max(starts, default=0)  # drops coalesced calls that share a number with lost calls
         for rank, entries in ops.items():
             kept = [entry for entry in entries if entry.number >= start]
-            ops[rank] = [*_with_gaps(kept, start or 1)] if group_dumps[rank].gloo else kept
-        _extend_by_gaps([*ops.values()])
+            ops[rank] = [*_fill_gaps(kept, start or 1)] if group_dumps[rank].gloo else kept
+        _append_gaps([*ops.values()])
         as_member = functools.cache(functools.partial(replace, members=tuple(sorted(ops))))
         logs = [[as_member(entry.call) for entry in ops[rank]] if rank in ops else () for rank in range(world_size)]
         waiting = frozenset(rank for rank, entries in ops.items() if entries and not entries[-1].ended)
         yield GroupLogs(name, members, max(start - 1, 0), logs, waiting)
 
 
-def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _process_groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and ranks of each process group; disjoint groups may share a name."""
     names = dict.fromkeys(entry.group for dump in dumps.values() for entry in dump.entries if not entry.between_two)
     for name in names:
@@ -226,7 +226,7 @@ def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[st
             yield name, members
 
 
-def _with_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[RecordedCall]:
+def _fill_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[RecordedCall]:
     """Yield entries, with a placeholder for each number that gloo did not record."""
     for entry in entries:
         for number in range(expected, min(entry.number, expected + _MOST_MISSING)):
@@ -235,7 +235,7 @@ def _with_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[Recor
         expected = entry.number + 1
 
 
-def _extend_by_gaps(ranks: Sequence[list[RecordedCall]]) -> None:
+def _append_gaps(ranks: Sequence[list[RecordedCall]]) -> None:
     """Append placeholders to shorter logs, if all longer logs have placeholders at that index."""
     lengths = [*map(len, ranks)]
     for index in range(min(lengths, default=0), max(lengths, default=0)):
@@ -343,7 +343,7 @@ def plain_dump(dump: Any) -> dict[str, Any]:
 
 
 class _NotPlainError(ValueError):
-    """Dump that is not plain data or has no entries; the message follows "it"."""
+    """Dump that is no plain data or lacks entries; the message lacks its subject."""
 
 
 class _PlainData(pickle.Unpickler):

@@ -46,7 +46,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
                 gc.enable()
     dumps = seen.dumps
     groups = list(flight_recorder.line_up(dumps))
-    at_end = {rank: _wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
+    at_end = {rank: _describe_wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
     findings = diagnose_dumps(groups, at_end, seen)
     if missing := set(range(flight_recorder.world_size_of(dumps))) - dumps.keys():
         unknown = f"{format_ranks(missing)}: no {seen.source}"
@@ -59,7 +59,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
         target=source,
         tool={"name": "ddpcheck", "version": __version__},
         world={"world_size": flight_recorder.world_size_of(dumps)},
-        checks=(_ranks(seen), _collectives(seen, groups, findings, chosen.kept), _call_sites(seen)),
+        checks=(_ranks_line(seen), _collectives_line(seen, groups, findings, chosen.kept), _call_sites_line(seen)),
         error=ReportError(f"{describe_missing_dump(seen.missing)}; {others}", EXIT_TARGET) if is_unknown else None,
         timelines=_timelines(groups, at_end, causes),
     )
@@ -78,22 +78,22 @@ def _timelines(
     return tuple(figures)
 
 
-def _wait(dump: RankDump) -> str:
+def _describe_wait(dump: RankDump) -> str:
     """Describe the pending or last collective of a rank, from its dump."""
     open_calls = [entry for entry in dump.entries if not entry.ended]
     if open_calls:
         more = f", and in {format_count(len(open_calls) - 1, 'other')} after it" if len(open_calls) > 1 else ""
-        return f"waits in {_described(open_calls[0])}{more}"
+        return f"waits in {_call_text(open_calls[0])}{more}"
     if not dump.entries:
         return "has no open collective: all have ended" if dump.enqueued else "has entered no collective"
-    return f"waits in no collective; its last one, {_described(dump.entries[-1])}, has ended"
+    return f"waits in no collective; its last one, {_call_text(dump.entries[-1])}, has ended"
 
 
-def _described(entry: RecordedCall) -> str:
+def _call_text(entry: RecordedCall) -> str:
     return f"{entry.call}{f' of process group {entry.group}' if entry.group != DEFAULT_GROUP else ''}"
 
 
-def _ranks(seen: RanksSeen) -> CheckResult:
+def _ranks_line(seen: RanksSeen) -> CheckResult:
     size = flight_recorder.world_size_of(seen.dumps)
     missing = sorted(set(range(size)) - set(seen.dumps))
     if missing:
@@ -105,7 +105,7 @@ def _ranks(seen: RanksSeen) -> CheckResult:
     return CheckResult("ranks", "passed", detail=f"{seen.source}s of {format_count(size, 'rank')}{earlier}")
 
 
-def _collectives(
+def _collectives_line(
     seen: RanksSeen, groups: Sequence[GroupLogs], findings: Sequence[Finding], kept: Sequence[Finding]
 ) -> CheckResult:
     if findings:
@@ -116,13 +116,13 @@ def _collectives(
     if not count:
         return CheckResult("collectives", "skipped", detail=f"the {seen.source}s hold no collective")
     text = f"{format_count(count, 'collective')} of {format_count(len(groups), 'process group')}"
-    parts = [f"{text} in the {seen.source}s pair up", *_open(seen)]
+    parts = [f"{text} in the {seen.source}s pair up", *_pending_phrases(seen)]
     return CheckResult("collectives", "passed", detail="; ".join(parts))
 
 
-def _open(seen: RanksSeen) -> Iterator[str]:
-    """Yield phrases on calls that are still pending, and on what ranks are doing."""
-    calls = {rank: next((_described(e) for e in dump.entries if not e.ended), "") for rank, dump in seen.dumps.items()}
+def _pending_phrases(seen: RanksSeen) -> Iterator[str]:
+    """Yield phrases on pending calls and activities: "rank 1 was still in all_reduce"."""
+    calls = {rank: next((_call_text(e) for e in dump.entries if not e.ended), "") for rank, dump in seen.dumps.items()}
     notes = {rank: f"still in {text}" if text else "" for rank, text in calls.items()}
     for text, ranks in group_by(notes, lambda rank: "" if rank in seen.doing else notes[rank]).items():
         if text:
@@ -130,7 +130,7 @@ def _open(seen: RanksSeen) -> Iterator[str]:
     yield from format_by_text(seen.doing.items())
 
 
-def _call_sites(seen: RanksSeen) -> CheckResult:
+def _call_sites_line(seen: RanksSeen) -> CheckResult:
     if seen.is_live:
         return CheckResult("call sites", "skipped", detail="the debug server gives no lines of calls that have ended")
     missing = [rank for rank, dump in seen.dumps.items() if dump.entries and not dump.has_stacks]

@@ -207,7 +207,7 @@ def assert_no_anomalous_params(
     if group is None:
         group = getattr(model, "process_group", None) if hasattr(model, "reducer") else None
     ranks = _ranks_of(group, label)
-    result = _attempt("the graph of the loss", anomalies_of, loss, model, _as_tuple(ignore), replay)
+    result = _try_call("the graph of the loss", anomalies_of, loss, model, _as_tuple(ignore), replay)
     by_rank = {ranks[0]: result}
     if len(ranks) > 1:
         with _exchange(label, group, "anomalous", timeout) as exchange:
@@ -243,13 +243,13 @@ def _tolerance_error(rtol: float | None, atol: float | None) -> str:
     if (rtol is None) != (atol is None):
         return f"give both rtol and atol, or neither; {'rtol' if rtol is None else 'atol'} is missing"
     for name, value in (("rtol", rtol), ("atol", atol)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value < math.inf):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
             return f"{name} must be a number that is not negative, not {value!r}"
     return ""
 
 
-def _attempt(what: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result | None, str]:
+def _try_call(what: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result | None, str]:
     """Call `function`; return (result, ''), or (None, error) to send to the waiting ranks."""
     try:
         return function(*args, **kwargs), ""
@@ -282,7 +282,7 @@ def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
 
 @contextlib.contextmanager
 def _exchange(what: str, group: Any, purpose: str, timeout: float | None) -> Iterator[StoreExchange]:
-    """Open an exchange; raise `HangError` if some ranks do not call the assertion `what`."""
+    """Open a `StoreExchange`; raise `HangError` if ranks do not call the assertion `what`."""
     exchange = StoreExchange.next_exchange(group, purpose, timeout)
     before = this_rank.current_slots().collective
     this_rank.set_collective(what)
@@ -305,18 +305,18 @@ def _difference_between_ranks(
     name: str,
     timeout: float | None,
 ) -> str:
-    """Return a message on different values, identical on all ranks; '' if none differ."""
+    """Compare `value` across ranks; return a message, the same on all ranks, or ''."""
     __tracebackhide__ = True
     from ddpcheck.gather.state.fingerprints import digest_of
     from ddpcheck.testing.assertions.on_rank import compared_items, items_of, with_distances
 
     label = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"
     ranks = _ranks_of(group, label)
-    items, failure = _attempt("what was given", items_of, value)
+    items, failure = _try_call("what was given", items_of, value)
     location = str(user_location() or "")
 
     def values(canonical: bool = False) -> messages.RankValues:
-        entries, unread = _attempt("what was given", compared_items, items or (), options, canonical=canonical)
+        entries, unread = _try_call("what was given", compared_items, items or (), options, canonical=canonical)
         return messages.RankValues(options, entries or (), location, error or failure or unread)
 
     local_values = values()

@@ -29,11 +29,11 @@ def parity_failure_message(
     ignore: Sequence[str] = (),
     tolerance: tuple[float, float] | None = None,
 ) -> str:
-    """Return the failure message of `ddpcheck.assert_parity`, or '' if it passes.
+    """Return the failure message of `ddpcheck.assert_parity`, or '' if the gradients match.
 
     `tolerance` is (rtol, atol) and replaces the measured tolerances.
     """
-    relevant = [finding for finding in report.findings if _is_on_gradients(finding)]
+    relevant = [finding for finding in report.findings if _is_relevant(finding)]
     selected = select_findings(relevant, select=select, ignore=ignore)
     wanted = {
         check: reference
@@ -48,27 +48,27 @@ def parity_failure_message(
     explained_codes = {finding.code for finding in relevant} if tolerance is None else set()
     unexplained = [] if explained_codes or selected else mismatched  # ignored findings count as an explanation
     withheld = [finding for finding in relevant if RULES[finding.code].undecided and finding not in selected]
-    lacking = [] if report.error is None else [report.error.message]
-    lacking += [sentence for check in wanted if report.error is None and (sentence := _not_made(check, report))]
+    obstacles = [] if report.error is None else [report.error.message]
+    obstacles += [sentence for check in wanted if report.error is None and (sentence := _why_skipped(check, report))]
     lines = [line for finding in (*selected, *withheld) for line in _finding_lines(finding)]
     if unexplained or (mismatched and tolerance is not None):
-        lines += _beyond(mismatched, len(distances))
+        lines += _mismatch_lines(mismatched, len(distances))
         lines += [f"  note: {note}" for note in report.world.get("notes", ()) if tolerance is None]
-    if not lacking and not lines:
+    if not obstacles and not lines:
         return ""
     rules = [RULES[finding.code] for finding in selected]
     differ = mismatched or any(rule.family == "gradients" and not rule.undecided for rule in rules)
-    undecided = lacking or any(RULES[finding.code].undecided for finding in relevant)
+    undecided = obstacles or any(RULES[finding.code].undecided for finding in relevant)
     title = "Gradients could not be compared!" if undecided and not differ else "Gradients are not close!"
     world = f"{report.world.get('world_size', '?')} ranks, {report.world.get('steps', '?')} steps"
-    return "\n".join([title, "", f"{report.target}: {world}", *lacking, *lines])
+    return "\n".join([title, "", f"{report.target}: {world}", *obstacles, *lines])
 
 
-def _beyond(far: Sequence[tuple[float, float, str]], count: int) -> list[str]:
-    worst = sorted(far, key=lambda distance: -distance[0] / (distance[1] or 1e-300))[:_MOST_ENTRIES]
-    lines = [f"{len(far)} of {count} comparisons of a gradient with its reference are beyond the tolerance:"]
+def _mismatch_lines(mismatched: Sequence[tuple[float, float, str]], count: int) -> list[str]:
+    worst = sorted(mismatched, key=lambda distance: -distance[0] / (distance[1] or 1e-300))[:_MOST_ENTRIES]
+    lines = [f"{len(mismatched)} of {count} comparisons of a gradient with its reference are beyond the tolerance:"]
     lines += [f"  {text}" for _, _, text in worst]
-    return [*lines, f"  and {len(far) - _MOST_ENTRIES} more"] if len(far) > _MOST_ENTRIES else lines
+    return [*lines, f"  and {hidden} more"] if (hidden := len(mismatched) - _MOST_ENTRIES) > 0 else lines
 
 
 def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tuple[float, float, str]:
@@ -91,13 +91,13 @@ def _rules_on_gradients(check: str) -> list[str]:
     return [code for code, rule in RULES.items() if rule.gradients_differ and rule.checks["report"][-1] == check]
 
 
-def _is_on_gradients(finding: Finding) -> bool:
+def _is_relevant(finding: Finding) -> bool:
     codes = {finding.code, *finding.tags} & RULES.keys()  # tags name consequences
     return finding.severity is Severity.ERROR or any(RULES[code].family == "gradients" for code in codes)
 
 
-def _not_made(check: str, report: Report) -> str:
-    """Return why the comparison of check line `check` was not made, or ''."""
+def _why_skipped(check: str, report: Report) -> str:
+    """Return why gradients were not compared for check line `check`, or ''."""
     reference, subject = _REFERENCES[check]
     result = next((result for result in report.checks if result.name == check), None)
     is_skipped = result is not None and result.status == "skipped"
@@ -252,7 +252,7 @@ def usage_error(by_rank: Mapping[int, RankValues]) -> str:
 
 
 def first_error(errors: Mapping[int, str]) -> str:
-    """Return the error of the first failed rank; add ranks unless all failed."""
+    """Return the first error and, unless all ranks failed, the failed ranks in parentheses."""
     failed = [rank for rank, error in errors.items() if error]
     where = "" if len(failed) in (0, len(errors)) else f" ({format_ranks(failed)})"
     return f"{next(filter(None, errors.values()), '')}{where}"
@@ -264,7 +264,7 @@ def holds_nothing(values: RankValues) -> bool:
 
 
 def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
-    """Return items that differ between ranks; the tolerance applies only to numbers here."""
+    """Return items that differ between ranks; for numbers, by more than the tolerance."""
     options = next(iter(by_rank.values())).options
     by_path = {rank: {entry.path: entry for entry in values.entries} for rank, values in by_rank.items()}
     mismatches = []
@@ -305,12 +305,12 @@ def mismatch_message(mismatches: Iterable[Mismatch], by_rank: Mapping[int, RankV
     if not failed:
         return ""
     first, others = failed[0], failed[1:]
-    lines = _details(first, "equal" if next(iter(by_rank.values())).options.exact else "close")
+    lines = _detail_lines(first, "equal" if next(iter(by_rank.values())).options.exact else "close")
     if spelled_path := _spelled_path(first, name):
         lines += ["", f"The failure occurred for item {spelled_path}"]
     if others:
         lines.append(f"{len(others)} more {plural_verb('item is', 'items are', others)} not the same on all ranks:")
-        lines += [f"  {_spelled_path(item, name)}: {_in_short(item)}" for item in others[:_MOST_ITEMS]]
+        lines += [f"  {_spelled_path(item, name)}: {_short_description(item)}" for item in others[:_MOST_ITEMS]]
         lines += [f"  and {len(others) - _MOST_ITEMS} more"] if len(others) > _MOST_ITEMS else []
     locations = {rank: values.location for rank, values in by_rank.items()}
     if len({*locations.values()}) > 1:
@@ -318,7 +318,7 @@ def mismatch_message(mismatches: Iterable[Mismatch], by_rank: Mapping[int, RankV
     return "\n".join(lines)
 
 
-def _details(item: Mismatch, how: str) -> list[str]:
+def _detail_lines(item: Mismatch, adjective: str) -> list[str]:
     kinds = {entry.kind for entry in item.present}
     if None in item.entries.values() or len(kinds) > 1 or not kinds <= _TITLES.keys():
         reason = "Not every rank holds it" if None in item.entries.values() else "The ranks hold different things"
@@ -332,16 +332,17 @@ def _details(item: Mismatch, how: str) -> list[str]:
     elif item.measurable:
         same = [rank for rank in item.entries if rank not in item.outlying_ranks]
         verb = plural_verb("differs", "differ", item.outlying_ranks)
-        lines = [f"{capitalized(format_ranks(item.outlying_ranks))} {verb} from {format_ranks(same)}.", *_numbers(item)]
+        lines = [f"{capitalized(format_ranks(item.outlying_ranks))} {verb} from {format_ranks(same)}."]
+        lines += _distance_lines(item)
     else:
         for number, (name, _) in enumerate(item.present[0].attributes):
             values = {rank: entry.attributes[number][1] for rank, entry in item.entries.items() if entry}
             if len({*values.values()}) > 1:
                 lines.append(f"The values for attribute '{name}' do not match: {_on_ranks(values)}.")
-    return [f"{_TITLES[kind]} are not {how} on all ranks!", "", *lines, *([] if item.odd else [_NAN_ADVICE])]
+    return [f"{_TITLES[kind]} are not {adjective} on all ranks!", "", *lines, *([] if item.odd else [_NAN_ADVICE])]
 
 
-def _numbers(item: Mismatch) -> list[str]:
+def _distance_lines(item: Mismatch) -> list[str]:
     """Return lines on the distances, largest first, and on the NaNs of each rank."""
     worst_first = sorted(item.outlying_ranks if item.distances else (), key=lambda rank: -item.distances[rank][0])
     groups = list(group_by(worst_first, lambda rank: item.distances[rank][1]).items())
@@ -356,7 +357,7 @@ def _numbers(item: Mismatch) -> list[str]:
     return [*lines, f"NaN: {_on_ranks(nans)}"] if len({*nans.values()}) > 1 else lines
 
 
-def _in_short(item: Mismatch) -> str:
+def _short_description(item: Mismatch) -> str:
     if None in item.entries.values():
         return f"only on {format_ranks(rank for rank, entry in item.entries.items() if entry)}"
     noun = "values" if item.measurable else "what it is"

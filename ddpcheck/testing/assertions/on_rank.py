@@ -49,7 +49,7 @@ def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Cal
     if unmatched:
         raise UsageError(f"ignore names {unmatched[0]!r}, and no parameter of the model is called that")
     detected = detect_anomalous_params(loss, bare)
-    hidden = _hidden_in_checkpoints(loss) if detected.missing else set()
+    hidden = _parameters_in_checkpoints(loss) if detected.missing else set()
     missing = [
         name
         for name, parameter in parameters.items()
@@ -74,7 +74,7 @@ def _is_ignored(names: Iterable[str], ignore: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in ignore)
 
 
-def _hidden_in_checkpoints(loss: Any) -> set[int]:
+def _parameters_in_checkpoints(loss: Any) -> set[int]:
     """Return ids of parameters used in re-entrant checkpoints, which the graph lacks before backward."""
     param_ids: set[int] = set()
     roots = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
@@ -104,9 +104,9 @@ def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
 
 _PIECE = 1 << 24  # bytes in one broadcast
 _PLAIN = (str, bytes, type(None), enum.Enum, torch.dtype, torch.layout, torch.device, torch.memory_format, slice, range)
-_NUMBERS = (bool, int, float, complex)
-_KEYS = (str, bytes, *_NUMBERS, type(None), enum.Enum)
-_PARTS = {  # methods that return the dense parts of a tensor, by layout
+_NUMBER_TYPES = (bool, int, float, complex)
+_KEY_TYPES = (str, bytes, *_NUMBER_TYPES, type(None), enum.Enum)
+_DENSE_PARTS = {  # methods that return the dense parts of a tensor, by layout
     torch.sparse_coo: ("indices", "values"),
     torch.jagged: ("offsets", "values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -131,7 +131,7 @@ def items_of(value: Any) -> list[Item]:
         raise UsageError("the argument is nested too deeply; pass its tensors in a flat list") from None
 
 
-def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
+def _walk(value: Any, path: str, parent_ids: tuple[int, ...]) -> Iterator[Item]:
     if isinstance(value, torch.Tensor):
         yield from _walk_tensor(value, path)
     elif isinstance(value, nn.Module):
@@ -141,8 +141,8 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
             yield from _walk_tensor(tensor, f"{path}.{name}")
     elif isinstance(value, _PLAIN):
         yield path, "value", repr(value.type if isinstance(value, torch.device) else value)
-    elif isinstance(value, _NUMBERS):
-        number_type: Any = next(kind for kind in _NUMBERS if isinstance(value, kind))
+    elif isinstance(value, _NUMBER_TYPES):
+        number_type: Any = next(kind for kind in _NUMBER_TYPES if isinstance(value, kind))
         yield path, "number", number_type(value)  # numpy's float64 is a float
     elif type(value).__module__ == "numpy" and hasattr(value, "dtype"):
         try:
@@ -151,19 +151,19 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
             raise UsageError(f"{_item_at(path)} is a numpy value that torch does not take: {error}") from None
         yield from _walk_tensor(tensor, path)
     else:
-        if id(value) in inside:
+        if id(value) in parent_ids:
             raise UsageError(f"{_item_at(path)} contains itself")
-        entries, kind = _entries(value, path)
+        entries, kind = _container_items(value, path)
         yield path, kind, len(entries)
         for key, entry in entries:
-            yield from _walk(entry, f"{path}{key}", (*inside, id(value)))
+            yield from _walk(entry, f"{path}{key}", (*parent_ids, id(value)))
 
 
-def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
+def _container_items(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
     """Return (items, kind) of a container, with items of a mapping sorted by key."""
     if isinstance(value, Mapping):
         for key in value:
-            if not all(isinstance(part, _KEYS) for part in (key if isinstance(key, tuple) else (key,))):
+            if not all(isinstance(part, _KEY_TYPES) for part in (key if isinstance(key, tuple) else (key,))):
                 raise UsageError(
                     f"{_item_at(path)} has a key of type {type(key).__name__}, which other ranks cannot be asked for; "
                     "use strings or numbers (optimizer.state_dict() and not optimizer.state)"
@@ -206,21 +206,21 @@ def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
             yield from _walk_tensor(part, f"{path}[{index}]")
     elif tensor.layout != torch.strided:
         merged = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
-        for name in _PARTS.get(tensor.layout, ("to_dense",)):
+        for name in _DENSE_PARTS.get(tensor.layout, ("to_dense",)):
             yield f"{path}.{name}()", "tensor", getattr(merged, name)()
 
 
 def compared_items(items: Sequence[Item], options: CompareOptions, *, canonical: bool) -> tuple[ComparedItem, ...]:
-    """Return an `ComparedItem` for each item, with a fingerprint of each tensor.
+    """Return a `ComparedItem` for each item, with a fingerprint of each tensor.
 
     `canonical` gives equal values the same bits: 0.0 and -0.0, and all NaNs. It copies each tensor: use it only after
     plain fingerprints differ.
     """
     with torch.no_grad():
-        return tuple(_entry(*item, options, canonical=canonical) for item in items)
+        return tuple(_compared_item(*item, options, canonical=canonical) for item in items)
 
 
-def _entry(path: str, kind: str, value: Any, options: CompareOptions, *, canonical: bool) -> ComparedItem:
+def _compared_item(path: str, kind: str, value: Any, options: CompareOptions, *, canonical: bool) -> ComparedItem:
     if kind == "number":
         return ComparedItem(path, kind, value, nans="it is NaN" if value != value else "")
     if kind != "tensor":
@@ -239,26 +239,26 @@ def _entry(path: str, kind: str, value: Any, options: CompareOptions, *, canonic
         path,
         kind,
         attributes=tuple((name, str(text)) for name, text in attributes.items()),
-        fingerprint=fingerprint(_canonical(value) if canonical else value) if dense else 0,
-        nans=_nans(value) if dense else "",
+        fingerprint=fingerprint(_with_canonical_bits(value) if canonical else value) if dense else 0,
+        nans=_nan_text(value) if dense else "",
     )
 
 
-def _nans(tensor: torch.Tensor) -> str:
+def _nan_text(tensor: torch.Tensor) -> str:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return ""
     nans = torch.isnan(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
     count = int(nans.count_nonzero())
-    suffix = f", the first at index {_first(nans)}" if count and tensor.dim() else ""
+    suffix = f", the first at index {_first_true_index(nans)}" if count and tensor.dim() else ""
     return f"{count} / {tensor.numel()} elements are NaN{suffix}" if count else ""
 
 
-def _first(mask: torch.Tensor) -> tuple[int, ...]:
+def _first_true_index(mask: torch.Tensor) -> tuple[int, ...]:
     flat_index = mask.reshape(-1).byte().argmax()
     return tuple(int(index) for index in torch.unravel_index(flat_index, mask.shape))
 
 
-def _canonical(tensor: torch.Tensor) -> torch.Tensor:
+def _with_canonical_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with one bit pattern for zero and one for NaN."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
@@ -270,7 +270,7 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
 def with_distances(
     mismatches: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
 ) -> list[Mismatch]:
-    """Add distances to mismatches; without a tolerance, only to the first.
+    """Add distances from the reference to mismatches; only to the first if exact.
 
     Called on every rank of `group`: broadcasts the values of the reference ranks.
     """
@@ -282,7 +282,7 @@ def with_distances(
     with torch.no_grad():
         for item in selected:
             tensor = tensors[item.path].resolve_conj().resolve_neg().contiguous()
-            received = _received(tensor, item.reference, group, keep=exchange.rank in item.odd)
+            received = _broadcast_from(tensor, item.reference, group, keep=exchange.rank in item.odd)
             local_distances.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
     by_rank = exchange.all_gather("measured", local_distances)
     by_path = {
@@ -292,7 +292,7 @@ def with_distances(
     return [replace(item, distances=by_path.get(item.path, {})) for item in mismatches]
 
 
-def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
+def _broadcast_from(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
     """Broadcast the tensor of rank `source`; return a CPU copy if `keep`, else `None`."""
     kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
     device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # "cuda" means the current GPU
@@ -324,7 +324,7 @@ def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) ->
         return math.inf, f"How far could not be measured ({type(error).__name__}: {error})"
     if got.dim():
         is_close = torch.isclose(actual, expected, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
-        index = _first(~is_close)
+        index = _first_true_index(~is_close)
         lines.append(f"First mismatch at index {index}: {got[index].item()} instead of {want[index].item()}")
     worst = float((actual - expected).abs().max())
     return math.inf if math.isnan(worst) else worst, "\n".join(lines)

@@ -47,7 +47,7 @@ def tasks_of_node(layout: str, node: str) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Return a port computed from "<job id> <step id>"; other programs may use it."""
+    """Return a port derived from "<job id> <step id>", possibly used by another program."""
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS
 
@@ -74,7 +74,7 @@ class LauncherEnv:
         return self.local_world_size == self.world_size
 
 
-class _Names(NamedTuple):
+class _Variables(NamedTuple):
     """Environment variables of one launcher, separated by spaces; the first set variable counts."""
 
     launcher: str
@@ -86,10 +86,10 @@ class _Names(NamedTuple):
 
 
 # In order of precedence: a launcher may have been started by a later one in this list.
-_TORCHRUN = _Names(
+_TORCHRUN = _Variables(
     "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT"
 )
-_OPEN_MPI = _Names(
+_OPEN_MPI = _Variables(
     "mpirun",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -97,7 +97,7 @@ _OPEN_MPI = _Names(
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid OMPI_MCA_orte_hnp_uri",
 )
-_MPICH = _Names(
+_MPICH = _Variables(
     "mpiexec",
     "PMI_RANK",
     "PMI_SIZE",
@@ -105,15 +105,15 @@ _MPICH = _Names(
     "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
     "PMI_JOBID PALS_APID PMI_PORT",
 )
-_SLURM = _Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID SLURM_STEP_ID")
+_SLURM = _Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID SLURM_STEP_ID")
 BY_HAND = "the environment"  # launcher name if the variables were set by hand
-_PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "")
+_BY_HAND = _Variables(BY_HAND, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "")
 
 
 # Launcher names as in `mmcv` and `mmengine`: (variables, missing variable, advice).
 _PYTORCH = "torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 LAUNCHERS = {
-    "pytorch": ((_TORCHRUN, _PLAIN), "RANK", _PYTORCH),
+    "pytorch": ((_TORCHRUN, _BY_HAND), "RANK", _PYTORCH),
     "mpi": ((_OPEN_MPI, _MPICH), "OMPI_COMM_WORLD_RANK or PMI_RANK", "mpirun or mpiexec"),
     "slurm": ((_SLURM,), "SLURM_JOB_ID", "srun"),
 }
@@ -125,7 +125,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
     Also `None` in child processes of a rank, which inherit the variables, and in an interactive SLURM shell.
     """
     with contextlib.suppress(UsageError):
-        if (launch := _read(environ)) is not None and launch.world_size > 1:
+        if (launch := _read_innermost(environ)) is not None and launch.world_size > 1:
             return launch
     return None
 
@@ -139,62 +139,62 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
         UsageError: No launcher started this process, or its variables are incomplete or invalid (rule DDP603).
     """
     if launcher is None:
-        if (launch := _read(environ)) is not None:
+        if (launch := _read_innermost(environ)) is not None:
             return launch
         raise UsageError(
             "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         )
-    present, (accepted, missing, advice) = _launchers_present(environ), LAUNCHERS[launcher]
-    for names in present:
+    launchers, (accepted, missing, advice) = _launchers_present(environ), LAUNCHERS[launcher]
+    for names in launchers:
         if names in accepted:
-            return _launch(names, environ)
+            return _environment_of(names, environ)
     if launcher == "slurm" and "SLURM_JOB_ID" in environ:
         reason = f"this is a script or shell of SLURM's job {environ['SLURM_JOB_ID']}, and none of its tasks"
-    elif present:
-        reason = f"it is {present[0].launcher} that has started this process"
+    elif launchers:
+        reason = f"it is {launchers[0].launcher} that has started this process"
     else:
         reason = f"there is no {missing} in the environment"
     raise UsageError(f"Launcher {launcher!r} was asked for, but {reason}; start this with {advice}.")
 
 
-def _read(environ: Mapping[str, str]) -> LauncherEnv | None:
-    """Return the launcher environment or `None`; raise if variables are invalid."""
+def _read_innermost(environ: Mapping[str, str]) -> LauncherEnv | None:
+    """Return the innermost launcher's environment or `None`; raise if variables are invalid."""
     if environ.get(NO_LAUNCH, str(os.getpid())) != str(os.getpid()):
         return None
     names = next(iter(_launchers_present(environ)), None)
     if names is None or (names is _SLURM and "SLURM_PTY_PORT" in environ):  # interactive step
         return None
-    return _launch(names, environ)
+    return _environment_of(names, environ)
 
 
-def _launchers_present(environ: Mapping[str, str]) -> list[_Names]:
+def _launchers_present(environ: Mapping[str, str]) -> list[_Variables]:
     """Return the launchers whose variables are set, innermost first."""
-    is_set = {
+    flags = {
         _TORCHRUN: "TORCHELASTIC_RUN_ID" in environ,
         _OPEN_MPI: _OPEN_MPI.rank in environ,
         _MPICH: _MPICH.rank in environ,
         _SLURM: "SLURM_STEP_ID" in environ and _SLURM.world_size in environ,  # a batch script has no step variables
-        _PLAIN: "RANK" in environ or "WORLD_SIZE" in environ,
+        _BY_HAND: "RANK" in environ or "WORLD_SIZE" in environ,
     }
-    present = [names for names, flag in is_set.items() if flag]
+    launchers = [names for names, flag in flags.items() if flag]
     pairs = [[environ.get(name) for name in (names.rank, names.world_size)] for names in (_MPICH, _SLURM)]
-    if is_set[_MPICH] and is_set[_SLURM] and pairs[0] == pairs[1]:
-        present.remove(_SLURM)  # `srun --mpi=pmi2` also sets PMI_*; SLURM has more information
-        present.insert(present.index(_MPICH), _SLURM)
-    return present
+    if flags[_MPICH] and flags[_SLURM] and pairs[0] == pairs[1]:
+        launchers.remove(_SLURM)  # `srun --mpi=pmi2` also sets PMI_*; SLURM has more information
+        launchers.insert(launchers.index(_MPICH), _SLURM)
+    return launchers
 
 
-def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
-    rank = _number(environ, names.rank, names)
-    world_size = _number(environ, names.world_size, names)
+def _environment_of(names: _Variables, environ: Mapping[str, str]) -> LauncherEnv:
+    rank = _parse_number(environ, names.rank, names)
+    world_size = _parse_number(environ, names.world_size, names)
     if not 0 <= rank < world_size:
         raise UsageError(
             f"{names.rank}={rank} and {names.world_size}={world_size} do not go together: "
             "ranks count from 0 to one less."
         )
     local_rank, local_world_size = (
-        next((_number(environ, name, names) for name in keys.split() if name in environ), None)
+        next((_parse_number(environ, name, names) for name in keys.split() if name in environ), None)
         for keys in (names.local_rank, names.local_world_size)
     )
     nodes = node = ""
@@ -209,8 +209,8 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
             )
     address = environ.get("MASTER_ADDR", "")
     needs_port = address and names is not _SLURM  # SLURM's port is derived from the job id
-    port = _number(environ, "MASTER_PORT", names) if needs_port or "MASTER_PORT" in environ else 0
-    if not address and names in (_TORCHRUN, _PLAIN):
+    port = _parse_number(environ, "MASTER_PORT", names) if needs_port or "MASTER_PORT" in environ else 0
+    if not address and names in (_TORCHRUN, _BY_HAND):
         raise UsageError(f"{_started_by(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")
     return LauncherEnv(
         names.launcher,
@@ -227,7 +227,7 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
     )
 
 
-def _number(environ: Mapping[str, str], name: str, names: _Names) -> int:
+def _parse_number(environ: Mapping[str, str], name: str, names: _Variables) -> int:
     text = environ.get(name)
     if text is None:
         raise UsageError(f"{_started_by(names)} but {name} is not set; export it, or start the ranks with torchrun.")
@@ -236,7 +236,7 @@ def _number(environ: Mapping[str, str], name: str, names: _Names) -> int:
     return int(text)
 
 
-def _started_by(names: _Names) -> str:
-    if names is _PLAIN:
+def _started_by(names: _Variables) -> str:
+    if names is _BY_HAND:
         return "RANK or WORLD_SIZE say that a launcher has started this process,"
     return f"{names.launcher} has started this process,"

@@ -55,15 +55,15 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
         UsageError: The argument is not a function.
     """
     if not callable(function):
-        below = "; put it below @classmethod or @property" if isinstance(function, (classmethod, property)) else ""  # type: ignore[unreachable]
-        raise WrongTypeError(f"master_only decorates a function or method, got {function!r}{below}.")
+        hint = "; put it below @classmethod or @property" if isinstance(function, (classmethod, property)) else ""  # type: ignore[unreachable]
+        raise WrongTypeError(f"master_only decorates a function or method, got {function!r}{hint}.")
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
-        async def later(*args: P.args, **kwargs: P.kwargs) -> Any:
+        async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
             return await function(*args, **kwargs) if get_dist_info()[0] == 0 else None
 
-        return later  # type: ignore[return-value]  # R is already a coroutine type
+        return coroutine  # type: ignore[return-value]  # R is already a coroutine type
 
     @wraps(function)
     def on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -74,7 +74,7 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
 
 _PATIENCE = 600.0  # seconds to wait for ranks: machines of a job may start minutes apart
 _PAUSE = 0.05
-_LAST_WORD = 1.0
+_LEAVE_SECONDS = 1.0
 _FAILED = "given up"
 _RESERVED = ("store", "rank", "world_size", "init_method")
 
@@ -172,13 +172,13 @@ def _join(
     launch: LauncherEnv, requested: str, seconds: float, uses_port: bool, options: dict[str, Any]
 ) -> torch.device:
     store, close_file = open_store(launch, seconds, uses_port=uses_port)
-    meeting = _Meeting(store, launch, seconds)
+    rendezvous = _Rendezvous(store, launch, seconds)
     try:
         address, port = store.address
         local_address, master = route(address, port)
         machine = this_machine()
         devices = (machine, launch.local_rank, _visible_gpus(machine), requested, master)
-        replies = map(json.loads, meeting.gather("call init_dist", json.dumps(devices), close_file))
+        replies = map(json.loads, rendezvous.gather("call init_dist", json.dumps(devices), close_file))
         all_devices = [RankDevices(host, local, tuple(gpus), *others) for host, local, gpus, *others in replies]
         if launch.rank == 0 and not launch.agent and (uses_port or not launch.one_machine):
             _open_stores.append(store)  # an early rank of the next group could connect to a store that is closing
@@ -197,21 +197,21 @@ def _join(
         interface = gloo_interface(launch.one_machine, local_address, [peer.master for peer in all_devices])
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             values["GLOO_SOCKET_IFNAME"] = interface
-        _set_up(meeting, backend, values, options)
+        _init_group(rendezvous, backend, values, options)
     except BaseException:
-        meeting.leave(_LAST_WORD)
+        rendezvous.leave(_LEAVE_SECONDS)
         raise
     finally:
         close_file()
-    meeting.leave(seconds)
+    rendezvous.leave(seconds)
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
-def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: dict[str, Any]) -> None:
+def _init_group(rendezvous: _Rendezvous, backend: str, values: dict[str, str], options: dict[str, Any]) -> None:
     """Set the environment variables `values` and initialize the group; undo both on failure."""
-    launch = meeting.launch
+    launch = rendezvous.launch
     if backend != "mpi":  # which has its own rank and rendezvous
-        group = PrefixStore("group", meeting.store.store)
+        group = PrefixStore("group", rendezvous.store.store)
         options = {**options, "store": group, "rank": launch.rank, "world_size": launch.world_size}
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -220,8 +220,8 @@ def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: di
             dist.init_process_group(backend, **options)
         except Exception as error:
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            meeting.give_up(DDPCheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
-        meeting.gather(f"set up {backend}")  # gloo's init is not a barrier, and rank 0 may own the store
+            rendezvous.raise_everywhere(DDPCheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
+        rendezvous.gather(f"set up {backend}")  # gloo's init is not a barrier, and rank 0 may own the store
     except BaseException:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
@@ -256,12 +256,12 @@ class RankDevices:
 
 
 def local_ranks(all_devices: Sequence[RankDevices]) -> list[int]:
-    """Return the local rank of each rank, counted per machine if not set."""
-    counted: Counter[str] = Counter()
+    """Return the local rank of each rank, format_count per machine if not set."""
+    format_count: Counter[str] = Counter()
     ranks = []
     for devices in all_devices:
-        ranks.append(counted[devices.machine] if devices.local_rank is None else devices.local_rank)
-        counted[devices.machine] += 1
+        ranks.append(format_count[devices.machine] if devices.local_rank is None else devices.local_rank)
+        format_count[devices.machine] += 1
     return ranks
 
 
@@ -287,30 +287,30 @@ def choose_backend(all_devices: Sequence[RankDevices]) -> str:
         text = ", ".join(f"rank {rank} for {backend or 'none'}" for backend, rank in sorted(by_backend.items()))
         raise UsageError(f"The ranks were asked for different backends: {text}; pass the same on every rank.")
     (backend,) = by_backend
-    without = [rank for rank, devices in enumerate(all_devices) if not devices.gpus]
+    no_gpu_ranks = [rank for rank, devices in enumerate(all_devices) if not devices.gpus]
     names = [
         "" if index is None else devices.gpus[index]
         for devices, index in zip(all_devices, choose_gpus(all_devices), strict=True)
     ]
     shared = [rank for rank, name in enumerate(names) if name and names.count(name) > 1]
     if "nccl" in backend:
-        if without:
+        if no_gpu_ranks:
             raise UsageError(
-                f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(without)} "
-                f"{pluralize_verb('has', without)} none; pass backend='gloo', or see torch.cuda.is_available()."
+                f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(no_gpu_ranks)} "
+                f"{pluralize_verb('has', no_gpu_ranks)} none; pass backend='gloo', or see torch.cuda.is_available()."
             )
         if shared:
             raise UsageError(
                 f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(shared)} would share; "
                 "pass backend='gloo', or start no more ranks on a machine than it has GPUs."
             )
-    return backend or ("gloo" if without or shared else "nccl")
+    return backend or ("gloo" if no_gpu_ranks or shared else "nccl")
 
 
-# --- Meeting ---------------------------------------------------------------------------------------------------------
+# --- Rendezvous ------------------------------------------------------------------------------------------------------
 
 
-class _Meeting:
+class _Rendezvous:
     """Exchange between ranks before the process group exists."""
 
     def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float) -> None:
@@ -326,10 +326,10 @@ class _Meeting:
         try:
             self.store.put(keys[self.launch.rank], data.encode())
             if self.launch.rank == 0:
-                self._wait(dict(enumerate(keys)), keys, what)
+                self._wait_for_keys(dict(enumerate(keys)), keys, what)
                 close_file()
                 self.store.put(what, json.dumps([self.store.get(name).decode() for name in keys]).encode())
-            self._wait({0: what}, keys, what)
+            self._wait_for_keys({0: what}, keys, what)
             return list(json.loads(self.store.get(what)))
         except StoreGoneError as error:
             raise DDPCheckError(
@@ -337,8 +337,8 @@ class _Meeting:
                 "see the output of rank 0."
             ) from error
 
-    def _wait(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
-        """Wait for all keys in `names`; on timeout report ranks without key in `keys`."""
+    def _wait_for_keys(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
+        """Wait for the keys in `names`; on timeout raise everywhere, naming ranks without key."""
 
         def check(_missing: list[int]) -> None:
             if self.store.has(_FAILED):
@@ -348,7 +348,7 @@ class _Meeting:
         if not self.store.wait_for(names, self._deadline, check, longest=_PAUSE):
             return
         missing = [rank for rank, name in enumerate(keys) if not self.store.has(name)] or [0]
-        self.give_up(
+        self.raise_everywhere(
             HangError(
                 f"{format_ranks(missing).capitalize()} of {self.launch.world_size} did not {what} within "
                 f"{self._seconds:g} s; check that {self.launch.launcher} started all of them with the same arguments, "
@@ -356,7 +356,7 @@ class _Meeting:
             )
         )
 
-    def give_up(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
+    def raise_everywhere(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
         """Raise an error on this rank, and have all other ranks raise it."""
         with contextlib.suppress(StoreGoneError):
             self.store.put(_FAILED, json.dumps([isinstance(error, HangError), str(error)]).encode())

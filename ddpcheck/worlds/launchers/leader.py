@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _CHUNK = 1 << 18
-_FAREWELL = 5.0  # seconds for the followers to exit
-_TICK = 0.1
+_CLOSE_SECONDS = 5.0  # seconds for the followers to exit
+_TICK = 0.1  # seconds between checks of the ranks' files
 _POLL = 0.01  # seconds between polls of ranks without a channel
-_DEATH = 2.0
-_DUMP = 1.5  # seconds for a stack dump; the leader waits slightly longer
-_STUCK = 60.0  # seconds after which a leader that does not read its socket is given up
+_EXIT_SECONDS = 2.0  # seconds for a killed rank to exit
+_DUMP_SECONDS = 1.5  # seconds for a stack dump; the leader waits slightly longer
+_SEND_SECONDS = 60.0  # seconds after which a leader that does not read its socket is given up
 _numbers = itertools.count(1)  # of worlds
 
 
@@ -55,7 +55,7 @@ def local_fields(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
     rows = []
     for hello in hellos:
         peers = [peer for peer in hellos if peer.machine == hello.machine]
-        gpu_peers = [peer for peer in peers if _visible(peer) == _visible(hello)]
+        gpu_peers = [peer for peer in peers if _visible_gpus(peer) == _visible_gpus(hello)]
         local, size = hello.launch.local_rank, hello.launch.local_world_size
         local = peers.index(hello) if local is None else local
         sharing = gpu_peers.index(hello), len(gpu_peers)
@@ -63,7 +63,7 @@ def local_fields(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
     return rows
 
 
-def _visible(hello: Hello) -> list[str | None]:
+def _visible_gpus(hello: Hello) -> list[str | None]:
     environment = hello.context.environment
     return [environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")]
 
@@ -90,9 +90,9 @@ class Leader:
         self.one_machine = all(welcome.shared for _, _, welcome in joined)  # this machine
         self._hellos = [leader_hello, *(hello for _, hello, _ in joined)]
         self._stores: dict[str, TCPStore] = {}  # by the directory of the world
-        self._assign()
+        self._compute_local_fields()
 
-    def _assign(self) -> None:
+    def _compute_local_fields(self) -> None:
         self._local_fields = local_fields(self._hellos)
         self.sharing = self._local_fields[0]["sharing"][1]  # number of ranks that see the same GPUs as rank 0
 
@@ -101,7 +101,7 @@ class Leader:
         leader = copy.copy(self)
         leader.world_size = len(contexts)
         leader._hellos = [replace(hello, context=item) for hello, item in zip(self._hellos, contexts, strict=False)]
-        leader._assign()
+        leader._compute_local_fields()
         return leader
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
@@ -135,7 +135,7 @@ class Leader:
 
     def close(self) -> None:
         """Ask the followers to exit, and wait for the connections to close."""
-        deadline = time.monotonic() + _FAREWELL
+        deadline = time.monotonic() + _CLOSE_SECONDS
         for follower in self._followers.values():
             follower.send("bye")
         for follower in self._followers.values():
@@ -148,11 +148,11 @@ class _FollowerLink:
         self._sock, hello, welcome = joined
         self._on_lost = partial(on_lost, hello.launch.rank, hello.pid if welcome.shared else None)
         self.rank = hello.launch.rank
-        self.lost: float | None = None  # time of disconnection
+        self.lost_at: float | None = None  # time of disconnection
         self.worlds: dict[int, RemoteRanks] = {}  # by number
         self._folder = None if welcome.shared else hello.temporary
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._listen, name=f"ddpcheck-rank-{self.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._read_messages, name=f"ddpcheck-rank-{self.rank}", daemon=True)
         self._thread.start()
 
     def directory_for(self, directory: str) -> str:
@@ -166,21 +166,21 @@ class _FollowerLink:
         with self._lock, contextlib.suppress(OSError):
             self._sock.sendall(wire.pack(message))
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         try:
             while (message := wire.receive(self._sock)) is not None:
                 kind, number, *fields = message
                 if (world := self.worlds.get(number)) is not None:
-                    world.take(kind, *fields)
+                    world.handle_message(kind, *fields)
                     if kind == "over":
                         del self.worlds[number]
         except OSError:
             pass
         finally:
-            self.lost = time.monotonic()
+            self.lost_at = time.monotonic()
             self._on_lost()  # first: callers notified of the exit may ask for the reason
             for world in list(self.worlds.values()):
-                world.lose(self.lost)
+                world.handle_disconnect(self.lost_at)
 
     def close(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -199,7 +199,7 @@ class RemoteRanks:
         ((self._rank, descriptor),) = fds.items()
         self._follower = follower
         self._directory = Path(directory)
-        self._end = socket.socket(fileno=os.dup(descriptor))  # stands in for the rank's end of the socket pair
+        self._rank_end = socket.socket(fileno=os.dup(descriptor))  # stands in for the rank's end of the socket pair
         self._ended = False
         self.over = False
         self._inbox = wire.Inbox()
@@ -208,24 +208,24 @@ class RemoteRanks:
         self.channel: socket.socket | None = self._notified
         self._number = next(_numbers)
         follower.worlds[self._number] = self
-        self._sender = threading.Thread(target=self._send, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
+        self._sender = threading.Thread(target=self._forward, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
         follower.send("open", self._number, method, self._rank, follower.directory_for(directory), *options)
         self._sender.start()
-        if follower.lost is not None:
-            self.lose(follower.lost)
+        if follower.lost_at is not None:
+            self.handle_disconnect(follower.lost_at)
 
-    def _send(self) -> None:
+    def _forward(self) -> None:
         with contextlib.suppress(OSError):
-            while data := self._end.recv(_CHUNK):
+            while data := self._rank_end.recv(_CHUNK):
                 self._follower.send("bytes", self._number, data)
         self._follower.send("close", self._number)
 
     # --- Listener thread -----------------------------------------------------------------------------------------
 
-    def take(self, kind: str, *rest: Any) -> None:
+    def handle_message(self, kind: str, *rest: Any) -> None:
         with contextlib.suppress(OSError):  # the world is closed
             if kind == "bytes":
-                self._end.sendall(rest[0])
+                self._rank_end.sendall(rest[0])
             elif kind == "file":
                 name, offset, data = rest
                 fd = os.open(self._directory / os.path.basename(name), os.O_WRONLY | os.O_CREAT, 0o600)
@@ -238,13 +238,13 @@ class RemoteRanks:
                 self._notify.sendall(wire.pack(rest[0]))
             else:
                 self._notify.close()
-                self._end.shutdown(socket.SHUT_WR)
+                self._rank_end.shutdown(socket.SHUT_WR)
 
-    def lose(self, when: float) -> None:
+    def handle_disconnect(self, when: float) -> None:
         """Record that the rank has exited, since the connection to its follower is lost."""
         if not self._ended:
-            self.take("event", ("exit", self._rank, None, when))
-        self.take("over")
+            self.handle_message("event", ("exit", self._rank, None, when))
+        self.handle_message("over")
 
     # --- For `RankProcesses` -----------------------------------------------------------------------------------
 
@@ -258,9 +258,9 @@ class RemoteRanks:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)
+            self._rank_end.shutdown(socket.SHUT_RDWR)
         self._sender.join(2.0)
-        for sock in (self._end, self._notify, self._notified):
+        for sock in (self._rank_end, self._notify, self._notified):
             sock.close()
 
 
@@ -275,14 +275,14 @@ class Follower:
         self.sock, self.welcome = join(launch, timeout, store)
         self.sock.setblocking(False)
         self._inbox = wire.Inbox()
-        self._hosted: dict[int, _Hosted] = {}
+        self._hosted: dict[int, _HostedRank] = {}
 
     def serve(self) -> bool:
         """Serve requests until the leader is gone; return True after a regular "bye"."""
         try:
             with self.sock:
                 while True:
-                    self._wait()
+                    self._wait_for_input()
                     messages, alive = self._inbox.drain(self.sock)
                     for message in messages:
                         if message[0] == "bye":
@@ -291,8 +291,8 @@ class Follower:
                     if not alive:
                         return False
                     for number, hosted in list(self._hosted.items()):
-                        if hosted.attend():
-                            self._drop(number)
+                        if hosted.send_reports():
+                            self._end_rank(number)
         except ConnectionError:
             return False
         finally:
@@ -300,30 +300,30 @@ class Follower:
                 with contextlib.suppress(OSError):
                     hosted.end()
 
-    def _wait(self) -> None:
-        asking = any(hosted.launch.channel is None for hosted in self._hosted.values())
+    def _wait_for_input(self) -> None:
+        is_polling = any(hosted.launch.channel is None for hosted in self._hosted.values())
         with selectors.DefaultSelector() as selector:
             selector.register(self.sock, selectors.EVENT_READ)
             for hosted in self._hosted.values():
                 hosted.register(selector)
-            selector.select(_POLL if asking else _TICK)
+            selector.select(_POLL if is_polling else _TICK)
 
     def _handle(self, kind: str, number: int, *rest: Any) -> None:
         if kind == "open":
-            self._hosted[number] = _Hosted(self, number, *rest)
+            self._hosted[number] = _HostedRank(self, number, *rest)
         elif (hosted := self._hosted.get(number)) is not None:
             if kind == "bytes":
                 hosted.post(rest[0])
             elif kind == "signal":
                 hosted.signal(rest[0])
             elif kind == "close":
-                self._drop(number)
+                self._end_rank(number)
 
-    def _drop(self, number: int) -> None:
+    def _end_rank(self, number: int) -> None:
         self._hosted.pop(number).end()
-        self.tell("over", number)
+        self.send_to_leader("over", number)
 
-    def tell(self, *message: Any) -> None:
+    def send_to_leader(self, *message: Any) -> None:
         """Send a message to the leader, blocking; raise `OSError` if disconnected."""
         data = memoryview(wire.pack(message))
         with selectors.DefaultSelector() as ready:
@@ -332,11 +332,11 @@ class Follower:
                 try:
                     data = data[self.sock.send(data) :]
                 except BlockingIOError:
-                    if not ready.select(_STUCK):
+                    if not ready.select(_SEND_SECONDS):
                         raise ConnectionAbortedError("the leader does not listen") from None
 
 
-class _Hosted:
+class _HostedRank:
     """One rank of one world, started by this process."""
 
     def __init__(self, follower: Follower, number: int, method: str, rank: int, directory: str, *options: Any) -> None:
@@ -377,13 +377,13 @@ class _Hosted:
             self.launch.signal([self._rank], number)
             return
         stack = self._directory / f"rank{self._rank}.stack"
-        ask_for_stacks([stack], lambda: self.launch.signal([self._rank], number), _DUMP, _POLL)
+        ask_for_stacks([stack], lambda: self.launch.signal([self._rank], number), _DUMP_SECONDS, _POLL)
         self._sent.pop(stack.name, None)  # the leader has truncated its copy
         self._send_file(stack.name)
 
     # --- Reports to the leader ---------------------------------------------------------------------------------------
 
-    def attend(self) -> bool:
+    def send_reports(self) -> bool:
         """Send files, messages and events to the leader; return True if none will follow."""
         self._outbox.send(self._sock)
         self._send_files()
@@ -396,7 +396,7 @@ class _Hosted:
                 event = (*event[:3], event[3] + self._follower.welcome.offset)
             elif event[0] == "forked" and not self._shared:
                 event = ("forked", [(rank, -pid) for rank, pid in event[1]])  # not a pid of the leader's machine
-            self._follower.tell("event", self._number, event)
+            self._follower.send_to_leader("event", self._number, event)
         return self.launch.over or (self.launch.channel is None and self._exited)
 
     def _forward_messages(self) -> None:
@@ -404,7 +404,7 @@ class _Hosted:
             return
         messages, alive = self._inbox.drain(self._sock)
         if messages:
-            self._follower.tell(
+            self._follower.send_to_leader(
                 "bytes", self._number, b"".join(wire.pack(self._with_leader_times(item)) for item in messages)
             )
         self._is_drained = not alive
@@ -433,15 +433,15 @@ class _Hosted:
         offset = len(before) if data.startswith(before) else 0
         if data != before:
             self._sent[name] = data
-            self._follower.tell("file", self._number, name, offset, data[offset:])
+            self._follower.send_to_leader("file", self._number, name, offset, data[offset:])
 
     # --- The end -----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Kill the rank if alive, and remove its files."""
+        """Kill the rank if alive, and remove its scratch directory unless shared."""
         if not self._exited:
             self.launch.signal([self._rank], signal.SIGKILL)
-            wait_until(lambda: any(event[0] == "exit" for event in self.launch.events()), _DEATH)
+            wait_until(lambda: any(event[0] == "exit" for event in self.launch.events()), _EXIT_SECONDS)
         self._sock.close()
         self.launch.close()
         if not self._shared:

@@ -68,11 +68,11 @@ class RankGroup:
         self.leader: Leader | None = None
         self.epoch = Epoch(0, "the start")
         self._owner = os.getpid()
-        self._written: list[str] = []  # keys written by the last two `gather` calls
-        self._busy = False
+        self._written_keys: list[str] = []  # keys written by the last two `gather` calls
+        self._is_working = False
         self._has_left = self._announced = False
         self._released = threading.Event()
-        self._following: Callable[[], bool] = lambda: False  # True while the follower thread runs
+        self._is_following: Callable[[], bool] = lambda: False  # True while the follower thread runs
         self.store, close_file = open_store(launch, timeout)
         try:
             self.gather("the start of the session", None, timeout=timeout)
@@ -80,14 +80,14 @@ class RankGroup:
             close_file()  # late ranks have timed out
         threading.Thread(target=self._watch_launcher, args=(os.getppid(),), daemon=True).start()
         if self.rank == 0:
-            self.leader = Leader(launch, timeout=timeout, store=self.store, on_lost=self._note_lost)
+            self.leader = Leader(launch, timeout=timeout, store=self.store, on_lost=self._record_lost_rank)
         else:
             follower = Follower(launch, timeout=timeout, store=self.store)
-            thread = threading.Thread(target=self._follow, args=(follower,), daemon=True)
+            thread = threading.Thread(target=self._serve_leader, args=(follower,), daemon=True)
             thread.start()
-            self._following = thread.is_alive
+            self._is_following = thread.is_alive
             if not launch.agent:  # torch prints a long error per request to a dead store
-                self.store.is_alive = self._following
+                self.store.is_alive = self._is_following
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_terminate)
         os.environ[NO_LAUNCH] = str(self._owner)
@@ -95,14 +95,14 @@ class RankGroup:
 
     # --- Background threads -------------------------------------------------------------------------------------------
 
-    def _note_lost(self, rank: int, pid: int | None) -> None:
+    def _record_lost_rank(self, rank: int, pid: int | None) -> None:
         """Record a rank whose connection to the leader closed before it left."""
         with contextlib.suppress(StoreGoneError):
             if not self._released.is_set() and not self.store.has(f"left/{rank}"):
                 self.gone[rank] = describe_exit(rank, pid)
                 self.store.put(f"gone/{rank}", self.gone[rank].encode())
 
-    def _follow(self, follower: Follower) -> None:
+    def _serve_leader(self, follower: Follower) -> None:
         if not follower.serve() and not self._has_left:
             self.gone[0] = describe_exit(0, follower.welcome.pid if follower.welcome.shared else None)
 
@@ -130,7 +130,7 @@ class RankGroup:
         `what` describes this point of the program; it must be equal on all ranks. Raises `HangError` if a rank did not
         call `gather` in time, and `RankError` if a rank exited, left, or is at a different point.
         """
-        self._check()
+        self._raise_if_unusable()
         if self.epoch.out_of_step is not None:
             raise RankError(self.epoch.out_of_step)
         self.epoch.steps += 1
@@ -145,7 +145,7 @@ class RankGroup:
 
         A timeout sets `broken`.
         """
-        self._check()
+        self._raise_if_unusable()
         self.epoch.out_of_step = None
         try:
             values = self._gather(f"{self.epoch.number}/end", "the end", value, timeout)
@@ -157,26 +157,26 @@ class RankGroup:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Suppress KeyboardInterrupt on SIGTERM in a block whose own errors say why."""
-        before, self._busy = self._busy, True
+        """Suppress KeyboardInterrupt on SIGTERM in a block that raises a clearer error."""
+        before, self._is_working = self._is_working, True
         try:
             yield
         finally:
-            self._busy = before
+            self._is_working = before
 
     def _gather(self, name: str, what: str, value: object, timeout: float) -> list[Any]:
         names = {rank: f"gather/{name}/{rank}" for rank in range(self.world_size)}
         try:
             with self.working():
                 self.store.put(names[self.rank], pickle.dumps((what, value)))
-                self._await(what, names, timeout)
+                self._wait_for_keys(what, names, timeout)
                 entries = [pickle.loads(self.store.get(key)) for key in names.values()]
         except StoreGoneError as error:
-            raise self._lost_store() from error
-        self._written.append(names[self.rank])
-        if len(self._written) > 2:  # two gathers later, every rank has read the value
+            raise self._store_error() from error
+        self._written_keys.append(names[self.rank])
+        if len(self._written_keys) > 2:  # two gathers later, every rank has read the value
             with contextlib.suppress(StoreGoneError):
-                self.store.remove(self._written.pop(0))
+                self.store.remove(self._written_keys.pop(0))
         self.check_in_step([point for point, _ in entries])
         return [result for _, result in entries]
 
@@ -189,16 +189,16 @@ class RankGroup:
                 "every rank must do the same things in the same order."
             )
 
-    def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
-        def came(rank: int) -> bool:
+    def _wait_for_keys(self, what: str, names: dict[int, str], timeout: float) -> None:
+        def has_arrived(rank: int) -> bool:
             """Return True if the rank wrote its key before it left or exited."""
             return self.store.has(names[rank])
 
         def check(missing: list[int]) -> None:
-            if missing and (reason := self.why_not(missing, came)):
+            if missing and (reason := self.why_not(missing, has_arrived)):
                 raise RankError(reason)
             ended = [rank for rank in missing if self.store.has(f"gather/{self.epoch.number}/end/{rank}")]
-            if what != "the end" and (ended := [rank for rank in ended if not came(rank)]):
+            if what != "the end" and (ended := [rank for rank in ended if not has_arrived(rank)]):
                 raise RankError(
                     f"{format_ranks(ended).capitalize()} {pluralize_verb('has', ended)} left {self.epoch.label} "
                     f"already, while rank {self.rank} waits in {what}."
@@ -214,7 +214,7 @@ class RankGroup:
 
     # --- Lost ranks ------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def _raise_if_unusable(self) -> None:
         if self._owner != os.getpid():
             raise DDPCheckError("The session of a launcher's ranks belongs to the process that joined it.")
         if self._has_left:
@@ -228,26 +228,26 @@ class RankGroup:
             self.broken = f"The ranks cannot work together any more, since {self.epoch.label}: {sentence}"
         return self.broken
 
-    def why_not(self, ranks: Sequence[int], came: Callable[[int], bool] = lambda rank: False) -> str | None:
-        """Return why `ranks` will never arrive, and set `broken`; `None` if they may."""
+    def why_not(self, ranks: Sequence[int], has_arrived: Callable[[int], bool] = lambda rank: False) -> str | None:
+        """Return why `ranks` will never arrive, and set `broken`; `None` if they may arrive."""
         try:
             for rank in ranks:
                 if rank not in self.gone and self.store.has(f"gone/{rank}"):
                     self.gone[rank] = self.store.get(f"gone/{rank}").decode()
-            if gone := [self.gone[rank] for rank in ranks if rank in self.gone and not came(rank)]:
+            if gone := [self.gone[rank] for rank in ranks if rank in self.gone and not has_arrived(rank)]:
                 return self.mark_broken("; ".join(gone) + ".")
-            if exited_ranks := [rank for rank in ranks if self.store.has(f"left/{rank}") and not came(rank)]:
+            if exited_ranks := [rank for rank in ranks if self.store.has(f"left/{rank}") and not has_arrived(rank)]:
                 reasons = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in exited_ranks]
                 return self.mark_broken("; ".join(reasons) + ".")
         except StoreGoneError:
-            return str(self._lost_store())
+            return str(self._store_error())
         is_ending = self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH
-        return self._mark_terminated() if is_ending else None
+        return self._mark_ended_by_launcher() if is_ending else None
 
-    def _mark_terminated(self) -> str:
+    def _mark_ended_by_launcher(self) -> str:
         return self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
 
-    def _lost_store(self) -> RankError:
+    def _store_error(self) -> RankError:
         wait_until(lambda: self.gone, _AFTERMATH)
         keeper = self.launch.launcher if self.launch.agent else "rank 0"
         reason = "; ".join(self.gone.values()) or f"the store that {keeper} keeps does not answer any more"
@@ -256,11 +256,11 @@ class RankGroup:
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM: note the time; raise KeyboardInterrupt unless `working` or broken."""
+        """Record the time of SIGTERM; raise KeyboardInterrupt unless in `working` or broken."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills
         self.terminated = time.monotonic()
-        if not self._busy and self.broken is None:
-            raise KeyboardInterrupt(self._mark_terminated())
+        if not self._is_working and self.broken is None:
+            raise KeyboardInterrupt(self._mark_ended_by_launcher())
 
     def announce(self, reason: str) -> None:
         """Announce that this rank leaves; `reason` completes "rank 1 has left (...)"."""
@@ -279,7 +279,7 @@ class RankGroup:
         if self._has_left or self._owner != os.getpid():
             return
         self._has_left = True
-        awaited = self._following if self.rank else self._any_reads
+        awaited = self._is_following if self.rank else self._has_remaining_ranks
         if self.rank == 0 and (self.launch.agent or self._announced or self.broken is not None):
             timeout = 0.0  # rank 0 does not own the store, or the ranks do not end together
         try:
@@ -288,7 +288,7 @@ class RankGroup:
         finally:
             self._release()
 
-    def _any_reads(self) -> bool:
+    def _has_remaining_ranks(self) -> bool:
         """Return True if a rank other than 0 has neither left nor exited."""
         return not all(rank in self.gone or self.store.has(f"left/{rank}") for rank in range(1, self.world_size))
 

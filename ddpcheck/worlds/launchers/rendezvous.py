@@ -52,8 +52,8 @@ def describe_exit(rank: int, pid: int | None) -> str:
 
 PATIENCE = 120.0  # seconds that launched processes wait for each other at startup
 _HANDSHAKE = 10.0  # seconds for the handshake of one connection
-_ANSWER = 5.0  # seconds for the leader's reply; an unrelated silent process may own the port by now
-_HALF = 32  # characters per token half: the first authenticates a follower, the second the leader
+_REPLY_SECONDS = 5.0  # seconds for the leader's reply; an unrelated silent process may own the port by now
+_TOKEN_HALF = 32  # characters per token half: the first authenticates a follower, the second the leader
 _PAUSE = 0.02
 _LOOPBACK = "127.0.0.1"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
@@ -89,7 +89,7 @@ class Welcome:
     pid: int  # of the leader
 
 
-def _file(launch: LauncherEnv, store: LauncherStore | None) -> Path | None:
+def _rendezvous_file(launch: LauncherEnv, store: LauncherStore | None) -> Path | None:
     """Return the rendezvous file; `None` with a store, several machines or an unknown job."""
     if store is not None or not launch.one_machine or not (launch.job or launch.address):
         return None
@@ -111,7 +111,7 @@ def gather(
     if some ranks did not connect in time.
     """
     deadline = time.monotonic() + timeout
-    leader_hello, token, path = Hello.create(launch), secrets.token_hex(_HALF), _file(launch, store)
+    leader_hello, token, path = Hello.create(launch), secrets.token_hex(_TOKEN_HALF), _rendezvous_file(launch, store)
     joined: dict[int, Joined] = {}
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
         if path is None and store is None:
@@ -160,9 +160,9 @@ def _listen(address: str) -> socket.socket:
 def _accept_follower(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello | None:
     sock.settimeout(_HANDSHAKE)
     try:
-        if not hmac.compare_digest(wire.read_exactly(sock, _HALF) or b"", token[:_HALF]):
+        if not hmac.compare_digest(wire.read_exactly(sock, _TOKEN_HALF) or b"", token[:_TOKEN_HALF]):
             return None
-        sock.sendall(token[_HALF:])
+        sock.sendall(token[_TOKEN_HALF:])
         hello = wire.receive(sock)
         _set_keepalive(sock)
     except OSError:
@@ -178,12 +178,12 @@ def join(
 ) -> tuple[socket.socket, Welcome]:
     """Connect a follower to the leader, or raise `DDPCheckError`; `store` as in `gather`."""
     deadline = time.monotonic() + timeout
-    path = _file(launch, store)
+    path = _rendezvous_file(launch, store)
     if path is not None:
         read_address = partial(look_up, path)
     else:
         store = store or open_store(launch, timeout)[0]
-        read_address = partial(_read_from, store)
+        read_address = partial(_read_address, store)
     address = _LOOPBACK if launch.one_machine or store is None else store.address[0]
     while time.monotonic() < deadline:
         port, token = read_address()
@@ -204,7 +204,7 @@ def join(
     )
 
 
-def _read_from(store: LauncherStore) -> tuple[int, str]:
+def _read_address(store: LauncherStore) -> tuple[int, str]:
     """Return the leader's port and token, or (0, "") if not published."""
     try:
         port, _, token = (store.get("hosts") if store.has("hosts") else b"0").decode().partition(" ")
@@ -219,9 +219,9 @@ def _authenticate(address: str, port: int, token: bytes, launch: LauncherEnv) ->
     except OSError:
         return None
     with contextlib.suppress(OSError):
-        sock.settimeout(_ANSWER)
-        sock.sendall(token[:_HALF])
-        if hmac.compare_digest(wire.read_exactly(sock, _HALF) or b"", token[_HALF:]):
+        sock.settimeout(_REPLY_SECONDS)
+        sock.sendall(token[:_TOKEN_HALF])
+        if hmac.compare_digest(wire.read_exactly(sock, _TOKEN_HALF) or b"", token[_TOKEN_HALF:]):
             sock.sendall(wire.pack(Hello.create(launch, sock.getpeername()[0])))
             return sock
     sock.close()

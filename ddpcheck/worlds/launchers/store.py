@@ -48,7 +48,7 @@ class LauncherStore:
 
         self.store = PrefixStore(prefix, store)  # also used to initialize process groups
         self.is_alive: Callable[[], bool] = lambda: True  # the server process of the store is alive
-        self._over = False
+        self._has_failed = False
 
     @property
     def address(self) -> tuple[str, int]:
@@ -60,29 +60,29 @@ class LauncherStore:
 
     def put(self, name: str, data: bytes) -> None:
         """Write a value of any size atomically."""
-        put_value(partial(self._ask, "set"), name, data)
+        put_value(partial(self._request, "set"), name, data)
 
     def has(self, *names: str) -> bool:
-        return bool(self._ask("check", list(names)))
+        return bool(self._request("check", list(names)))
 
     def get(self, name: str) -> bytes:
-        return get_value(partial(self._ask, "get"), name)
+        return get_value(partial(self._request, "get"), name)
 
     def claim(self, name: str, text: str) -> None:
         """Set a short text unless already set; read it with `claimed`."""
-        self._ask("compare_set", name, "", text)
+        self._request("compare_set", name, "", text)
 
     def claimed(self, name: str) -> str:
         """Return the text of the first `claim`; the name must be claimed."""
-        return bytes(self._ask("get", name)).decode()
+        return bytes(self._request("get", name)).decode()
 
     def next(self, name: str) -> int:
         """Increment a counter and return the new value, starting at 1."""
-        return int(self._ask("add", name, 1))
+        return int(self._request("add", name, 1))
 
     def remove(self, name: str) -> None:
         """Delete a value written by `put`."""
-        remove_value(partial(self._ask, "delete_key"), name)
+        remove_value(partial(self._request, "delete_key"), name)
 
     def wait_for(
         self,
@@ -107,13 +107,13 @@ class LauncherStore:
             pause = min(longest, pause * 1.5)
         return []
 
-    def _ask(self, method: str, *arguments: object) -> Any:
-        if self._over or not self.is_alive():  # torch prints a long error per request
+    def _request(self, method: str, *arguments: object) -> Any:
+        if self._has_failed or not self.is_alive():  # torch prints a long error per request
             raise StoreGoneError("the store has ended")
         try:
             return getattr(self.store, method)(*arguments)
         except Exception as error:  # stores raise various exception classes
-            self._over = True
+            self._has_failed = True
             raise StoreGoneError(str(error)) from error
 
 
@@ -139,7 +139,7 @@ def open_store(
     elif by_file:
         store = _join_on_loopback(path, launch, deadline)
     elif launch.address:
-        store = _at_address(launch, timeout)
+        store = _connect_to_address(launch, timeout)
     elif launch.one_machine:
         raise UsageError(
             f"{launch.launcher} does not say which job this is, so two jobs could meet; "
@@ -179,7 +179,7 @@ def _with_address(launch: LauncherEnv, uses_port: bool) -> LauncherEnv:
 
 
 def connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
-    """Connect to a TCPStore, or with `keep` create its server."""
+    """Connect to a TCPStore, whose server this process runs if `keep`."""
     from torch._C._distributed_c10d import TCPStore
 
     # The libuv server does not accept a listener before torch 2.5; clients work with both servers.
@@ -196,7 +196,7 @@ def connect(address: str, port: int, timeout: float, keep: bool = False, listene
     )
 
 
-def _at_address(launch: LauncherEnv, timeout: float) -> Store:
+def _connect_to_address(launch: LauncherEnv, timeout: float) -> Store:
     address, port = launch.address, launch.port
     is_host = launch.rank == 0 and not launch.agent
     try:
