@@ -42,7 +42,7 @@ class Done(_Work):  # type: ignore[misc]
 
 @passes_on
 def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return or write a collective's result as if all ranks passed equal values."""
+    """Return or write a collective's result for equal values on all ranks."""
     tensor = kwargs.get("self", kwargs.get("input", kwargs.get("inputs", kwargs.get("tensor"))))
     if "output" not in kwargs and "tensor_list" not in kwargs and ("self" in kwargs or "group_name" in kwargs):
         size = int(kwargs.get("group_size", 1))
@@ -62,7 +62,7 @@ class CommunicatesError(Exception):
 
 
 class _NoCommunication(TorchDispatchMode):
-    """Raise for process group operations that bypass the replaced functions."""
+    """Mode that raises `CommunicatesError` for collectives called as torch operators."""
 
     @passes_on
     def __torch_dispatch__(
@@ -77,7 +77,7 @@ class _NoCommunication(TorchDispatchMode):
 def fake_collectives() -> Iterator[None]:
     """Answer collectives in the block by `answer_locally`; raise `CommunicatesError` for other communication."""
 
-    def answering(name: str, original: Any) -> Any:
+    def make_answer(name: str, original: Any) -> Any:
         parameters = tuple(inspect.signature(original).parameters)
 
         @functools.wraps(original)
@@ -87,5 +87,5 @@ def fake_collectives() -> Iterator[None]:
 
         return answer
 
-    with replace_functions(COLLECTIVES, answering), _NoCommunication():  # type: ignore[no-untyped-call]
+    with replace_functions(COLLECTIVES, make_answer), _NoCommunication():  # type: ignore[no-untyped-call]
         yield
