@@ -35,8 +35,8 @@ _MOST_PRECISE = 1e-5  # resolution of weights fitted to float32 gradients
 
 
 @contextlib.contextmanager
-def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
-    """Make `module` process its input shard by shard; `samples`: rows per view, if concatenated."""
+def _forward_by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
+    """Make `module` process its input shard by shard; `samples`: rows per concatenated view."""
     original = module.forward
     override = vars(module).get("forward")
 
@@ -90,7 +90,7 @@ class ShardRun:
             stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.eval_modules])
             for name in self.by_shard:
                 count = batch_size(part) if self.views else None
-                stack.enter_context(_by_shard(self.module.get_submodule(name), self.shards, count))
+                stack.enter_context(_forward_by_shard(self.module.get_submodule(name), self.shards, count))
             seed = training_step.step_seed(self.single_process.seed, self.step)
             with recorded_lines(), self.activations or contextlib.nullcontext():
                 loss = training_step.compute_loss(
@@ -148,7 +148,7 @@ def weighted_sum(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradie
 
 @dataclass(slots=True)
 class Terms:
-    """Gradients of the loss terms."""
+    """Gradients of the loss terms, on the global batch and on each shard."""
 
     terms: list[LossTerm]  # evidence per term
     whole: list[Gradients]  # per term, on the global batch
@@ -241,7 +241,7 @@ def _length(gradients: Gradients, scale: Mapping[str, float]) -> float:
 
 
 def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequence[Gradients]) -> list[bool]:
-    """Detect terms that are sums: the gradient doubles if every sample is duplicated.
+    """Return True for terms that are sums: duplicated samples double the gradient.
 
     Means and BatchNorm statistics do not change with duplicated samples.
     """
@@ -258,7 +258,7 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
 
 
 def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *, large: bool) -> list[bool | None]:
-    """Detect terms whose gradient for other samples depends on activations of `shard`."""
+    """Return True for terms whose gradient of other samples depends on `shard`'s activations."""
     part = FirstActivations()
     replace(run, activations=part).forward(shard)
 

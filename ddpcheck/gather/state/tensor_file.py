@@ -26,12 +26,12 @@ from ddpcheck.gather.state.fingerprints import PLAIN, has_memory, is_plain
 
 def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
     """Return a callable weak reference to a tensor that `swap_tensors` does not reject."""
-    _follow_swaps()
+    _patch_swap_tensors()
     return _TensorRef(tensor)
 
 
 class _TensorRef:
-    """Owner of the weakref that torch sees, which is dropped during `swap_tensors`."""
+    """Holder of a weakref to a tensor, which is dropped during `swap_tensors`."""
 
     __slots__ = ("__weakref__", "_visible")
 
@@ -52,11 +52,11 @@ class _VisibleRef(ref[torch.Tensor]):
 
 
 @functools.cache
-def _follow_swaps() -> None:
-    patched(torch.utils, "swap_tensors", _swapping)
+def _patch_swap_tensors() -> None:
+    patched(torch.utils, "swap_tensors", _drop_refs_during_swap)
 
 
-def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
+def _drop_refs_during_swap(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
     """Drop the weak references during `swap_tensors`; both tensor objects stay the same."""
     holders = [(holder, tensor) for tensor in (t1, t2) for holder in _holders_of(tensor)]
     for holder, _ in holders:
@@ -142,7 +142,7 @@ class TensorWriter:
         if entry is None:
             return self._small.get(name)
         self._file.seek(entry.start)
-        return _at(bytearray(self._file.read(entry.elements * entry.dtype.itemsize)), entry._replace(start=0))
+        return _tensor_at(bytearray(self._file.read(entry.elements * entry.dtype.itemsize)), entry._replace(start=0))
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
@@ -166,7 +166,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         if name not in self._entries:
             return self._small[name]
         self._last = name
-        return _at(self._map, self._entries[name])
+        return _tensor_at(self._map, self._entries[name])
 
     def __iter__(self) -> Iterator[str]:
         yield from self._entries
@@ -192,7 +192,7 @@ def save(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
 
 
 def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, keep: bool = False) -> TensorFile:
-    """Return the tensors mapped from an unlinked file; `path` is a temporary folder."""
+    """Write tensors into folder `path`, map them, delete the folder, and return the tensors."""
     save(tensors, path)
     file = TensorFile(path, keep=keep)
     shutil.rmtree(path)
@@ -215,6 +215,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_plain(tensor) and has_memory(tensor)
 
 
-def _at(buffer: object, entry: _Entry) -> torch.Tensor:
+def _tensor_at(buffer: object, entry: _Entry) -> torch.Tensor:
     flat: torch.Tensor = torch.frombuffer(buffer, dtype=entry.dtype, count=entry.elements, offset=entry.start)
     return flat.as_strided(entry.shape, entry.stride)

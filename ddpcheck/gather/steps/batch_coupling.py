@@ -50,8 +50,8 @@ class _ForwardRecord:
             return [t.detach().clone() for t in tensors] if self.elements < _MOST_ELEMENTS else []
 
 
-class _Operations(TorchFunctionMode):
-    """Record the result of each operation called from user code."""
+class _OperationRecorder(TorchFunctionMode):
+    """Mode that records the result of each operation called from user code."""
 
     def __init__(self, record: _ForwardRecord) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ def first_coupling(
 ) -> Coupling:
     """Find where the output for a sample first differs between batch and part.
 
-    `run_whole` and `run_part` compute the loss on them; `rounding` is the relative tolerance (0: by dtype).
+    `run_whole` and `run_part` compute the loss on batch and part. `rounding`: relative tolerance (0: by dtype).
     """
-    whole, part = _recorded(module, run_whole), _recorded(module, run_part)
-    whole_inputs = _by_key((name, inputs) for name, inputs, _, _ in whole.calls)
-    whole_outputs = _by_key((name, outputs) for name, _, outputs, _ in whole.calls)
-    whole_lines = _by_key(whole.operations)
+    whole, part = _record_forward(module, run_whole), _record_forward(module, run_part)
+    whole_inputs = _tensors_by_key((name, inputs) for name, inputs, _, _ in whole.calls)
+    whole_outputs = _tensors_by_key((name, outputs) for name, _, outputs, _ in whole.calls)
+    whole_lines = _tensors_by_key(whole.operations)
     name, until = next(
         (
             (name, until)
@@ -97,7 +97,7 @@ def first_coupling(
 _ByShape = dict[torch.Size, deque[torch.Tensor]]
 
 
-def _by_key(results: Iterable[tuple[Any, Sequence[torch.Tensor]]]) -> dict[Any, _ByShape]:
+def _tensors_by_key(results: Iterable[tuple[Any, Sequence[torch.Tensor]]]) -> dict[Any, _ByShape]:
     tensors_by_key: dict[Any, _ByShape] = defaultdict(lambda: defaultdict(deque))
     for key, tensors in results:
         for tensor in tensors:
@@ -117,19 +117,19 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
 
 
 def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
-    """Return True if `whole` lacks rows of `part`; with `pairs`, also for sample-by-sample tensors."""
+    """Return True if `whole` lacks rows of `part`; with `pairs`, for sample-by-sample tensors too."""
     for piece in part:
         axes = {shape: len(axes_that_grow(tensors[0], piece)) for shape, tensors in whole.items()}
         grown = [shape for shape, count in axes.items() if count == 1]
         candidates = grown + [piece.shape] * (piece.shape in whole)  # micro-batch of the same size
-        if grown and all(_is_in_none(whole[shape], piece, rounding) for shape in candidates):
+        if grown and all(_all_lack_rows(whole[shape], piece, rounding) for shape in candidates):
             return True
         if pairs and any(count > 1 for count in axes.values()):
             return True
     return False
 
 
-def _is_in_none(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
+def _all_lack_rows(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
     """Return True if every tensor in `whole` lacks rows of `part`; rotates `whole`.
 
     For a line called in a loop, each result is first compared with the one of the same iteration.
@@ -141,7 +141,7 @@ def _is_in_none(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float)
     return True
 
 
-def _recorded(module: nn.Module, forward: Callable[[], None]) -> _ForwardRecord:
+def _record_forward(module: nn.Module, forward: Callable[[], None]) -> _ForwardRecord:
     record = _ForwardRecord()
     inputs: dict[str, list[list[torch.Tensor]]] = defaultdict(list)  # of active calls
 
@@ -150,7 +150,7 @@ def _recorded(module: nn.Module, forward: Callable[[], None]) -> _ForwardRecord:
 
     with (
         watched_modules(module, lambda name, args: inputs[name].append(record.copies(args)), leave),
-        _Operations(record),
+        _OperationRecorder(record),
     ):
         forward()
     return record
@@ -199,7 +199,7 @@ def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
 
 
 class FirstActivations(TorchFunctionMode):
-    """Record the first results that combine data and parameters, with their gradients.
+    """Mode that records the first results computed from data and parameters, with gradients.
 
     `factors`, by position in the forward pass, multiply these activations.
     """
@@ -209,7 +209,7 @@ class FirstActivations(TorchFunctionMode):
         self.values: list[torch.Tensor] = []  # as used by the rest of forward; empty beyond `_MOST_ELEMENTS`
         self.gradients: dict[int, torch.Tensor] = {}  # of `values` by position, set by backward
         self._factors = factors or {}
-        self._later: dict[int, Any] = {}  # by `id`: tensors computed from activations, kept alive
+        self._dependents: dict[int, Any] = {}  # by `id`: tensors computed from activations, kept alive
         self._elements = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -219,17 +219,17 @@ class FirstActivations(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             outputs = [tensor for tensor in tree_tensors(result) if tensor.requires_grad]
             inputs = list(tree_tensors([args, kwargs or {}])) if outputs else []
-            if any(id(tensor) in self._later for tensor in inputs):
-                self._later.update((id(tensor), tensor) for tensor in outputs)
+            if any(id(tensor) in self._dependents for tensor in inputs):
+                self._dependents.update((id(tensor), tensor) for tensor in outputs)
             elif outputs and any(_is_data(tensor) for tensor in inputs):
                 first = result if isinstance(result, torch.Tensor) else result[0]
                 if isinstance(first, torch.Tensor) and first.requires_grad and first.dim():
-                    changed = self._first(first)
+                    changed = self._record_activation(first)
                     result = changed if first is result else (changed, *result[1:])
-                    self._later.update((id(tensor), tensor) for tensor in (changed, *outputs))
+                    self._dependents.update((id(tensor), tensor) for tensor in (changed, *outputs))
         return result
 
-    def _first(self, result: torch.Tensor) -> torch.Tensor:
+    def _record_activation(self, result: torch.Tensor) -> torch.Tensor:
         index = len(self.values)
         factor = self._factors.get(index)
         if factor is not None and factor.shape[0] == result.shape[0]:
@@ -271,7 +271,7 @@ Changes = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, large: bool) -> Changes:
-    """Return factors that change the rows of the part in the first activations.
+    """Return factors that change only the part's rows of the first activations.
 
     `large` factors negate and enlarge, to change choices as well: the expert of a sample, or the samples with the
     largest losses.

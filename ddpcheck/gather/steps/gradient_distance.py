@@ -39,9 +39,9 @@ _KEPT = 4096  # max cached signs; longer vectors are recomputed to save device m
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's sketch: up to `SIZE` + 1 numbers, at least float32."""
+    """Return a tensor's sketch: at most 2 * `SIZE` numbers, in at least float32."""
     parts = plain_values(gradient) or (torch.zeros(0),)  # not readable: norm 0
-    rows = [_flat(part.reshape(1, -1)) for part in parts]
+    rows = [_to_real_rows(part.reshape(1, -1)) for part in parts]
     return _sketch_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
 
 
@@ -79,35 +79,35 @@ class KeptParts:
 
 
 def sketches(gradients: Mapping[str, torch.Tensor] | InRows) -> dict[str, tuple[float, ...]]:
-    """Return sketches by name, as `sketch` up to rounding; one transfer per device.
+    """Return the `sketch` of each gradient, up to rounding, with one transfer per device.
 
     Small gradients of one shape are batched.
     """
     grouped = in_rows(gradients)
-    numbers = numbers_of((names, value.double()) for names, value in _made(grouped))
+    numbers = numbers_of((names, value.double()) for names, value in _sketch_all(grouped))
     return {name: numbers[name] for name in grouped.names}
 
 
 def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[float]]:
-    """Return sketches in single precision, also of `Kept` gradients."""
+    """Return float32 sketches of gradients, or of their `Kept` records."""
     if isinstance(gradients, InRows):
-        names, several = gradients.names, _made(gradients)
+        names, sketched_rows = gradients.names, _sketch_all(gradients)
     else:
         names = [*gradients]
         copies = {name: kept.value for name, kept in gradients.items() if not kept.is_sketch}
-        several = _made(InRows(names, stack_rows(copies), {}))
-        several += [((name,), kept.value) for name, kept in gradients.items() if kept.is_sketch]
-    numbers = floats_of(several)
+        sketched_rows = _sketch_all(InRows(names, stack_rows(copies), {}))
+        sketched_rows += [((name,), kept.value) for name, kept in gradients.items() if kept.is_sketch]
+    numbers = floats_of(sketched_rows)
     return {name: numbers[name] for name in names}
 
 
-def _made(tensors: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
-    several: list[tuple[Sequence[str], torch.Tensor]]
-    several = [(names, _sketch_rows(_flat(values))) for names, values in tensors.rows]
-    return several + [((name,), sketch(value)) for name, value in tensors.others.items()]
+def _sketch_all(tensors: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
+    sketched_rows: list[tuple[Sequence[str], torch.Tensor]]
+    sketched_rows = [(names, _sketch_rows(_to_real_rows(values))) for names, values in tensors.rows]
+    return sketched_rows + [((name,), sketch(value)) for name, value in tensors.others.items()]
 
 
-def _flat(rows: torch.Tensor) -> torch.Tensor:
+def _to_real_rows(rows: torch.Tensor) -> torch.Tensor:
     """Return rows as real numbers in at least float32."""
     real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     return real.to(_real_dtype(rows.dtype))
@@ -119,7 +119,7 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _sketch_rows(rows: torch.Tensor) -> torch.Tensor:
     length = max(1, rows.shape[1] // SIZE)
-    make = _known_signs if length <= _KEPT else _known_signs.__wrapped__
+    make = _random_signs if length <= _KEPT else _random_signs.__wrapped__
     signs = make(length, rows.device, rows.dtype)
     whole = rows.shape[1] // length * length
     blocks = rows[:, :whole].reshape(len(rows), -1, length) @ signs
@@ -128,7 +128,7 @@ def _sketch_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _random_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return random signs, equal on every rank, without using the script's generators."""
     generator = torch.Generator(device=device).manual_seed(_SEED)
     return torch.randint(0, 2, (count,), generator=generator, device=device).to(dtype) * 2 - 1
@@ -137,7 +137,7 @@ def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
 _UNMEASURED_MULTIPLE = 256.0
-_TOGETHER = 1 << 20  # elements converted to another dtype at a time
+_MOST_CONVERTED = 1 << 20  # elements converted to another dtype at a time
 _LARGEST = 1e30  # replaces non-finite values, which JSON cannot represent
 
 
@@ -165,11 +165,11 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield matching chunks of tensors of the same shape."""
-    if tensors[0].numel() <= _TOGETHER:
+    if tensors[0].numel() <= _MOST_CONVERTED:
         yield tensors
         return
     flat = [tensor.reshape(-1) for tensor in tensors]
-    yield from zip(*(tensor.split(_TOGETHER) for tensor in flat), strict=True)
+    yield from zip(*(tensor.split(_MOST_CONVERTED) for tensor in flat), strict=True)
 
 
 def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
@@ -194,12 +194,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def eps_of(dtype: torch.dtype) -> float:
-    """Machine epsilon of a floating-point or complex dtype."""
+    """Return the machine epsilon of a floating-point or complex dtype."""
     return float(torch.finfo(dtype).eps)
 
 
 def is_subnormal(gradient: torch.Tensor | None) -> bool:
-    """Return True for a float16 gradient in the subnormal range of its dtype."""
+    """Return True for a float16 gradient whose root mean square is subnormal."""
     if gradient is None or gradient.dtype is not torch.float16:
         return False
     return norm(gradient) <= math.sqrt(gradient.numel()) * float(torch.finfo(torch.float16).smallest_normal)
@@ -208,8 +208,8 @@ def is_subnormal(gradient: torch.Tensor | None) -> bool:
 def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the reference size for each gradient's relative error.
 
-    Its own norm, or the norm at the largest root mean square in the same module: the gradient of a bias before a
-    BatchNorm is pure rounding error and has no scale of its own.
+    The norm of the gradient, or its norm if it had the largest root mean square in the same module: the gradient of a
+    bias before a BatchNorm is pure rounding error, and its norm is no scale.
     """
     l2 = {name: norm(tensor) for name, tensor in reference.items()}
     rms = {name: l2[name] / math.sqrt(max(tensor.numel(), 1)) for name, tensor in reference.items()}
