@@ -14,7 +14,7 @@ from ddpcheck.findings.errors import TargetError
 
 
 def tree_map(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
-    """Apply `function` to every leaf of `nest` (not dict, list, tuple or dataclass).
+    """Apply `function` to all leaves of `nest`: values in dicts, lists, tuples and dataclasses.
 
     Unchanged containers are returned without a copy.
     """
@@ -158,7 +158,7 @@ def _is_splittable(leaf: Any) -> bool:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of samples, the size of dim 0; raise `TargetError` if none."""
+    """Return the common size of dim 0; raise `TargetError` if there is none."""
     for leaf in tree_leaves(batch, is_leaf=_has_custom_constructor):
         if _has_custom_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
             raise _cannot_split(leaf)
@@ -198,7 +198,7 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
 
 
 def equal_parts(batch: Any, parts: int) -> Any:
-    """Drop the last samples of `batch` to make `parts` shards equal."""
+    """Return `batch` without the last samples that make `parts` shards unequal."""
     size = batch_size(batch)
     return _samples(batch, size, 0, size - size % parts) if parts <= size and size % parts else batch
 

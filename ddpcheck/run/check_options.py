@@ -59,10 +59,10 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--debug", action="store_true", help="show the traceback of an error of ddpcheck")
     abbreviated: Any = parser._get_option_tuples
 
-    def of_others(word: str) -> list[Any]:
+    def other_options(word: str) -> list[Any]:
         return [option for option in abbreviated(word) if option[0] not in group._group_actions]
 
-    parser._get_option_tuples = of_others  # type: ignore[assignment]
+    parser._get_option_tuples = other_options  # type: ignore[assignment]
 
 
 def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:

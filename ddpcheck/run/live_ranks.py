@@ -92,7 +92,7 @@ class LiveRanks:
         return facts
 
     def progress(self) -> dict[str, bytes]:
-        """Return file name -> progress (steps, batches, collectives, log size), to compare later."""
+        """Return by file the bytes that change with progress: steps, batches, collectives, log size."""
         counters = {}
         for path in sorted(self._folder.glob("*.*")):
             if path.suffix == ".log":
@@ -143,12 +143,12 @@ def used(ranks: dict[int, int]) -> dict[int, Used]:
 
 
 def is_idle(before: float, now: float | None, seconds: float) -> bool:
-    """Return True if a process was idle, given processor times; `now=None`: it is busy."""
+    """Return True if processor time barely grew in `seconds`; False if `now` is None."""
     return now is not None and now - before <= 0.1 + _SHARE * seconds
 
 
 def _catches_signal(pid: int) -> bool:
-    """Return True if a process handles the dump signal: its interpreter is not finalized."""
+    """Return True if a process handles the dump signal, so has a running interpreter."""
     return bool(int(status_value(str(pid), "SigCgt") or "0", 16) >> (STACK_SIGNAL - 1) & 1)
 
 

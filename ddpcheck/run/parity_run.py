@@ -100,8 +100,8 @@ class ParityRuns:
     def run(self, ranks: Sequence[RankTrace], *, measures_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process on the samples of the ranks.
 
-        If the script fails with the random numbers of the ranks, it runs again with its own. If it accumulates more
-        micro-batches in a smaller world, it runs again on the batches of single ranks, in turn.
+        If the script fails with the random numbers of the ranks, it runs again with numbers that it draws itself. If it
+        accumulates more micro-batches in a smaller world, it runs again on the batches of single ranks, in turn.
         """
         result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):

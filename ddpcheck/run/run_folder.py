@@ -23,7 +23,7 @@ _MOST_TAKEN = 9  # maximum number of names to try, if other users own the folder
 
 
 def shared_folder(name: str) -> Path:
-    """Return a launch's log folder, created if missing; raise `UsageError` if others own it."""
+    """Return the log folder of a launch, created if missing; raise if not owned."""
     for number in range(_MOST_TAKEN):
         folder = Path(tempfile.gettempdir(), f"{FOLDER}{name}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):

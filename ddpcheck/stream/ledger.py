@@ -83,12 +83,12 @@ class Ledger:
 
     @property
     def unpaired(self) -> list[Contribution]:
-        """Return unreduced gradients of backward passes that follow a reduction without a forward pass."""
+        """Return unreduced gradients of backward passes after a reduction, without a new forward pass."""
         return [entry for entry in self.contributions if entry.after is not None and not entry.reduced]
 
     @property
     def unreduced(self) -> bool:
-        """Return True if there are gradients that were not averaged."""
+        """Return True if there are unused gradients that were not averaged."""
         for contribution in self.open:  # not a generator, for speed in each step
             if not contribution.reduced:
                 return True

@@ -164,7 +164,7 @@ def test_the_first_node_is_waited_for_while_it_waits_for_others(job: Job, monkey
     links = job.start(2)
     codes: dict[int, int | None] = {}
     assert until(lambda: links[1].host)
-    monkeypatch.setattr(links[0], "_take", lambda *_: None)  # it does not come to this node
+    monkeypatch.setattr(links[0], "_take_parts", lambda *_: None)  # it does not come to this node
     links[0]._first.collects = True
     thread = told(b"end", links[1], codes)
     time.sleep(2.5)
