@@ -52,11 +52,11 @@ class Recorder:
         def __getattr__(self, name: str) -> Any:  # attributes that an aborted `__init__` did not set
             if not self.is_off or name.startswith("__"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return _Nothing()
+            return _EmptyValue()
 
 
-class _Nothing:
-    def __getattr__(self, _name: str) -> _Nothing:
+class _EmptyValue:
+    def __getattr__(self, _name: str) -> _EmptyValue:
         return self
 
     def __call__(self, *_arguments: Any, **_named: Any) -> None:

@@ -107,36 +107,36 @@ def copied(nest: Any) -> Any:
     """
     copies: dict[int, Any] = {}
 
-    def leaf_copied(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         if id(leaf) not in copies:
             is_array = type(leaf).__module__ == "numpy" and hasattr(leaf, "copy")
             is_copied = not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_array
             copies[id(leaf)] = leaf if not is_copied else leaf.copy() if is_array else leaf.clone()
         return copies[id(leaf)]
 
-    return tree_map(leaf_copied, nest)
+    return tree_map(copy_leaf, nest)
 
 
 def to_device(nest: Any, device: torch.device) -> Any:
     """Copy `nest` with its tensors moved to `device`."""
     kinds: Any = (torch.Tensor, PackedSequence)
 
-    def moved(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, kinds) else leaf
 
     # PackedSequence.to keeps the lengths on the CPU.
-    return tree_map(moved, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
+    return tree_map(move_leaf, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
 
 
 def upcast(nest: Any) -> Any:
     """Copy `nest` with floating-point tensors in float64 and complex tensors in complex128."""
 
-    def leaf_upcast(leaf: Any) -> Any:
+    def upcast_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf.double()
         return leaf.to(torch.complex128) if isinstance(leaf, torch.Tensor) and leaf.is_complex() else leaf
 
-    return tree_map(leaf_upcast, nest)
+    return tree_map(upcast_leaf, nest)
 
 
 def _has_custom_constructor(nest: Any) -> bool:
@@ -209,7 +209,7 @@ def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
     def are_words(value: Any) -> bool:
         return isinstance(value, list | tuple) and len(value) == size and all(isinstance(item, str) for item in value)
 
-    def part(leaf: Any) -> Any:
+    def take_samples(leaf: Any) -> Any:
         if not _is_splittable(leaf) and not are_words(leaf):
             return leaf
         try:
@@ -217,4 +217,4 @@ def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
         except Exception as error:  # a sparse tensor
             raise _cannot_split(leaf) from error
 
-    return tree_map(part, batch, is_leaf=are_words)
+    return tree_map(take_samples, batch, is_leaf=are_words)

@@ -317,14 +317,14 @@ class _RendezvousWatch:
         """Return all processes if they waited in vain for `timeout` seconds, else ()."""
         notes = tuple(note for note in _read_joining(self._folder, SUFFIX) if live_ranks.lives(note.pid))
         if self._before.keys() != {note.pid for note in notes}:
-            self._begin(notes, now)
+            self._restart_timer(notes, now)
         if not notes or now - self._since < timeout:
             return ()
         seconds = now - self._since
         waiting = all(
             live_ranks.is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes
         )
-        self._begin(notes, now)
+        self._restart_timer(notes, now)
         needed = max(note.started or note.world_size for note in notes)
         missing = needed - len(notes)
         if missing > 0 and all(note.started for note in notes):
@@ -332,7 +332,7 @@ class _RendezvousWatch:
             missing = sum(pid not in pids and live_ranks.lives(pid) for pid in live_ranks.children_of(os.getpid()))
         return notes if waiting and needed > 0 >= missing else ()
 
-    def _begin(self, notes: tuple[Joining, ...], now: float) -> None:
+    def _restart_timer(self, notes: tuple[Joining, ...], now: float) -> None:
         self._since, self._before = now, {note.pid: processor_seconds(note.pid) or 0.0 for note in notes}
 
 

@@ -108,11 +108,11 @@ class LiveRanks:
             rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_file_open(files[rank], pid)
         }
 
-        def ask() -> None:
+        def send_signal() -> None:
             for pid in asked_pids.values():  # without a handler the signal would kill the process
                 os.kill(pid, STACK_SIGNAL)
 
-        ask_for_stacks([files[rank] for rank in asked_pids], ask, _FOR_STACKS, _QUIET)
+        ask_for_stacks([files[rank] for rank in asked_pids], send_signal, _FOR_STACKS, _QUIET)
         stacks = {rank: read_file(files[rank]).decode("utf-8", "replace") for rank in asked_pids}
         return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
 
@@ -154,7 +154,7 @@ def _catches_signal(pid: int) -> bool:
 
 def gloo_wants_gil(pid: int) -> bool:
     """Return True if a gloo thread waits for the GIL, waking every 5 ms."""
-    threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read(f"{pid}/task/{thread}/comm") == _GLOO]
+    threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read_proc(f"{pid}/task/{thread}/comm") == _GLOO]
     before = [switches(f"{pid}/task/{thread}") for thread in threads]
     time.sleep(_FOR_GIL)
     after = [switches(f"{pid}/task/{thread}") for thread in threads]
@@ -173,11 +173,11 @@ def switches(task: str) -> int:
 
 def status_value(task: str, name: str) -> str:
     """Return a field of /proc/<task>/status, or '' if missing."""
-    lines = _read(f"{task}/status").splitlines()
+    lines = _read_proc(f"{task}/status").splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
 
 
-def _read(file: str) -> str:
+def _read_proc(file: str) -> str:
     with open(f"/proc/{file}", encoding="utf-8", errors="replace") as stream:
         return stream.read().strip()
 
@@ -190,7 +190,7 @@ def locked_children(pid: int) -> dict[int, int]:
     children = {}
     for child in children_of(pid):
         threads = [f"{child}/task/{thread}" for thread in os.listdir(f"/proc/{child}/task")]
-        wchans = {thread: _read(f"{thread}/wchan") for thread in threads}
+        wchans = {thread: _read_proc(f"{thread}/wchan") for thread in threads}
         main_wchan = wchans.get(f"{child}/task/{child}", "")
         if "futex" in main_wchan and all("futex" in wchan or wchan == _LOCAL_SOCKET for wchan in wchans.values()):
             children[child] = sum(map(switches, threads))
@@ -199,5 +199,5 @@ def locked_children(pid: int) -> dict[int, int]:
 
 def children_of(pid: int) -> list[int]:
     """Return the pids of the child processes, possibly including just exited children."""
-    pid_lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
+    pid_lists = (_read_proc(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
     return [int(child) for children in pid_lists for child in children.split()]

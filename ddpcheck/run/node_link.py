@@ -127,7 +127,7 @@ class NodeLink:
             for node in self._nodes.values():
                 shutil.rmtree(node.folder, ignore_errors=True)  # from an earlier start
             arguments = (self._stopped, meeting, host, port)
-            self._thread = threading.Thread(target=self._run, args=arguments, name="ddpcheck-nodes", daemon=True)
+            self._thread = threading.Thread(target=self._update, args=arguments, name="ddpcheck-nodes", daemon=True)
             self._thread.start()
 
     @property
@@ -217,7 +217,7 @@ class NodeLink:
 
     # Run by the thread, which alone uses the store
 
-    def _run(self, over: threading.Event, meeting: LauncherStore, host: str, port: int) -> None:
+    def _update(self, over: threading.Event, meeting: LauncherStore, host: str, port: int) -> None:
         try:
             store = self._connect(over, meeting, host, port)
             while store is not None:

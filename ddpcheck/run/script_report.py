@@ -77,7 +77,7 @@ def report_on_script(
     judged = judge_all(facts, views_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", locate_restored_file(at_end, facts.events(FileUsed)))
-    parity = _judge_parity(comparison := _comparison(ranks, singles), singles)
+    parity = _judge_parity(comparison := _parity_view(ranks, singles), singles)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     equal = {} if comparison is None or isinstance(parity, Exception) else comparison.confirmed
     judged, cause = _add_parity(judged, parity, script, settings)
@@ -137,7 +137,7 @@ def _check_of(
     return ("passed", before + equal[heading]) if rest and ";" not in rest and heading in equal else check
 
 
-def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
+def _report_notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
     if ending.unended is not None:
         yield _describe_not_exited(ending.unended)
     if facts.ranks and (restart := facts.ranks[0].started.restart) < ending.restart:
@@ -154,7 +154,7 @@ def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
         yield "one rank: nothing is compared between ranks; start two with --standalone --nproc-per-node 2"
 
 
-def _comparison(ranks: Sequence[RankTrace], singles: Sequence[SingleRun]) -> Parity | None:
+def _parity_view(ranks: Sequence[RankTrace], singles: Sequence[SingleRun]) -> Parity | None:
     if not singles or singles[0].why_not:
         return None
     others = [None if run.why_not else run.ranks[0] for run in singles[1:]]
@@ -184,7 +184,7 @@ def _parity_verdict(
 
 def _world_facts(facts: ScriptFacts, ending: Ending, more_notes: Sequence[str]) -> dict[str, Any]:
     steps = facts.steps if facts.wrappers else facts.optimizer_steps
-    notes = [*_notes(facts, ending), *more_notes]
+    notes = [*_report_notes(facts, ending), *more_notes]
     return {"world_size": facts.world_size, "steps": steps, **({"notes": notes} if notes else {})}
 
 

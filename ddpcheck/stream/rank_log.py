@@ -267,7 +267,7 @@ def read_logs(folder: Path) -> list[RankTrace]:
 
 def _read_node(folder: Path) -> list[RankTrace]:
     paths = (path for path in sorted(folder.glob("*.log")) if _NAME.fullmatch(path.name))
-    logs = [log for path in paths if (log := _read(path)) is not None]
+    logs = [log for path in paths if (log := _read_rank(path)) is not None]
     latest = max((log.started.restart for log in logs), default=0)  # nodes may count restarts independently
     return [log for log in logs if log.started.restart == latest]
 
@@ -278,7 +278,7 @@ def comparable_logs(ranks: Sequence[RankTrace]) -> list[Sequence[Call]]:
     return [rank.calls[first - rank.first_call :] for rank in ranks]
 
 
-def _read(path: Path) -> RankTrace | None:
+def _read_rank(path: Path) -> RankTrace | None:
     entries, unknown = decoded(read_file(path))
     if not entries or not isinstance(entries[0], RankStarted) or entries[0].world_size > MOST_RANKS:
         return None

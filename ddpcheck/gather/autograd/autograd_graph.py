@@ -75,8 +75,8 @@ def running_node() -> Any:
     backward executes the root.
     """
     # Private to torch; needed to use a loss returned by forward.
-    ask = getattr(torch._C, "_current_autograd_node", None)
-    return None if ask is None else ask()
+    current_node = getattr(torch._C, "_current_autograd_node", None)
+    return None if current_node is None else current_node()
 
 
 def output_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
@@ -136,11 +136,11 @@ def engine_answers(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> tu
     """
     reached: list[bool] = []
 
-    def ask(_gradient: torch.Tensor) -> None:
+    def record_reached(_gradient: torch.Tensor) -> None:
         will_execute = torch._C._will_engine_execute_node
         reached[:] = [p.requires_grad and will_execute(gradient_node(p)) for p in parameters]
 
-    return reached, loss.register_hook(ask)
+    return reached, loss.register_hook(record_reached)
 
 
 class _Stop(Exception):

@@ -35,10 +35,10 @@ def _record_registration(kind: str, _owner: Any, hook: Any, *_args: Any, **_kwar
     caller = sys._getframe(CALLER)
     if is_user_file(caller.f_code.co_filename):  # neither DDP's nor ddpcheck's hooks
         location = user_location(caller)
-        _hooks_by_line.setdefault(str(location), GradientHook(f"{kind} ({_name_of(hook)})", location))
+        _hooks_by_line.setdefault(str(location), GradientHook(f"{kind} ({_hook_name(hook)})", location))
 
 
-def _name_of(hook: Any) -> str:
+def _hook_name(hook: Any) -> str:
     inner = hook.func if isinstance(hook, functools.partial) else hook
     name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
     return name.rpartition("<locals>.")[2].replace("<lambda>", "a lambda")

@@ -113,7 +113,7 @@ def _report_enter_and_exit(inner: Any, note: Callable[[str], None]) -> Iterator[
 def backward_through(handler: Any) -> Patch:
     """Route each outermost `torch.autograd.backward` call through `handler` (not nested checkpoint calls)."""
 
-    def make(original: Any) -> Any:
+    def make_wrapper(original: Any) -> Any:
         is_inside = False
 
         @functools.wraps(original)
@@ -129,7 +129,7 @@ def backward_through(handler: Any) -> Patch:
 
         return backward
 
-    return Patch(torch.autograd, "backward", make)
+    return Patch(torch.autograd, "backward", make_wrapper)
 
 
 @contextlib.contextmanager

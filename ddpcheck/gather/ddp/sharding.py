@@ -167,13 +167,13 @@ def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable
     Calls of the methods named in `more` are passed too. Undo the returned patches to stop.
     """
 
-    def note(name: str, _module: nn.Module, value: bool = True, **kwargs: Any) -> None:
+    def record_call(name: str, _module: nn.Module, value: bool = True, **kwargs: Any) -> None:
         location = user_location(sys._getframe(CALLER))
         value = next((arg for key, arg in kwargs.items() if key == name.removeprefix("set_")), value)
         sink(LoopEvent(name, str(location) if location else "", synchronises=bool(value)))
 
     names = [name for name in (*_SYNCHRONISING, _FOR_UNUSED, *more) if hasattr(fsdp, name)]
-    return [patched(fsdp, name, functools.partial(note, name)) for name in names]
+    return [patched(fsdp, name, functools.partial(record_call, name)) for name in names]
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
@@ -196,7 +196,7 @@ def shards_in_use(module: nn.Module) -> set[int]:
 
     Includes parameters that `fully_shard` adopts after `Module.to` and `load_state_dict(assign=True)`.
     """
-    return set().union(*map(_identities, _parameters_of_groups(module)))
+    return set().union(*map(_tensor_ids, _parameters_of_groups(module)))
 
 
 def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
@@ -204,8 +204,8 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
     identities: set[int] = set()
     for param in _parameters_of_groups(module):
         info = getattr(param, "_module_info", None)
-        if info is None or any(owner is part and attribute == name for owner, attribute in _owners(info)):
-            identities |= _identities(param)
+        if info is None or any(owner is part and attribute == name for owner, attribute in _module_attributes(info)):
+            identities |= _tensor_ids(param)
     return identities
 
 
@@ -219,12 +219,12 @@ def _parameters_of_groups(module: nn.Module) -> list[Any]:
     return [param for group in parameter_groups(module) for param in getattr(group, "fsdp_params", ())]
 
 
-def _identities(param: Any) -> set[int]:
+def _tensor_ids(param: Any) -> set[int]:
     tensors = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param"))
     return {id(tensor) for tensor in tensors if tensor is not None}
 
 
-def _owners(info: Any) -> Iterator[tuple[Any, Any]]:
+def _module_attributes(info: Any) -> Iterator[tuple[Any, Any]]:
     yield getattr(info, "module", None), getattr(info, "param_name", None)
     yield from zip(getattr(info, "shared_modules", ()), getattr(info, "shared_param_names", ()), strict=False)
 
@@ -232,10 +232,10 @@ def _owners(info: Any) -> Iterator[tuple[Any, Any]]:
 def reduces(groups: Iterable[Any]) -> bool:
     """Return True if backward reduces gradients of all trainable groups, as currently set."""
     switches = ("reduce_grads", "all_reduce_grads")
-    return all(getattr(group, name, True) for group in groups if _trains(group) for name in switches)
+    return all(getattr(group, name, True) for group in groups if _is_trainable(group) for name in switches)
 
 
-def _trains(group: Any) -> bool:
+def _is_trainable(group: Any) -> bool:
     params = (getattr(param, "sharded_param", None) for param in getattr(group, "fsdp_params", ()))
     return any(getattr(shard, "requires_grad", True) for shard in params)
 
@@ -310,7 +310,7 @@ def shard_position(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[
     Else None. Searches dicts, such as a state dict, by parameter name for tensors of the same local shape.
     """
     split = {name: p for name, p in parameters.items() if is_shard(p) and local_part(p).shape != p.shape}
-    if not split or not any(_has_all_shards(mapping, split) for mapping in _dictionaries(value)):
+    if not split or not any(_has_all_shards(mapping, split) for mapping in _nested_dicts(value)):
         return None
     first = next(iter(split.values()))
     parts = math.prod(size for size, _, placement in _dimensions(first, None) if not placement.is_replicate())
@@ -322,11 +322,11 @@ def _has_all_shards(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]
     return all(isinstance(v, torch.Tensor) and local_part(v).shape == local_part(p).shape for v, p in pairs)
 
 
-def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
+def _nested_dicts(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
     if isinstance(value, Mapping):
         yield value
         for item in value.values() if depth else ():
-            yield from _dictionaries(item, depth - 1)
+            yield from _nested_dicts(item, depth - 1)
 
 
 def mixed_precision(module: nn.Module) -> torch.dtype | None:

@@ -285,7 +285,7 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
     training_step.clear_gradients(state.reference.module, *parameters.values())
     names = list(parameters)
 
-    def averaged() -> Iterator[tuple[str, torch.Tensor]]:
+    def iterate_means() -> Iterator[tuple[str, torch.Tensor]]:
         means = averages_over_ranks(local, list(parameters.values()), group=state.group, consume=consume)
         for index, mean in means:
             local[index] = None
@@ -293,11 +293,11 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 
     with unlogged():
         if own_file is None:
-            data.averages = dict(averaged())
+            data.averages = dict(iterate_means())
         elif state.rank == 0 or not shared:
-            save(averaged(), own_file)
+            save(iterate_means(), own_file)
         else:
-            deque(averaged(), maxlen=0)
+            deque(iterate_means(), maxlen=0)
         sizes = rms_over_ranks([data.norms.get(name, 0.0) for name in parameters], state.device, state.group)
     data.averages_file = own_file
     data.scale = dict(zip(parameters, sizes, strict=True))

@@ -324,7 +324,7 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrappe
 def count_calls(model: TrainingModel) -> None:
     """Start counting forward passes of the wrapper and of its module."""
 
-    def count(key: str, _module: nn.Module, _inputs: Any) -> None:
+    def count_call(key: str, _module: nn.Module, _inputs: Any) -> None:
         model.calls[key] = model.calls.get(key, 0) + 1
         joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
         broadcasts = key == "wrapper" and ddp_wrapper.broadcasts_buffers(model.wrapper) and not joining
@@ -332,9 +332,9 @@ def count_calls(model: TrainingModel) -> None:
             mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
             note_collective("DistributedDataParallel.forward", mode)
 
-    model.counters = [before_forward(model.wrapper, partial(count, "wrapper"))]
+    model.counters = [before_forward(model.wrapper, partial(count_call, "wrapper"))]
     if model.module is not model.wrapper:
-        model.counters.append(before_forward(model.module, partial(count, "inner")))
+        model.counters.append(before_forward(model.module, partial(count_call, "inner")))
 
 
 def _register_hooks(reference: ReferenceModule) -> None:

@@ -78,7 +78,7 @@ def _run_scaled(state: RankState, step: int, factor: float) -> tuple[training_st
     param_ids = {id(p) for p in module.parameters()}
 
     @passes_on
-    def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def scaled_backward(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal node_names, feeds_others
         arguments = {"grad_tensors": None, **kwargs, **dict(zip(_STARTS, args, strict=False))}
         roots, started = arguments["tensors"], arguments["grad_tensors"]
@@ -91,7 +91,7 @@ def _run_scaled(state: RankState, step: int, factor: float) -> tuple[training_st
         started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
         return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
 
-    with backward_through(enlarged):
+    with backward_through(scaled_backward):
         training_step.run_backward(state.run_loss(step, "repeating, ").total)
     return training_step.gradients_of(named_parameters(module)), node_names, feeds_others
 
@@ -202,7 +202,7 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     state, module = rank_state(), rank_state().reference.module
     payloads: list[ReductionInput] = []
 
-    def stub(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
+    def answer(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
             payloads.append(ReductionInput(operation, call.location, _reduced_values(kwargs)))
         return answer_locally(operation, kwargs)
@@ -210,7 +210,7 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     try:
         shard = state.recipe.local_batch(state.global_batch(step), 0, state.training_model.replica.size)
         shard, seed = to_device(shard, state.device), training_step.step_seed(state.seed, step, 0)
-        with replaced_by(stub):
+        with replaced_by(answer):
             phase = "comparing what is sent, "
             training_step.compute_loss(state.recipe, module, shard, step=step, seed=seed, phase=phase)
     except (Exception, SystemExit):  # the program needs real results; compare the calls until then
@@ -306,7 +306,7 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
     received: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient
     passed: dict[Any, list[bool]] = {}  # node -> for each input, True if a nonzero gradient left
 
-    def note(node: Any, inputs: Any, outputs: Any) -> None:
+    def record_flow(node: Any, inputs: Any, outputs: Any) -> None:
         received[node] = any(map(_is_nonzero, outputs))
         passed[node] = list(map(_is_nonzero, inputs))
 
@@ -315,7 +315,7 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
 
     with contextlib.ExitStack() as stack:
         for node in (node for node in graph.nodes if node.next_functions):
-            stack.enter_context(node.register_hook(partial(note, node)))
+            stack.enter_context(node.register_hook(partial(record_flow, node)))
         training_step.run_backward(loss)
     ends = {}
     for name, leaf in leaves.items():

@@ -69,7 +69,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
         facts = replace(facts, rounded=(*facts.rounded, *_rounded_on_shards(run, compared, batch, shards)))
         if facts.rounded and mismatches <= set(facts.rounded):
             return facts
-    facts = replace(facts, against_global=_fit(compared, data.gradients))
+    facts = replace(facts, against_global=_fit_ratio(compared, data.gradients))
     size = sum(gradient.numel() for gradient in data.gradients.values())
     if world_size * size > shard_terms.MOST_ELEMENTS:
         return replace(facts, error="the gradients of all shards together are too large to be kept")
@@ -82,7 +82,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
     weights, residual = fit(compared, shard_gradients)
     facts = replace(
         facts,
-        against_shards=_fit(compared, mean),
+        against_shards=_fit_ratio(compared, mean),
         rank_weights=WeightedFit(tuple(weights), residual),
         shard_losses=tuple(loss for _, loss in results),
         other_parameters=tuple(sorted(set().union(*(grads for grads, _ in results)) ^ set(data.gradients))),
@@ -103,7 +103,7 @@ def _add_terms(
     else:
         return replace(facts, error=message)
     if terms_run is not run:
-        facts = replace(facts, shard_rounding=_fit(mean, results.mean).residual)
+        facts = replace(facts, shard_rounding=_fit_ratio(mean, results.mean).residual)
     if len(results.whole) > 1:
         ratios, terms_residual = fit(compared, results.whole)
     else:
@@ -138,11 +138,11 @@ def _with_statistics_of_shards(
     for views in (False, True):
         with contextlib.suppress(Exception):  # rows may not be samples
             by_shard = replace(run, by_shard=norms, shards=shards, views=views)
-            best = min(best, _fit(compared, total_gradient(by_shard, batch)[0]), key=lambda f: f.residual)
+            best = min(best, _fit_ratio(compared, total_gradient(by_shard, batch)[0]), key=lambda f: f.residual)
     return best
 
 
-def _fit(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -> Fit:
+def _fit_ratio(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -> Fit:
     ratio, residual = fit(target, [part])
     return Fit(ratio[0], residual)
 

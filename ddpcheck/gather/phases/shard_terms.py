@@ -180,8 +180,8 @@ class Terms:
     def error(self, number: int, weights: Sequence[float]) -> float:
         """Return a term's distance from its weighted shards, relative to the total gradient."""
         residual = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
-        total = _length(self.total, self.scale)
-        return _length(residual, self.scale) / total if total else 0.0
+        total = _scaled_norm(self.total, self.scale)
+        return _scaled_norm(residual, self.scale) / total if total else 0.0
 
 
 def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
@@ -236,7 +236,7 @@ def _scaled(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
     return {name: gradient / scale[name] for name, gradient in gradients.items() if scale[name]}
 
 
-def _length(gradients: Gradients, scale: Mapping[str, float]) -> float:
+def _scaled_norm(gradients: Gradients, scale: Mapping[str, float]) -> float:
     return math.sqrt(sum(norm(gradient) ** 2 for gradient in _scaled(gradients, scale).values()))
 
 
@@ -247,11 +247,11 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
     """
     size = batch_size(batch)
 
-    def twice(leaf: Any) -> Any:
+    def duplicate(leaf: Any) -> Any:
         return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == size else leaf
 
     doubled = []
-    for single, double in zip(whole, run.gradients(tree_map(twice, batch), paired), strict=True):
+    for single, double in zip(whole, run.gradients(tree_map(duplicate, batch), paired), strict=True):
         ratio, residual = fit(filled(double, single), [single])
         doubled.append(abs(ratio[0] - 2) < _SAME and residual < _SAME)
     return doubled

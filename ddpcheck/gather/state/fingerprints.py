@@ -171,7 +171,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
     """Return each row's numbers by name, with one transfer per device and one dtype."""
     numbers: dict[str, tuple[Any, ...]] = {}
-    for names, values in _on_cpu(rows):
+    for names, values in _transfer_to_cpu(rows):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)
     return numbers
 
@@ -179,14 +179,14 @@ def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
 def floats_of(rows: Iterable[_NamedRows]) -> dict[str, array[float]]:
     """Return each row's numbers by name in a float32 `array`, without Python floats."""
     numbers: dict[str, array[float]] = {}
-    for names, values in _on_cpu((names, values.float()) for names, values in rows):
+    for names, values in _transfer_to_cpu((names, values.float()) for names, values in rows):
         flat, width = array("f", bytes(values.numel() * 4)), values.shape[1]
         torch.frombuffer(flat, dtype=torch.float32).copy_(values.reshape(-1))
         numbers |= {name: flat[index * width : (index + 1) * width] for index, name in enumerate(names)}
     return numbers
 
 
-def _on_cpu(rows: Iterable[_NamedRows]) -> Iterator[_NamedRows]:
+def _transfer_to_cpu(rows: Iterable[_NamedRows]) -> Iterator[_NamedRows]:
     by_device: dict[torch.device, list[_NamedRows]] = {}
     for names, values in rows:
         by_device.setdefault(values.device, []).append((names, values))

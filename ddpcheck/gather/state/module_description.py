@@ -221,12 +221,12 @@ def layout_of(module: nn.Module) -> ModuleDescription:
 
 def _layout(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> ModuleDescription:
     return ModuleDescription(
-        parameters=tuple(_record(n, p) for n, p in parameters.items() if not issubclass(type(p), _LAZY)),
-        buffers=tuple(_record(n, b) for n, b in buffers.items() if not issubclass(type(b), _LAZY)),
+        parameters=tuple(_tensor_record(n, p) for n, p in parameters.items() if not issubclass(type(p), _LAZY)),
+        buffers=tuple(_tensor_record(n, b) for n, b in buffers.items() if not issubclass(type(b), _LAZY)),
     )
 
 
-def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
+def _tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
     dense = tensor.layout == torch.strided and not tensor.is_nested
     return TensorRecord(
         name=name,

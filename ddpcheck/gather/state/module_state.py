@@ -50,10 +50,10 @@ class ModuleState:
         """
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
-        registered = dict(_registered(module))
+        registered = dict(_registered_tensors(module))
         dtypes = {name: registered[name].dtype for name in mapped if name in registered}
         mapped_tensors = _mapped_parameters(self.file, dtypes) if self.file is not None and dtypes else {}
-        unregistered = dict(_unregistered(module)) if self.unregistered else {}  # expensive: searches the whole module
+        unregistered = dict(_unregistered_state(module)) if self.unregistered else {}  # slow: searches the whole module
         with torch.no_grad():
             for targets, source in ((registered, self.tensors), (unregistered, self.unregistered)):
                 for name, saved in source.items():
@@ -86,7 +86,7 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
 
 def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
     """Move `module` to `device`, except meta tensors, which have no values."""
-    if not any(tensor.is_meta for _, tensor in _registered(module)):
+    if not any(tensor.is_meta for _, tensor in _registered_tensors(module)):
         return module.to(device)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     return module
@@ -98,12 +98,12 @@ def capture_state(
     """Copy the state of `module`, reusing the tensors of `into` if they match."""
     old = into.tensors if into is not None else {}
     registered = chain(module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
-    tensors = {name: _copied(tensor.detach(), old.get(name)) for name, tensor in registered}
-    unregistered = {name: tensor.detach().clone() for name, tensor in _unregistered(module)}
+    tensors = {name: _copy_into(tensor.detach(), old.get(name)) for name, tensor in registered}
+    unregistered = {name: tensor.detach().clone() for name, tensor in _unregistered_state(module)}
     return ModuleState(tensors, unregistered, [_copied_values(vars(submodule), 0) for submodule in module.modules()])
 
 
-def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+def _copy_into(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     if into is not None and not tensor.is_nested and not into.is_nested:
         if (into.shape, into.dtype, into.stride()) == (tensor.shape, tensor.dtype, tensor.stride()):
             with contextlib.suppress(RuntimeError):
@@ -111,12 +111,12 @@ def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     return tensor.clone()
 
 
-def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _registered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _unregistered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _unregistered_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in unregistered_tensors(module):
         if tensor.is_leaf or not tensor.requires_grad:
             yield name, tensor
@@ -124,7 +124,7 @@ def _unregistered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def unshared_parameters(module: nn.Module) -> frozenset[str]:
     """Return the names of parameters that share memory with no other tensor."""
-    tensors = [tensor for named in (_registered(module), unregistered_tensors(module)) for _, tensor in named]
+    tensors = [tensor for named in (_registered_tensors(module), unregistered_tensors(module)) for _, tensor in named]
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if is_dense(tensor))
     return frozenset(
         name
@@ -346,11 +346,11 @@ def _restorers_of(value: Any, put: Callable[[Any], None], depth: int, visited: s
             return
         items = copy.copy(value)
 
-        def undo_items() -> None:
+        def restore_items() -> None:
             put(value)
             reachable.refill(value, items)
 
-        yield undo_items
+        yield restore_items
         for item in content:
             if not isinstance(item, reachable.PLAIN):
                 yield from _restorers_of(item, reachable.unbindable, depth + 1, visited)

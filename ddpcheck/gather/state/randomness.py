@@ -158,19 +158,19 @@ class QuietRandomness(TorchDispatchMode):
         if func.namespace != "aten" or not (name in _QUIET or name in _DETERMINISTIC) or self._remaining <= 0:
             return func(*args, **(kwargs or {}))
         self._remaining -= 1
-        return self._answer(name, func, args, dict(kwargs or {}))
+        return self._replaced_result(name, func, args, dict(kwargs or {}))
 
     @passes_on
-    def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replaced_result(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _DETERMINISTIC:
             return _DETERMINISTIC[name](func, args, kwargs)
-        return _QUIET[name](func(*args, **kwargs), _arguments(func, args, kwargs))
+        return _QUIET[name](func(*args, **kwargs), _arguments_by_name(func, args, kwargs))
 
 
 Kwargs = Mapping[str, Any]  # arguments of an operation by name
 
 
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     arguments = {item.name: item.default_value for item in func._schema.arguments}
     return arguments | dict(zip(arguments, args, strict=False)) | kwargs
 
@@ -209,7 +209,7 @@ _QUIET: dict[str, Callable[[Any, Kwargs], Any]] = {
 
 def _rrelu_without_noise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Randomized leaky ReLU with the midpoint of its range as slope."""
-    kwargs = _arguments(func, args, kwargs)
+    kwargs = _arguments_by_name(func, args, kwargs)
     value, noise = kwargs["self"], kwargs["noise"]
     slope = (kwargs["lower"] + kwargs["upper"]) / 2
     noise.copy_(torch.where(value <= 0, torch.full_like(value, slope), torch.ones_like(value)))
@@ -280,7 +280,7 @@ class SampleRandomness(QuietRandomness):
         self._samples = samples if len(samples) <= _MOST_SAMPLES else ()
 
     @passes_on
-    def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replaced_result(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "native_dropout_backward":
             return func(*args, **kwargs)
         generator = kwargs.get("generator") or torch.default_generator
@@ -290,9 +290,9 @@ class SampleRandomness(QuietRandomness):
             if name not in _PER_SAMPLE:
                 raise _NoPartsError
             numbers = functools.partial(self._numbers, draw)
-            result = _PER_SAMPLE[name](func(*args, **kwargs), _arguments(func, args, kwargs), numbers)
+            result = _PER_SAMPLE[name](func(*args, **kwargs), _arguments_by_name(func, args, kwargs), numbers)
         except _NoPartsError:
-            result = super()._answer(name, func, args, kwargs)
+            result = super()._replaced_result(name, func, args, kwargs)
             if name == "native_dropout":
                 result = result[0] / max(1 - args[1], 1e-3), result[1]  # matches the unreplaced backward
         generator.set_state(after)
@@ -317,40 +317,40 @@ class SampleRandomness(QuietRandomness):
 Numbers = Callable[..., torch.Tensor]  # `SampleRandomness._numbers` of one operation
 
 
-def _uniform(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+def _draw_uniform(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     low, high = kwargs.get("from", 0.0), kwargs.get("to", 1.0)
     return drawn.copy_(low + (high - low) * numbers(drawn))
 
 
-def _normal(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+def _draw_normal(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     return drawn.copy_(kwargs.get("mean", 0.0) + kwargs.get("std", 1.0) * numbers(drawn, normal=True))
 
 
-def _integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+def _draw_integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     low, high = kwargs.get("low", kwargs.get("from")) or 0, kwargs.get("high", kwargs.get("to"))
     if high is None:
         raise _NoPartsError
     return drawn.copy_((low + (high - low) * numbers(drawn)).floor().clamp_max(high - 1))
 
 
-def _exponential(uniform: torch.Tensor) -> torch.Tensor:
+def _to_exponential(uniform: torch.Tensor) -> torch.Tensor:
     """Return exponential numbers, never 0: users take their logarithm (Gumbel softmax)."""
     return -torch.log1p(-uniform).clamp_max(-torch.finfo(uniform.dtype).tiny)
 
 
-def _multinomial(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+def _draw_multinomial(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     """Draw like `torch.multinomial`: top-k of weight / exponential, or inverse cumulative sum."""
     weights = kwargs["self"]
     if weights.dim() != 2:
         raise _NoPartsError
     if not kwargs["replacement"]:
-        return drawn.copy_((weights / _exponential(numbers(weights))).topk(drawn.shape[1]).indices)
+        return drawn.copy_((weights / _to_exponential(numbers(weights))).topk(drawn.shape[1]).indices)
     sums = weights.float().cumsum(1)
     places = torch.searchsorted(sums, numbers(drawn) * sums[:, -1:], right=True)
     return drawn.copy_(places.clamp_max(weights.shape[1] - 1))
 
 
-def _dropout(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: Numbers) -> Any:
+def _draw_dropout(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: Numbers) -> Any:
     if kwargs["train"] is False:
         return drawn
     mask, rate = numbers(drawn[0]) >= kwargs["p"], kwargs["p"]
@@ -358,14 +358,14 @@ def _dropout(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: 
 
 
 _PER_SAMPLE: dict[str, Callable[[Any, Kwargs, Numbers], Any]] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _uniform),
-    **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _normal),
+    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _draw_uniform),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _draw_normal),
     **dict.fromkeys(
         ("bernoulli", "bernoulli_"),
         lambda drawn, kwargs, numbers: drawn.copy_(numbers(drawn) < kwargs.get("p", kwargs["self"])),
     ),
-    **dict.fromkeys(("randint", "randint_like", "random_"), _integers),
-    "exponential_": lambda drawn, kwargs, numbers: drawn.copy_(_exponential(numbers(drawn)) / kwargs["lambd"]),
-    "multinomial": _multinomial,
-    "native_dropout": _dropout,
+    **dict.fromkeys(("randint", "randint_like", "random_"), _draw_integers),
+    "exponential_": lambda drawn, kwargs, numbers: drawn.copy_(_to_exponential(numbers(drawn)) / kwargs["lambd"]),
+    "multinomial": _draw_multinomial,
+    "native_dropout": _draw_dropout,
 }

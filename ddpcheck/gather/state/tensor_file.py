@@ -162,7 +162,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self._entries else None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        self._release()
+        self._release_last()
         if name not in self._entries:
             return self._small[name]
         self._last = name
@@ -178,7 +178,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries or name in self._small
 
-    def _release(self) -> None:
+    def _release_last(self) -> None:
         entry = self._entries.get(self._last)
         if self._map is not None and entry is not None and not self._keep and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, entry.start, entry.elements * entry.dtype.itemsize)

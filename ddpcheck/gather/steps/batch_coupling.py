@@ -237,10 +237,10 @@ class FirstActivations(TorchFunctionMode):
         self._elements += result.numel()
         self.values.append(result.detach().clone() if self._elements < _MOST_ELEMENTS else result.new_empty(0))
 
-        def keep(gradient: torch.Tensor) -> None:
+        def keep_gradient(gradient: torch.Tensor) -> None:
             self.gradients[index] = gradient.detach().clone()
 
-        result.register_hook(keep)
+        result.register_hook(keep_gradient)
         return result
 
 

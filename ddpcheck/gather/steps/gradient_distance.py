@@ -159,7 +159,7 @@ def norm(tensor: torch.Tensor) -> float:
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the Frobenius norm of `first - second` (same shape), computed in float64."""
-    wide = _wide(torch.promote_types(first.dtype, second.dtype))
+    wide = _wide_dtype(torch.promote_types(first.dtype, second.dtype))
     return math.hypot(*(float(torch.linalg.vector_norm(a.to(wide) - b.to(wide))) for a, b in _pieces(first, second)))
 
 
@@ -184,11 +184,11 @@ def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
 def _norms_of(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     if not (values.is_floating_point() or values.is_complex()):
         values = values.double()  # e.g. 8-bit optimizer state
-    result: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide(values.dtype))
+    result: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide_dtype(values.dtype))
     return result
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
@@ -270,7 +270,7 @@ def difference(
         return Difference(
             name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel(), absolute_error=_LARGEST
         )
-    wide = _wide(want.dtype)
+    wide = _wide_dtype(want.dtype)
     delta = math.hypot(*(float(torch.linalg.vector_norm(_subtract(a, b), dtype=wide)) for a, b in _pieces(got, want)))
     exact = tolerance if want.dtype is torch.float16 else 1.0  # float16 gradients may be genuinely subnormal
     if delta <= math.sqrt(max(want.numel(), 1)) * exact * float(torch.finfo(want.dtype).smallest_normal):
