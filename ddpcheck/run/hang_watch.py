@@ -314,7 +314,7 @@ class _RendezvousWatch:
         self._before: dict[int, float] = {}
 
     def waiting_in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
-        """Return all processes if they waited in vain for `timeout` seconds, else ()."""
+        """Return the processes in `init_process_group` if waiting in vain for `timeout` seconds."""
         notes = tuple(note for note in _read_joining(self._folder, SUFFIX) if live_ranks.lives(note.pid))
         if self._before.keys() != {note.pid for note in notes}:
             self._restart_timer(notes, now)

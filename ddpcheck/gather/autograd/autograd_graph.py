@@ -59,8 +59,8 @@ def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
     """Return True for each AccumulateGrad node that the running backward pass will execute.
 
-    Call from a hook. All False under `torch.autograd.grad`, which returns gradients instead of executing these nodes:
-    torch raises for them.
+    Call from a hook. All False under `torch.autograd.grad`: torch raises there, since the gradients are returned
+    instead of accumulated.
     """
     try:
         return list(map(torch._C._will_engine_execute_node, nodes))
@@ -71,8 +71,7 @@ def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
 def running_node() -> Any:
     """Return the autograd node that backward is executing, or None.
 
-    Call inside a hook of the node. It identifies the root of backward, for which `will_be_reached` is False although
-    backward executes the root.
+    Call inside a hook of the node. Shows that backward executes its root, for which `will_be_reached` is False.
     """
     # Private to torch; needed to use a loss returned by forward.
     current_node = getattr(torch._C, "_current_autograd_node", None)

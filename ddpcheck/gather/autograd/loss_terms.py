@@ -118,11 +118,11 @@ class PairedTerms:
         return term_keys
 
 
-def backward_through_terms(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:
-    """Run backward through only the edges `of`, among all `edges`; keep the graph."""
-    if not of:
+def backward_through_terms(total: torch.Tensor, edges: Sequence[Edge], selected: Sequence[Edge]) -> None:
+    """Run backward through only the edges `selected`, among all `edges`; keep the graph."""
+    if not selected:
         return  # the term is missing in this forward pass
-    kept_edges = {(edge.node, edge.index) for edge in of}
+    kept_edges = {(edge.node, edge.index) for edge in selected}
     excluded: dict[Any, set[int]] = {}
     for edge in edges:
         if (edge.node, edge.index) not in kept_edges:

@@ -58,7 +58,7 @@ def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 class CommunicatesError(Exception):
-    """Code meant for a single rank called a collective that cannot be simulated."""
+    """Raised if code for a single rank calls a collective that cannot be simulated."""
 
 
 class _NoCommunication(TorchDispatchMode):

@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelReplica:
-    """Model replica that this rank computes, under tensor parallelism with other ranks."""
+    """Model replica that this rank computes, alone or with its tensor-parallel ranks."""
 
     rank: int  # index of this replica
     size: int  # number of replicas
@@ -99,7 +99,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
 
 
 def split_over(module: nn.Module, parts: Mapping[str, Part]) -> dict[str, list[int]]:
-    """Return, by parameter, the ranks that it is split over, except by `fully_shard`."""
+    """Return, by parameter, the ranks that hold its parts, ignoring splits by `fully_shard`."""
     sharding = _sharding_meshes(module)
     return {name: others for name, part in parts.items() if len(others := _ranks_of_split(part, sharding)) > 1}
 
@@ -109,7 +109,7 @@ def _sharding_meshes(module: nn.Module) -> list[Any]:
 
 
 def _ranks_of_split(part: Part, sharding: Sequence[Any]) -> list[int]:
-    """Return the ranks that a parameter is split over, without `fully_shard` mesh dimensions."""
+    """Return the ranks that hold the parts of a parameter, ignoring `fully_shard` dimensions."""
     data_dims = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
     coords = part.mesh.get_coordinate()
     if part.mesh in sharding or coords is None:

@@ -60,7 +60,7 @@ def sharded_facts(
 
 
 def values_kept(module: nn.Module, full_params: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return fingerprints of `full_params` of which this rank's shard in `module` is equal."""
+    """Return fingerprints of `full_params` whose shard on this rank is unchanged in `module`."""
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     unchanged = {}
     for name, parameter in module.named_parameters():

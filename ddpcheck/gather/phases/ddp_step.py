@@ -101,7 +101,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
 
 
 def _rounding_noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
-    """Return RMS rounding errors of gradients; empty if wrapper and local step agree."""
+    """Return RMS rounding errors of gradients; empty without mixed precision or tensor parallelism."""
     noise = {} if precision is None else _rounding_errors(step, precision)
     if rank_state().training_model.replica.splits_model:  # tensor parallelism sums in another order
         exactly = _rounding_errors(step, torch.float64)
@@ -162,7 +162,8 @@ def _sharded_step(
 ) -> ShardedStep:
     """Compare the optimizer step with steps on copies of the full and sharded parameters.
 
-    `whole`: full parameters before the step, gradients, parameters after it. `shard`: the first two, of local shards.
+    `whole`: full parameters before the step, gradients, parameters after the step. `shard`: parameters before the step
+    and gradients of local shards.
     """
     state = rank_state()
     model = state.training_model

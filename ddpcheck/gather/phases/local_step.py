@@ -41,7 +41,7 @@ from ddpcheck.worlds.compilation import is_asked_for
 
 
 def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
-    """Capture the module state before the wrapper's forward; rank 0 saves the state.
+    """Capture the module state before the wrapper's forward; rank 0 writes `file`.
 
     If the model is large, each rank keeps its state in a file: in `file` if `shared`, else in a file of its own.
     """

@@ -169,7 +169,7 @@ class Terms:
         )
 
     def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
-        """Return per term the weights of shards in the ranks' average; None if unexplained."""
+        """Return per term the shard weights that fit the ranks' average, or None."""
         flat = [_scaled(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
         weights, residual = fit(_scaled(averaged, self.scale), flat)
         count = len(self.parts[0])
@@ -178,14 +178,14 @@ class Terms:
         return [tuple(weights[start : start + count]) for start in range(0, len(weights), count)]
 
     def error(self, number: int, weights: Sequence[float]) -> float:
-        """Return a term's distance from its weighted shards, relative to the total gradient."""
+        """Return the norm of a term minus weighted shards, relative to the total."""
         residual = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
         total = _scaled_norm(self.total, self.scale)
         return _scaled_norm(residual, self.scale) / total if total else 0.0
 
 
 def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
-    """Analyse each loss term on the global batch and on its shards."""
+    """Measure gradients, normalization and sample coupling of each loss term."""
     data = run.single_process.step
     size = sum(gradient.numel() for gradient in data.gradients.values())
     most = min(_MOST_TERMS, MOST_ELEMENTS // ((len(shards) + 1) * max(size, 1)))

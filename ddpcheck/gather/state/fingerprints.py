@@ -66,7 +66,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the storage has all elements; reading freed storage crashes."""
+    """Return True if the storage has all elements of `tensor`; reading freed storage crashes."""
     if tensor.is_meta:
         return False
     if type(tensor) not in PLAIN:
@@ -157,7 +157,7 @@ def stack_rows(small: Mapping[str, torch.Tensor]) -> list[Rows]:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor can be batched; hot path with few checks."""
+    """Return True if `tensor` is dense, readable and at most 64 KiB: hot path."""
     if type(tensor) not in PLAIN or _storage_kind(tensor) not in _READABLE or tensor.is_neg():
         return False
     size = tensor.nbytes

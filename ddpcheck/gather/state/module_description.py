@@ -259,5 +259,5 @@ def class_name(module: nn.Module) -> str:
 
 
 def _options(module: nn.Module) -> str:
-    """Return `extra_repr` of a torch layer; not of user classes: it may contain ranks."""
+    """Return `extra_repr` of a torch layer; '' for user classes, which may print ranks."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""

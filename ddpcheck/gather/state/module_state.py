@@ -279,7 +279,7 @@ class ExternalState:
         self._ignore = frozenset(ignore)
 
     def capture(self) -> Restore:
-        """Return a function that restores the current state; may be called repeatedly."""
+        """Return a function that restores the current state any number of times."""
         visited = set(self._ignore)
         steps = [step for root in self._roots for step in _restorers_of(root, reachable.unbindable, 0, visited)]
 

@@ -137,7 +137,7 @@ _MOST_DRAWS = 10_000
 
 
 class QuietRandomness(TorchDispatchMode):
-    """Replace results of torch's random operations by constants while active.
+    """Mode that replaces results of torch's random operations by constants.
 
     A sharded run and a run of the global batch cannot draw the same numbers for a sample. With constants (dropout keeps
     everything) both compute the same deterministic function, in forward, backward and checkpoint recomputation. Scalars
@@ -208,7 +208,7 @@ _QUIET: dict[str, Callable[[Any, Kwargs], Any]] = {
 
 
 def _rrelu_without_noise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Randomized leaky ReLU with the midpoint of its range as slope."""
+    """Compute randomized leaky ReLU with the midpoint of its range as slope."""
     kwargs = _arguments_by_name(func, args, kwargs)
     value, noise = kwargs["self"], kwargs["noise"]
     slope = (kwargs["lower"] + kwargs["upper"]) / 2

@@ -34,7 +34,7 @@ class Variable(NamedTuple):
 
 
 def unbindable(_value: Any) -> None:
-    """Do nothing: for variables that cannot be rebound."""
+    """Do nothing, as `bind` of a variable that cannot be rebound."""
 
 
 def function_variables(function: FunctionType) -> Iterator[Variable]:

@@ -185,7 +185,7 @@ def _lacks_rows(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> boo
 
 
 def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
-    """Return the axes along which `whole` is larger than `part` by one factor."""
+    """Return the axes along which `whole` is larger than `part` by the same factor."""
     if whole.dim() != part.dim() or any(full < size for full, size in zip(whole.shape, part.shape, strict=True)):
         return []
     grown = [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]
@@ -273,8 +273,8 @@ Changes = dict[int, tuple[torch.Tensor, torch.Tensor]]
 def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, large: bool) -> Changes:
     """Return factors that change only the part's rows of the first activations.
 
-    `large` factors negate and enlarge, to change choices as well: the expert of a sample, or the samples with the
-    largest losses.
+    `large` factors negate and enlarge, so that discrete choices change too, such as the expert of a sample or the
+    samples with the largest losses.
     """
     changes = {}
     generator = torch.Generator().manual_seed(0)

@@ -53,7 +53,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
         self._count = 0
 
     def begin(self) -> None:
-        """Start recording; call `follow_compiler` for each of `MODULES` imported later."""
+        """Start recording; callers pass each of `MODULES` imported later to `follow_compiler`."""
         _open_recorders.add(self)
         for module in filter(None, map(sys.modules.get, MODULES)):
             follow_compiler(module)
