@@ -52,29 +52,29 @@ def _with_items(nest: Any, items: list[Any]) -> Any:
         clone = copy.copy(nest)
         clone[:] = items
         return clone
-    made = tuple.__new__(kind, items)
+    new_tuple = tuple.__new__(kind, items)
     if hasattr(nest, "__dict__"):
-        made.__dict__.update(nest.__dict__)
-    return made
+        new_tuple.__dict__.update(nest.__dict__)
+    return new_tuple
 
 
 def tree_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
     """Yield the leaves of `nest` in order; unreadable containers count as leaves."""
-    inside: Any = None
+    items: Any = None
     if is_leaf(nest):
         pass
     elif isinstance(nest, list | tuple):
-        inside = list(nest)
+        items = list(nest)
     elif isinstance(nest, Mapping) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):
         try:
             fields = nest if isinstance(nest, Mapping) else [field.name for field in dataclasses.fields(nest)]
-            inside = [nest[key] if isinstance(nest, Mapping) else getattr(nest, key) for key in fields]
+            items = [nest[key] if isinstance(nest, Mapping) else getattr(nest, key) for key in fields]
         except Exception:  # user-defined mapping
             pass
-    if inside is None:
+    if items is None:
         yield nest
     else:
-        for item in inside:
+        for item in items:
             yield from tree_leaves(item, is_leaf=is_leaf)
 
 
@@ -85,18 +85,18 @@ def tree_tensors(nest: Any) -> Iterator[torch.Tensor]:
 
 def named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in `nest` in order, with their access expressions ("batch['mask']")."""
-    inside: list[tuple[str, Any]] = []
+    items: list[tuple[str, Any]] = []
     if isinstance(nest, torch.Tensor):
         yield path, nest
     elif isinstance(nest, Mapping):
-        inside = [(f"{path}[{key!r}]", nest[key]) for key in nest]
+        items = [(f"{path}[{key!r}]", nest[key]) for key in nest]
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        inside = [(f"{path}.{key}", getattr(nest, key)) for key in nest._fields]
+        items = [(f"{path}.{key}", getattr(nest, key)) for key in nest._fields]
     elif isinstance(nest, list | tuple):
-        inside = [(f"{path}[{index}]", item) for index, item in enumerate(nest)]
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(nest)]
     elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        inside = [(f"{path}.{item.name}", getattr(nest, item.name)) for item in dataclasses.fields(nest)]
-    for name, item in inside:
+        items = [(f"{path}.{item.name}", getattr(nest, item.name)) for item in dataclasses.fields(nest)]
+    for name, item in items:
         yield from named_tensors(item, name)
 
 

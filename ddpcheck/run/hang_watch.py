@@ -43,11 +43,11 @@ from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import processor_seconds
 
 _INTERVAL = 0.5  # seconds between two polls
-_FOR_STACKS = 1.0  # seconds to wait for stack dumps
+_STACK_TIMEOUT = 1.0  # seconds to wait for stack dumps
 _GRACE = 3.0  # seconds for a rank to exit after SIGTERM
 _LOCKED = 5.0  # seconds without a context switch after which a process that waits for a lock is deadlocked
-_MISMATCH = 5.0  # seconds without progress after which ranks count as hung, if collectives mismatch
-_FOR_NODES = 1.0  # seconds for other nodes to receive the order to end their ranks
+_MISMATCH_TIMEOUT = 5.0  # seconds without progress after which ranks count as hung, if collectives mismatch
+_NODE_DELAY = 1.0  # seconds for other nodes to receive the order to end their ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class HangWatch:
         with self._ending:
             self._stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_FOR_STACKS + 2 * _INTERVAL)
+            self._thread.join(_STACK_TIMEOUT + 2 * _INTERVAL)
 
     def _poll(self) -> None:
         seen: dict[str, bytes] = {}
@@ -138,7 +138,7 @@ class HangWatch:
                 ):
                     since, before, is_stuck = now, live_ranks.used(ranks), False
                 elif now - since >= self._timeout or (
-                    now - since >= _MISMATCH
+                    now - since >= _MISMATCH_TIMEOUT
                     and are_all_here
                     and judge_collectives(comparable_logs(read_logs(self._folder)), ranks)
                 ):
@@ -234,7 +234,7 @@ class HangWatch:
         if not self._nodes.must_end():
             return False
         if self._nodes.number == 0:  # ending rank 0 first would make the other nodes fail
-            self._stopped.wait(_FOR_NODES)
+            self._stopped.wait(_NODE_DELAY)
         self.hang = self._stuck or Hang(0.0, {})
         return True
 

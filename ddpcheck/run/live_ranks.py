@@ -22,9 +22,9 @@ from ddpcheck.stream.rank_log import rank_processes, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
 from ddpcheck.worlds.starting import ask_for_stacks
 
-_SHARE = 0.02  # fraction of a core that a waiting rank may use
-_FOR_STACKS = 1.0  # seconds to wait for stack dumps
-_QUIET = 0.05  # seconds without new output after which a stack dump is complete
+_IDLE_SHARE = 0.02  # fraction of a core that a waiting rank may use
+_STACK_TIMEOUT = 1.0  # seconds to wait for stack dumps
+_DUMP_PAUSE = 0.05  # seconds without new output after which a stack dump is complete
 _LOCAL_SOCKET = "__skb_wait_for_more_packets"  # kernel function in which a torch thread of each worker waits
 _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 
@@ -112,7 +112,7 @@ class LiveRanks:
             for pid in asked_pids.values():  # without a handler the signal would kill the process
                 os.kill(pid, STACK_SIGNAL)
 
-        ask_for_stacks([files[rank] for rank in asked_pids], send_signal, _FOR_STACKS, _QUIET)
+        ask_for_stacks([files[rank] for rank in asked_pids], send_signal, _STACK_TIMEOUT, _DUMP_PAUSE)
         stacks = {rank: read_file(files[rank]).decode("utf-8", "replace") for rank in asked_pids}
         return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
 
@@ -144,7 +144,7 @@ def used(ranks: dict[int, int]) -> dict[int, Used]:
 
 def is_idle(before: float, now: float | None, seconds: float) -> bool:
     """Return True if processor time barely grew in `seconds`; False if `now` is None."""
-    return now is not None and now - before <= 0.1 + _SHARE * seconds
+    return now is not None and now - before <= 0.1 + _IDLE_SHARE * seconds
 
 
 def _catches_signal(pid: int) -> bool:
@@ -156,14 +156,14 @@ def gloo_wants_gil(pid: int) -> bool:
     """Return True if a gloo thread waits for the GIL, waking every 5 ms."""
     threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read_proc(f"{pid}/task/{thread}/comm") == _GLOO]
     before = [switches(f"{pid}/task/{thread}") for thread in threads]
-    time.sleep(_FOR_GIL)
+    time.sleep(_GIL_SECONDS)
     after = [switches(f"{pid}/task/{thread}") for thread in threads]
-    return any(late - early >= _LOOKS_FOR_GIL for early, late in zip(before, after, strict=True))
+    return any(late - early >= _GIL_WAKEUPS for early, late in zip(before, after, strict=True))
 
 
 _GLOO = "pt_gloo_runloop"  # name of the threads of gloo
-_FOR_GIL = 0.5  # seconds to count wakeups of a thread, up to 100 if it waits for the GIL
-_LOOKS_FOR_GIL = 10
+_GIL_SECONDS = 0.5  # seconds to count wakeups of a thread, up to 100 if it waits for the GIL
+_GIL_WAKEUPS = 10
 
 
 def switches(task: str) -> int:

@@ -28,7 +28,7 @@ from ddpcheck.worlds.starting import wait_until
 
 WAIT = 30.0  # seconds that a node waits for a silent node
 _WHEN_INTERRUPTED = 5.0  # seconds instead of `WAIT` after a signal: a scheduler soon sends SIGKILL
-_FRESH = 5.0  # seconds after which the state of a node is stale
+_STALE_AFTER = 5.0  # seconds after which the state of a node is stale
 _FAREWELL = 3.0  # seconds for the other nodes to read the exit code
 _INTERVAL = 0.25  # seconds between two updates
 _BUSY = 0.02  # seconds between two updates during a transfer
@@ -81,7 +81,7 @@ class _Node:
 
     @property
     def is_recent(self) -> bool:
-        return self.state is not None and not self.state.has_left and time.monotonic() - self.heard_at < _FRESH
+        return self.state is not None and not self.state.has_left and time.monotonic() - self.heard_at < _STALE_AFTER
 
 
 class NodeLink:
@@ -179,7 +179,7 @@ class NodeLink:
         self._parts, self._is_sending = chain(file_parts(self._folder), [NodeEnd(ending)]), True
         while not self._is_gone and self._first.exit_code is None:
             now = time.monotonic()
-            wait = WAIT if self._is_linked else _FRESH  # the first node may be under torchrun itself
+            wait = WAIT if self._is_linked else _STALE_AFTER  # the first node may be under torchrun itself
             if now - (self._first_at if self._first.collects else max(since, self._part_taken_at)) > wait:
                 break
             time.sleep(_BUSY)
@@ -208,7 +208,7 @@ class NodeLink:
                 return False
             quiet = time.monotonic() - node.heard_at
             is_gone = node.is_done or node.state.has_left or quiet > WAIT
-            if not is_gone and quiet > _FRESH:
+            if not is_gone and quiet > _STALE_AFTER:
                 return False
             standings.add("ended" if is_gone else node.state.standing)
             ranks |= {*node.state.ranks}

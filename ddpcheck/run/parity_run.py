@@ -30,10 +30,10 @@ VARIABLE = "DDPCHECK_PARITY"
 """Environment variable, "1" in the single process, so that a script can skip what must not happen twice."""
 
 INTERRUPTED = "it was interrupted"
-_TIMES = 3  # time limit of the single process, in multiples of world size x duration of the run on ranks
+_LIMIT_FACTOR = 3  # time limit of the single process, in multiples of world size x duration of the run on ranks
 _MOST_OUTPUT = 1 << 16  # characters of output kept, from its end
-_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|OutOfMemory")
-_MEMORY = (
+_MEMORY_ERROR = re.compile(r"out of memory|can't allocate memory|MemoryError|OutOfMemory")
+_MEMORY_HINT = (
     "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
 )
 
@@ -88,7 +88,7 @@ class ParityRuns:
     def begin(self, ranks: Sequence[RankTrace]) -> str:
         """Set the time limit of the single process; return a message announcing it."""
         elapsed = time.time() - self._start_time
-        self._limit = max(self._args.check_timeout, _TIMES * len(ranks) * elapsed)
+        self._limit = max(self._args.check_timeout, _LIMIT_FACTOR * len(ranks) * elapsed)
         sizes = [
             max((math.ceil(entry.rows / max(1, entry.batches)) for entry in entries_of(rank, PassTaken)), default=0)
             for rank in ranks
@@ -175,10 +175,10 @@ def _why_ended(ending: Ending, logs: Sequence[RankTrace], output: str, limit: fl
         return f"it {reason} {ending.hang.seconds:.0f} s, and was stopped{where}"
     if signum := _signal_of(ending):
         where = _first_line(rank.stack for rank in logs)  # faulthandler writes stacks at SIGSEGV etc.
-        return f"it was ended by signal {signum}{where}{_MEMORY if signum == signal.SIGKILL else ''}"
+        return f"it was ended by signal {signum}{where}{_MEMORY_HINT if signum == signal.SIGKILL else ''}"
     if ending.exit_code:
         message = f"it ended with exit code {ending.exit_code}: {_last_message(logs, output)}".rstrip(": ")
-        return message + (_MEMORY if _OF_MEMORY.search(message) else "")
+        return message + (_MEMORY_HINT if _MEMORY_ERROR.search(message) else "")
     if errors := [entry for rank in logs for entry in entries_of(rank, WatchingFailed)]:
         return f"{errors[0].recorder} of ddpcheck has failed in it: {errors[0].why}"
     return ""

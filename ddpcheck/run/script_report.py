@@ -298,14 +298,14 @@ def _collectives_verdict(
     return status_of(Verdict((), passed, lacking), explained, kept)
 
 
-_BETWEEN = 3.0  # seconds between two looks at the ranks of an active run
+_INTERVAL = 3.0  # seconds between two looks at the ranks of an active run
 
 
 def report_on_run(folder: Path, settings: Settings) -> Report:
     """Report on an active run after about 4 s; raise `UsageError` without live rank."""
     processes = LiveRanks(folder)
     before, since, progress = used(processes.live_pids()[0]), time.monotonic(), processes.progress()
-    time.sleep(_BETWEEN)
+    time.sleep(_INTERVAL)
     ranks, are_all_here = processes.live_pids()
     if not ranks:
         raise UsageError(f"no live rank has a log in {folder}: is it the folder of a `ddpcheck run`?")

@@ -19,14 +19,14 @@ from ddpcheck.stream.entries import KINDS, Sketch
 
 _LENGTH = struct.Struct("<I")
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1  # int range of msgpack; a fingerprint may be as large as the maximum
-_EXACTLY: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+_CONVERTERS: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def _to_plain(value: Any) -> Any:
     """Convert a `Sketch`, numpy number, or subclass of str, int or float to Python."""
     if isinstance(value, Sketch):
         return value.tobytes()
-    convert = next((function for kind, function in _EXACTLY.items() if isinstance(value, kind)), None)
+    convert = next((function for kind, function in _CONVERTERS.items() if isinstance(value, kind)), None)
     return value.item() if convert is None else convert(value)
 
 

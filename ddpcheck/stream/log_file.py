@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.files import read_file
 from ddpcheck.stream.entries import GroupUsed
 
-_HIGH = (4032, 960, 192)  # minimum descriptor numbers, tried in order because of the process limit
+_HIGH_DESCRIPTORS = (4032, 960, 192)  # minimum descriptor numbers, tried in order because of the process limit
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
@@ -91,7 +91,7 @@ def _file_identity(number: int) -> tuple[int, int] | None:
 
 
 def _under_high_number(number: int) -> int:
-    for minimum in _HIGH:
+    for minimum in _HIGH_DESCRIPTORS:
         with contextlib.suppress(OSError):  # the limit is lower, or all higher descriptors are in use
             new_number = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, minimum)
             os.close(number)

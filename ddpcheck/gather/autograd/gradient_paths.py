@@ -154,12 +154,12 @@ class PathRecorder(TensorRecorder):
 
     def _follow_parameter(self, _kind: Any, data: Any = None, *_args: Any, **_kwargs: Any) -> _CallbackOfPatch:
         """Follow values through `nn.Parameter(tensor)`, unseen by autograd and by a `TorchFunctionMode`."""
-        made = yield
+        parameter = yield
         cuts = self._cuts_of(data) if isinstance(data, torch.Tensor) else {}
-        if cuts and made is not data:
+        if cuts and parameter is not data:
             use = self._path_end("nn.Parameter()")
             paths, cut = self._extend_paths([data], cuts, use), self._path_end("nn.Parameter(), a new leaf")
-            self._set_cuts([made], cuts, paths, cut)
+            self._set_cuts([parameter], cuts, paths, cut)
 
     def _follow_normal(self, *args: Any, **kwargs: Any) -> _CallbackOfPatch:
         """Follow values through `torch.normal` (used by `torch.distributions`), which no `TorchFunctionMode` sees."""

@@ -22,7 +22,7 @@ from ddpcheck.gather.autograd.autograd_graph import LossGraph, line_of
 from ddpcheck.gather.steps.training_step import run_backward
 
 _MOST_NODES = 2000
-_OFF_BY_FACTOR = frozenset({"Mul", "Div"})  # linear if only one input requires grad
+_PRODUCTS = frozenset({"Mul", "Div"})  # linear if only one input requires grad
 _LINEAR = frozenset(
     {
         *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "Where", "Clone", "ToCopy", "Alias"),
@@ -56,7 +56,7 @@ def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]
         inputs = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
         kind = re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])  # "AddBackward0" is "Add"
         visited += 1
-        if visited < _MOST_NODES and inputs and (kind in _LINEAR or (kind in _OFF_BY_FACTOR and len(inputs) == 1)):
+        if visited < _MOST_NODES and inputs and (kind in _LINEAR or (kind in _PRODUCTS and len(inputs) == 1)):
             pending.extend((node, i, child, part) for i, child in reversed(inputs))
         else:
             edges.append(Edge(parent, index, kind, line_of(node), part))

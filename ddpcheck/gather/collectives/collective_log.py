@@ -361,7 +361,7 @@ def _describe_call(name: str, kwargs: Mapping[str, Any], *, backward: bool) -> C
 
 
 _guarded_describe, _guarded_record_group = guarded(_describe_call, _calls), guarded(record_group, _calls)
-_JOIN, _OF_DDP = "torch.distributed.algorithms.join", "torch.nn.parallel.distributed"
+_JOIN_MODULE, _DDP_MODULE = "torch.distributed.algorithms.join", "torch.nn.parallel.distributed"
 _MOST_FRAMES_OF_JOIN = 8
 
 
@@ -370,8 +370,8 @@ def _place_in_join(frame: FrameType | None) -> str:
     modules = []
     for caller in itertools.islice(frames_from(frame), _MOST_FRAMES_OF_JOIN):
         module = caller.f_globals.get("__name__", "")
-        if module == _JOIN and caller.f_code.co_name == "__exit__":
+        if module == _JOIN_MODULE and caller.f_code.co_name == "__exit__":
             return JOINED
         if not module.startswith("ddpcheck."):
             modules.append(module)
-    return JOINING if modules and modules[0] in (_JOIN, _OF_DDP) else ""
+    return JOINING if modules and modules[0] in (_JOIN_MODULE, _DDP_MODULE) else ""

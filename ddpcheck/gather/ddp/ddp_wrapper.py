@@ -28,7 +28,7 @@ _ATTRIBUTES = (
     *("find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view"),
     *("require_forward_param_sync", "skip_all_reduce_unused_params"),
 )
-_FOR_EVER = 86400.0  # seconds; the parent process enforces the timeout
+_ONE_DAY = 86400.0  # seconds; the parent process enforces the timeout
 
 
 def live_wrappers() -> list[nn.parallel.DistributedDataParallel]:
@@ -141,7 +141,7 @@ def compare_options(local_options: dict[str, str]) -> None:
     if dist.get_world_size() == 1 or is_custom or not local_options:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
-    exchange = StoreExchange.next_exchange(None, "wrapper", _FOR_EVER)
+    exchange = StoreExchange.next_exchange(None, "wrapper", _ONE_DAY)
     all_options = exchange.all_gather("detail", local_options)
     this_rank.set_collective("")
     mismatches = {name for options in all_options for name in options if options.get(name) != all_options[0].get(name)}
@@ -178,8 +178,8 @@ _EXACT_HOOKS = (  # exact unless compressing; from torch.distributed.algorithms.
     *("allreduce_hook", "noop_hook", "post_localSGD_hook", "powerSGD_hook", "batched_powerSGD_hook"),
 )
 _QUANTIZES = "quantization"
-_LOST_ON_PURPOSE = 0.1
-_LOST_FOR_A_TIME = 1e6  # error feedback adds what a step lost to the next gradients, however small these are
+_APPROXIMATION_ERROR = 0.1
+_FEEDBACK_ERROR = 1e6  # error feedback adds what a step lost to the next gradients, however small these are
 
 
 def hook_loss(wrapper: nn.Module | None) -> float:
@@ -194,9 +194,9 @@ def hook_loss(wrapper: nn.Module | None) -> float:
         start_iter = getattr(state, "start_powerSGD_iter", None)
         warms_up = start_iter is not None and getattr(state, "iter", 0) <= start_iter
         if getattr(state, "use_error_feedback", False) and not warms_up:
-            errors.append(_LOST_FOR_A_TIME)
+            errors.append(_FEEDBACK_ERROR)
         elif _QUANTIZES in f"{module}.{name}" or (start_iter is not None and not warms_up):
-            errors.append(_LOST_ON_PURPOSE)
+            errors.append(_APPROXIMATION_ERROR)
         elif name not in _EXACT_HOOKS:
             errors.append(eps_of(torch.bfloat16))
     return max(errors)

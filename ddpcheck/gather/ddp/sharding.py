@@ -29,8 +29,8 @@ from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, local_par
 from ddpcheck.gather.state.module_state import non_persistent_buffers, sharding_classes
 from ddpcheck.gather.steps.gradient_distance import eps_of, norms
 
-_SYNCHRONISING = ("set_requires_gradient_sync", "set_requires_all_reduce")
-_FOR_UNUSED = "set_reduce_scatter_unused_params"
+_SYNC_SETTINGS = ("set_requires_gradient_sync", "set_requires_all_reduce")
+_UNUSED_SETTING = "set_reduce_scatter_unused_params"
 SCALING = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms")
 """Methods of `FSDPModule` that decide what a reduction divides by."""
 
@@ -47,7 +47,7 @@ def sharded_facts(
 
     `values_built` has fingerprints by name of parameters whose shard still has the values built on this rank.
     """
-    unused = [event.synchronises for event in settings if event.kind == _FOR_UNUSED]
+    unused = [event.synchronises for event in settings if event.kind == _UNUSED_SETTING]
     is_set = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
     return ShardedFacts(
         is_ddp=False,
@@ -172,7 +172,7 @@ def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable
         value = next((arg for key, arg in kwargs.items() if key == name.removeprefix("set_")), value)
         sink(LoopEvent(name, str(location) if location else "", synchronises=bool(value)))
 
-    names = [name for name in (*_SYNCHRONISING, _FOR_UNUSED, *more) if hasattr(fsdp, name)]
+    names = [name for name in (*_SYNC_SETTINGS, _UNUSED_SETTING, *more) if hasattr(fsdp, name)]
     return [patched(fsdp, name, functools.partial(record_call, name)) for name in names]
 
 

@@ -41,7 +41,7 @@ from ddpcheck.recipe.pytree import to_device, tree_tensors
 from ddpcheck.worlds import rank as this_rank
 
 _FACTOR = 2.0  # power of two: linear operations scale exactly
-_NOT_ROUNDING = 1e3  # tolerance in units of machine eps
+_TOLERANCE_IN_EPS = 1e3  # tolerance in units of machine eps
 
 
 @replays_step
@@ -80,7 +80,7 @@ def _run_scaled(state: RankState, step: int, factor: float) -> tuple[training_st
     @passes_on
     def scaled_backward(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal node_names, feeds_others
-        arguments = {"grad_tensors": None, **kwargs, **dict(zip(_STARTS, args, strict=False))}
+        arguments = {"grad_tensors": None, **kwargs, **dict(zip(_ROOT_ARGUMENTS, args, strict=False))}
         roots, started = arguments["tensors"], arguments["grad_tensors"]
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         started = [started] if isinstance(started, torch.Tensor) else list(started or [None] * len(roots))
@@ -89,14 +89,14 @@ def _run_scaled(state: RankState, step: int, factor: float) -> tuple[training_st
         feeds_others |= any(id(leaf) not in param_ids for leaf in graph.leaves)
         del graph
         started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
-        return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
+        return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _ROOT_ARGUMENTS})
 
     with backward_through(scaled_backward):
         training_step.run_backward(state.run_loss(step, "repeating, ").total)
     return training_step.gradients_of(named_parameters(module)), node_names, feeds_others
 
 
-_STARTS = ("tensors", "grad_tensors")
+_ROOT_ARGUMENTS = ("tensors", "grad_tensors")
 
 
 def _differences(
@@ -105,7 +105,7 @@ def _differences(
     """Return the differences of `second / factor` from `first`."""
     differences = []
     for name, gradient in first.items():
-        repeated, tolerance = second.get(name), _NOT_ROUNDING * eps_of(gradient.dtype)
+        repeated, tolerance = second.get(name), _TOLERANCE_IN_EPS * eps_of(gradient.dtype)
         if repeated is not None and factor != 1.0:
             repeated = repeated / factor
         differences.append(difference(name, repeated, gradient, scale=norm(gradient), tolerance=tolerance))

@@ -196,7 +196,7 @@ def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
         like = {name: gradient.double() for name, gradient in like.items()}
     whole = [filled(gradients, like) for gradients in run.gradients(batch, paired)]
     by_shard = [[filled(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
-    parts = [[of_shard[index] for of_shard in by_shard] for index in range(len(whole))]
+    parts = [[shard_gradients[index] for shard_gradients in by_shard] for index in range(len(whole))]
     results = Terms([], whole, parts, {name: data.scale.get(name, 0.0) for name in like})
     for index, gradients in enumerate(whole):
         weights, residual = fit(

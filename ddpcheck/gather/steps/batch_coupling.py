@@ -28,7 +28,7 @@ _SMALL_CHANGE = 1e-2  # relative
 _LARGE_CHANGE = -1e3  # factor: makes the losses of these samples the largest or smallest
 _GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}  # largest relative gradient change by rounding
 _MOST_ROWS = 16  # rows of a part searched in the whole batch
-_NOT_ROUNDING = 1e3  # tolerance in units of machine eps
+_TOLERANCE_IN_EPS = 1e3  # tolerance in units of machine eps
 _SCALED = 1e-3  # largest relative residual of tensors that differ by a factor
 
 
@@ -180,7 +180,7 @@ def _lacks_rows(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> boo
     axis = (axes_that_grow(whole, part) or [0])[0]
     all_rows, rows = (t.movedim(axis, 0).unsqueeze(-1).flatten(1).double() for t in (whole, part))
     scale = float(torch.linalg.vector_norm(all_rows, dim=1).max()) if len(all_rows) else 0.0
-    allowed = (rounding or _NOT_ROUNDING * float(torch.finfo(part.dtype).eps)) * scale
+    allowed = (rounding or _TOLERANCE_IN_EPS * float(torch.finfo(part.dtype).eps)) * scale
     return any(float(torch.linalg.vector_norm(all_rows - row, dim=1).min()) > allowed for row in rows[:_MOST_ROWS])
 
 

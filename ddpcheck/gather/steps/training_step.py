@@ -35,7 +35,7 @@ from ddpcheck.worlds.rank import set_status
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
 _MOST_BYTES = 1 << 28  # max bytes of a batch for sample fingerprints
-_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+_ROW_MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 
 Gradients = dict[str, torch.Tensor]
 
@@ -274,7 +274,7 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
         return ()
     total = torch.zeros(size, dtype=torch.int64)
     for tensor in tensors:
-        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.cpu())
+        total = (total ^ (total >> 29)) * _ROW_MULTIPLIER + row_fingerprints(tensor.cpu())
     return tuple(total.tolist())
 
 
