@@ -204,8 +204,6 @@ def equal_parts(batch: Any, parts: int) -> Any:
 
 
 def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
-    """Return the samples `start:stop` of a batch of `size` samples."""
-
     def are_words(value: Any) -> bool:
         return isinstance(value, list | tuple) and len(value) == size and all(isinstance(item, str) for item in value)
 

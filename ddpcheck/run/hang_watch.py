@@ -114,7 +114,6 @@ class HangWatch:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
         with self._ending:
             self._stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():

@@ -38,7 +38,6 @@ class Contribution(Struct):
 
     @property
     def events(self) -> tuple[LoopEvent, ...]:
-        """Return the events of this contribution."""
         no_sync = () if self.under is None else (LoopEvent("enter no_sync", self.under),)
         return (*no_sync, *filter(None, (self.forward, self.backward, self.ended_by)))
 

@@ -130,8 +130,7 @@ def in_compiled_backward() -> bool:
 def engine_answers(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> tuple[list[bool], RemovableHandle]:
     """Let a hook on `loss` ask the autograd engine which parameters backward will reach.
 
-    Returns a list with a boolean per parameter, and the handle of the hook. The list is empty until backward starts;
-    the hook fills the list before DDP starts a collective.
+    Returns a list and the hook's handle. The hook fills the list with booleans before DDP starts a collective.
     """
     reached: list[bool] = []
 
@@ -284,10 +283,7 @@ _SEARCH_DEPTH = 4
 
 
 def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) of attributes of `module` that are neither parameters nor buffers.
-
-    Searches lists, dicts and helper objects as well.
-    """
+    """Yield (path, tensor) in attributes, containers and helper objects, not parameters or buffers."""
     modules = list(module.named_modules())
     registered = {id(t) for t in (*module.parameters(), *module.buffers())} | {id(m) for _, m in modules}
     seen: set[int] = set()

@@ -401,8 +401,7 @@ class Explainer:
     ) -> Iterator[int]:
         """Yield suspects that affect the loss only through numpy, files or other code.
 
-        Perturbs all candidates together first, since usually none affects the loss; then each group with the same last
-        operation.
+        Perturbs all candidates together first, since usually none does, then those with the same last operation.
         """
         groups: dict[PathEnd, list[int]] = {}
         for index, end in ends.items():

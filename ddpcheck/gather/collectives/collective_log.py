@@ -59,7 +59,6 @@ _FUNCTIONAL_OPERATORS = (  # of torch.ops._c10d_functional
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Return the path of the log of `rank`."""
     return directory / f"collectives-{rank}.log"
 
 
@@ -249,15 +248,11 @@ def logged(
     name: str,
     original: Callable[..., Any],
     *,
-    matched: bool = True,
-    functional: bool = False,
-    parameters: tuple[str, ...] = (),
+    matched: bool = True,  # all ranks of the group have to call the function
+    functional: bool = False,  # a function of `_functional_collectives`, or an operator
+    parameters: tuple[str, ...] = (),  # argument names; default: from the signature
 ) -> Callable[..., Any]:
-    """Wrap `original`, function `name` of `torch.distributed`, to log each call.
-
-    `matched`: all ranks have to call the function. `functional`: from `_functional_collectives`, or an operator.
-    `parameters`: argument names; default: from the signature.
-    """
+    """Wrap `original`, function `name` of `torch.distributed`, to log each call."""
     import torch
 
     operation = name.removesuffix("_").removesuffix("_autograd") if functional else name

@@ -34,7 +34,6 @@ class Done(_Work):  # type: ignore[misc]
     is_success = is_completed
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future with the result."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future

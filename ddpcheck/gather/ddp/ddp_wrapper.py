@@ -246,7 +246,6 @@ def spelled_option(value: object) -> str:
 
 
 def optimizer_params(optimizer: Any) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

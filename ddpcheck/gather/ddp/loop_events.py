@@ -39,7 +39,6 @@ class LoopEventRecorder:
 
     @passes_on
     def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record and run a backward pass."""
         self.note("backward")
         location = self.events[-1].location  # '' for ddpcheck's own final backward
         if location and self._reaches_other_leaves(args[0] if args else kwargs.get("tensors")):

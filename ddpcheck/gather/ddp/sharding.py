@@ -130,10 +130,7 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torc
 
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return norms of optimizer state of shards: {"weight: exp_avg": 0.3, "weight: step": 5.0}.
-
-    Constant state, as at initialization, is omitted, except step counts.
-    """
+    """Return step counts and norms of non-constant optimizer state: {"weight: exp_avg": 0.3}."""
     states: dict[str, torch.Tensor] = {}
     for name, shard in shards.items():
         state, part = optimizer.state.get(shard), local_part(shard)

@@ -162,8 +162,7 @@ def _sharded_step(
 ) -> ShardedStep:
     """Compare the optimizer step with steps on copies of the full and sharded parameters.
 
-    `whole`: full parameters before the step, gradients, parameters after the step. `shard`: parameters before the step
-    and gradients of local shards.
+    `whole`: full parameters before the step, gradients, parameters after the step. `shard`: of shards, the first two.
     """
     state = rank_state()
     model = state.training_model

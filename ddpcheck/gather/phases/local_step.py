@@ -309,8 +309,7 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str, ...]] | str:
     """Repeat the local step with random numbers that match the global batch.
 
-    Returns the loss and the operations that drew random indices, or an error message if the step fails with such
-    numbers.
+    Returns the loss and the operations that drew random indices, or the error message of a failed step.
     """
     state = rank_state()
     data = state.step

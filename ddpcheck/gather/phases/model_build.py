@@ -295,8 +295,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrapper.SeenParameter], dict[str, Part]]]:
     """Compare options between ranks before a DDP constructor in the block communicates.
 
-    Yields dicts that the constructor call fills: options, parameters, and placements of `DTensor`s that DDP replaced by
-    local tensors.
+    Yields dicts that the constructor fills: options, parameters, placements of `DTensor`s that became local tensors.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}

@@ -168,7 +168,6 @@ class RankState:
         return file if shared or not self.rank else this_rank.current().directory / f"{file.name}.{self.rank}"
 
     def global_batch(self, step: int) -> Any:
-        """Build and return the global batch of a step."""
         return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
 
     def gradients(
@@ -188,7 +187,6 @@ class RankState:
 
 
 def rank_state() -> RankState:
-    """Return the state of this rank."""
     state: RankState = this_rank.state["check"]
     return state
 

@@ -134,10 +134,7 @@ class _DrawRecorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def random_choices(samples: int) -> Iterator[dict[str, None]]:
-    """Yield a dict for draws of permutations and indices: {"torch.randperm at train.py:3": None}.
-
-    Draws of a single index, or of one index per sample, are omitted.
-    """
+    """Yield a dict of drawn permutations and indices, not per sample: "torch.randperm at a.py:3"."""
     choices: dict[str, None] = {}
 
     def record(name: str, drawn: Any) -> None:

@@ -75,7 +75,6 @@ class SingleProcess:
     step: SingleStepData = field(init=False)
 
     def global_batch(self, step: int) -> Any:
-        """Build and return the global batch of a step."""
         return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
 
     def rewind(self, module: nn.Module) -> None:
@@ -84,7 +83,6 @@ class SingleProcess:
         self.step.restore_external()
 
     def gradients(self, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Loss]:
-        """Return gradients and loss of `module` on `batch`."""
         seed, phase = step_seed(self.seed, step), "single process, "
         return compute_gradients(self.recipe, module, batch, step=step, seed=seed, numbers=self.numbers, phase=phase)
 

@@ -69,7 +69,6 @@ def _global_names(code: CodeType) -> dict[str, None]:
 
 
 def is_user_function(function: FunctionType) -> bool:
-    """Return True if a function is defined in a user file."""
     return is_user_file(function.__code__.co_filename)
 
 

@@ -137,7 +137,6 @@ class TensorWriter:
         self._entries[name] = _Entry(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def get(self, name: str) -> torch.Tensor | None:
-        """Return the tensor written under `name`."""
         entry = self._entries.get(name)
         if entry is None:
             return self._small.get(name)

@@ -73,10 +73,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
     def note(
         self, code: CodeType, graphs: Iterable[Any], message: str, seconds: float, *, trains: bool, given_up: bool
     ) -> None:
-        """Record a compilation, with `message`, torch's recompile reason.
-
-        `trains`: True if grad is enabled; `given_up`: True if torch hit its recompile limit.
-        """
+        """Record a compilation; `message`: recompile reason, `trains`: grad enabled, `given_up`: limit hit."""
         self._count += 1
         if self._count > _MOST:
             return

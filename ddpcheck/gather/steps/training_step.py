@@ -208,7 +208,6 @@ def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tu
 
 
 def model_seed(seed: int) -> int:
-    """Return the seed for `model()`."""
     return mixed_seed(seed, _MODEL_SEED)
 
 
@@ -218,7 +217,6 @@ def step_seed(seed: int, step: int, rank: int = 0) -> int:
 
 
 def batch_seed(seed: int, step: int) -> int:
-    """Return the seed for `batch(step)`."""
     return mixed_seed(seed, _BATCH_SEED, step)
 
 
