@@ -147,7 +147,7 @@ def _has_custom_constructor(nest: Any) -> bool:
     return maker is not tuple and "_fields" not in vars(maker)
 
 
-def _cannot_split(leaf: Any) -> TargetError:
+def _split_error(leaf: Any) -> TargetError:
     return TargetError(
         f"batch: a {type(leaf).__name__} cannot be split over the ranks by dim 0; give the recipe a shard function"
     )
@@ -161,7 +161,7 @@ def batch_size(batch: Any) -> int:
     """Return the common size of dim 0; raise `TargetError` if there is none."""
     for leaf in tree_leaves(batch, is_leaf=_has_custom_constructor):
         if _has_custom_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
-            raise _cannot_split(leaf)
+            raise _split_error(leaf)
     sizes = sorted({int(leaf.shape[0]) for leaf in tree_leaves(batch) if _is_splittable(leaf)})
     if not sizes:
         raise TargetError("batch: no tensor has a dim 0 to split over the ranks; give the recipe a shard function")
@@ -213,6 +213,6 @@ def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
         try:
             return leaf[start:stop]
         except Exception as error:  # a sparse tensor
-            raise _cannot_split(leaf) from error
+            raise _split_error(leaf) from error
 
     return tree_map(take_samples, batch, is_leaf=are_words)

@@ -77,11 +77,11 @@ def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tu
             break
         if not words[index].startswith("-"):
             break
-        index += 2 if _takes_next(parser, words[index]) else 1
+        index += 2 if _takes_value(parser, words[index]) else 1
     return list(words[:index]), list(words[index:])
 
 
-def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
+def _takes_value(parser: argparse.ArgumentParser, word: str) -> bool:
     options = parser._option_string_actions
     if "=" in word or (word not in options and word[:2] in options):  # as in -r3
         return False

@@ -104,7 +104,7 @@ def _failure_facts(
             for number, dump in stacks.items()
             for call in collectives_of_threads(dump)
         ],
-        find_positions=partial(_positions, ranks, ending if failed else Ending(), source),
+        find_positions=partial(_ending_facts, ranks, ending if failed else Ending(), source),
         constructing=[number for number, rank in enumerate(ranks) if rank.constructs],
         known=known,
         begun=[entry for entry in first.entries if isinstance(entry, WrapperBegun)],
@@ -134,8 +134,8 @@ def _with_run_options(finding: Finding) -> Finding:
     return finding if advice == finding.what_to_do else replace(finding, fix=advice)
 
 
-def _positions(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource) -> EndingFacts:
-    """Return `ranks_at_end` when the job stopped, and code blocks around their lines."""
+def _ending_facts(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource) -> EndingFacts:
+    """Return `ranks_at_end`, and the code blocks around the lines of the ranks."""
     at_end = ranks_at_end(ranks, ending, source)
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}

@@ -65,7 +65,7 @@ class NodeEnd(msgspec.Struct, frozen=True, tag=True):
 
 
 @dataclass
-class _Node:
+class _OtherNode:
     folder: Path
     state: NodeState | None = None
     ending: bytes | None = None
@@ -105,7 +105,7 @@ class NodeLink:
         self._state = NodeState()
         self._first = FirstState()
         self._first_at = time.monotonic()
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[int, _OtherNode] = {}
         self._parts: Iterator[FilePart | NodeEnd] = iter(())
         self._is_sending = self._has_sent = False
         self._parts_put = self._parts_taken = 0
@@ -123,7 +123,7 @@ class NodeLink:
         with contextlib.suppress(AttributeError, RuntimeError):  # an etcd or file store, or no more threads
             host, port = meeting.address
             if number == 0:
-                self._nodes = {index: _Node(self._folder / f"node{index}") for index in range(1, size)}
+                self._nodes = {index: _OtherNode(self._folder / f"node{index}") for index in range(1, size)}
             for node in self._nodes.values():
                 shutil.rmtree(node.folder, ignore_errors=True)  # from an earlier start
             arguments = (self._stopped, meeting, host, port)
@@ -262,7 +262,7 @@ class NodeLink:
                     if node.state is None or state.beat != node.state.beat:
                         node.state, node.heard_at = state, time.monotonic()
 
-    def _take_parts(self, store: LauncherStore, number: int, node: _Node) -> None:
+    def _take_parts(self, store: LauncherStore, number: int, node: _OtherNode) -> None:
         for _ in range(_MOST_PENDING):
             if node.is_done or not store.has(name := f"part/{number}/{node.parts}"):
                 return

@@ -38,7 +38,7 @@ class LogFile:
     def hold(self) -> int:
         """Return the descriptor; reopen the file if the script has closed it."""
         if self._file_identity is None or _file_identity(self._number) != self._file_identity:
-            number = _under_high_number(os.open(self._path, _FLAGS))
+            number = _move_descriptor_up(os.open(self._path, _FLAGS))
             identity = _file_identity(number)
             if self._file_identity not in (None, identity):
                 os.close(number)
@@ -90,7 +90,7 @@ def _file_identity(number: int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _under_high_number(number: int) -> int:
+def _move_descriptor_up(number: int) -> int:
     for minimum in _HIGH_DESCRIPTORS:
         with contextlib.suppress(OSError):  # the limit is lower, or all higher descriptors are in use
             new_number = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, minimum)

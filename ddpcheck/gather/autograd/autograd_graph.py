@@ -303,18 +303,18 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
                     seen.add(id(tensor))
                     yield f"{name}.{inner}", tensor
             for inner, submodule in value.named_modules():
-                yield from attributes(submodule, f"{name}.{inner}" if inner else name, depth + 1)
+                yield from search_attributes(submodule, f"{name}.{inner}" if inner else name, depth + 1)
         else:
             for suffix, item in contents(value):
                 yield from search(item, f"{name}{suffix}", depth + 1)
 
-    def attributes(holder: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def search_attributes(holder: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         for key, item in list(vars(holder).items()):
             if key not in MODULE_INTERNALS:
                 yield from search(item, f"{prefix}.{key}" if prefix else key, depth)
 
     for prefix, submodule in modules:
-        yield from attributes(submodule, prefix, 0)
+        yield from search_attributes(submodule, prefix, 0)
 
 
 _MOST_ITEMS = 1000  # per container; skips the rest of e.g. a vocabulary

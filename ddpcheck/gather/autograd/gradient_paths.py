@@ -204,6 +204,7 @@ class PathRecorder(TensorRecorder):
         return result
 
     def _cuts_of(self, tensor: torch.Tensor) -> _Cuts:
+        """Return for each suspect that `tensor` depends on where autograd lost the connection."""
         cuts: _Cuts = {}
         entry = self._known.get(tensor)
         if entry is not None:

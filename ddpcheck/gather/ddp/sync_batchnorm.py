@@ -87,9 +87,9 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
         return _forward_on_cpu(self, inputs)
 
     @passes_on
-    def handle(self: Any, module: nn.Module) -> None:
+    def check(self: Any, module: nn.Module) -> None:
         if self.device_type != "cpu" and original_refuse is not None:
             original_refuse(self, module)
 
-    with mock.patch.object(nn.SyncBatchNorm, "forward", forward), mock.patch.object(ddp, refuse, handle, create=True):
+    with mock.patch.object(nn.SyncBatchNorm, "forward", forward), mock.patch.object(ddp, refuse, check, create=True):
         yield used

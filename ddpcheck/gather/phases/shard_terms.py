@@ -170,8 +170,8 @@ class Terms:
 
     def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
         """Return per term the shard weights that fit the ranks' average, or None."""
-        flat = [_scaled(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
-        weights, residual = fit(_scaled(averaged, self.scale), flat)
+        flat = [_divide_by_scale(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
+        weights, residual = fit(_divide_by_scale(averaged, self.scale), flat)
         count = len(self.parts[0])
         if residual > _SAME:
             return None
@@ -200,7 +200,7 @@ def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
     results = Terms([], whole, parts, {name: data.scale.get(name, 0.0) for name in like})
     for index, gradients in enumerate(whole):
         weights, residual = fit(
-            _scaled(gradients, results.scale), [_scaled(part, results.scale) for part in parts[index]]
+            _divide_by_scale(gradients, results.scale), [_divide_by_scale(part, results.scale) for part in parts[index]]
         )
         ends = paired.sort(edges[0])[index] if len(paired) else []
         count, counts = _matching_count(shards, weights, precision=min(max(_MOST_PRECISE, 100 * residual), _SAME))
@@ -232,12 +232,12 @@ def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
     return results
 
 
-def _scaled(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
+def _divide_by_scale(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
     return {name: gradient / scale[name] for name, gradient in gradients.items() if scale[name]}
 
 
 def _scaled_norm(gradients: Gradients, scale: Mapping[str, float]) -> float:
-    return math.sqrt(sum(norm(gradient) ** 2 for gradient in _scaled(gradients, scale).values()))
+    return math.sqrt(sum(norm(gradient) ** 2 for gradient in _divide_by_scale(gradients, scale).values()))
 
 
 def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequence[Gradients]) -> list[bool]:

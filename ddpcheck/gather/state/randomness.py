@@ -175,7 +175,7 @@ def _arguments_by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return arguments | dict(zip(arguments, args, strict=False)) | kwargs
 
 
-def _constant(value: float) -> Callable[[Any, Kwargs], Any]:
+def _fill_with(value: float) -> Callable[[Any, Kwargs], Any]:
     return lambda drawn, _kwargs: drawn.fill_(value)
 
 
@@ -192,13 +192,13 @@ def _most_likely(drawn: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
 _UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` for drop rates up to 0.49
 _NORMAL = 0.5  # not 0, which would zero a product
 _QUIET: dict[str, Callable[[Any, Kwargs], Any]] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
-    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
+    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _fill_with(_UNIFORM)),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _fill_with(_NORMAL)),
     "binomial": lambda _drawn, kwargs: (kwargs["count"] * kwargs["prob"]).round(),  # the mean
-    **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
+    **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _fill_with(1.0)),
     **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
     "randint": lambda drawn, kwargs: drawn.fill_(kwargs.get("low", 0)),
-    **dict.fromkeys(("randint_like", "random_"), _constant(0)),
+    **dict.fromkeys(("randint_like", "random_"), _fill_with(0)),
     "randperm": lambda drawn, _kwargs: drawn.copy_(torch.arange(drawn.numel(), device=drawn.device)),
     "multinomial": _most_likely,
     "native_dropout": lambda drawn, kwargs: (kwargs["input"].clone(), torch.ones_like(drawn[1])),

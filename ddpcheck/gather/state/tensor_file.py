@@ -36,12 +36,12 @@ class _TensorRef:
     __slots__ = ("__weakref__", "_visible")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.hold(tensor)
+        self.refer_to(tensor)
 
     def __call__(self) -> Any:
         return self._visible and self._visible()
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def refer_to(self, tensor: torch.Tensor) -> None:
         self._visible: _VisibleRef | None = _VisibleRef(tensor)
         self._visible.holder = ref(self)
 
@@ -65,7 +65,7 @@ def _drop_refs_during_swap(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]
         yield
     finally:
         for holder, tensor in holders:
-            holder.hold(tensor)
+            holder.refer_to(tensor)
 
 
 def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:  # no weak reference may outlive this call
@@ -90,7 +90,7 @@ def is_large(module: nn.Module) -> bool:
     return sum(p.nbytes for p in parameters if p.layout == torch.strided and not p.is_nested) >= LARGE
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     start: int  # byte offset in the file
     elements: int
     dtype: torch.dtype
@@ -105,7 +105,7 @@ class TensorWriter:
         shutil.rmtree(path, ignore_errors=True)  # existing mappings stay valid
         path.mkdir()
         self._path, self._file = path, (path / _VALUES).open("w+b")
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _TensorEntry] = {}
         self._small: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> TensorWriter:
@@ -134,7 +134,7 @@ class TensorWriter:
                 f"the copies of a large model do not fit into {self._path.parent} ({error.strerror}); set TMPDIR to a "
                 "folder with more room, on a disk"
             ) from error
-        self._entries[name] = _Entry(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        self._entries[name] = _TensorEntry(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def get(self, name: str) -> torch.Tensor | None:
         entry = self._entries.get(name)
@@ -155,7 +155,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __init__(self, path: Path, *, keep: bool = False, device: torch.device | str = "cpu") -> None:
         self._small: dict[str, torch.Tensor]
         entries, self._small = torch.load(path / _INDEX, map_location=device, weights_only=True, mmap=True)
-        self._entries = {name: _Entry(*entry) for name, entry in entries.items()}
+        self._entries = {name: _TensorEntry(*entry) for name, entry in entries.items()}
         self._keep, self._last = keep, ""
         with (path / _VALUES).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self._entries else None
@@ -214,6 +214,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_plain(tensor) and has_memory(tensor)
 
 
-def _tensor_at(buffer: object, entry: _Entry) -> torch.Tensor:
+def _tensor_at(buffer: object, entry: _TensorEntry) -> torch.Tensor:
     flat: torch.Tensor = torch.frombuffer(buffer, dtype=entry.dtype, count=entry.elements, offset=entry.start)
     return flat.as_strided(entry.shape, entry.stride)

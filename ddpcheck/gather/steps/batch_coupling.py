@@ -41,7 +41,7 @@ class _ForwardRecord:
     operations: list[tuple[Location, list[torch.Tensor]]] = field(default_factory=list)
     elements: int = 0
 
-    def copies(self, result: Any) -> list[torch.Tensor]:
+    def copy_tensors(self, result: Any) -> list[torch.Tensor]:
         with torch._C.DisableTorchFunction():
             tensors = [
                 t for t in tree_tensors(result) if t.is_floating_point() and t.dim() and t.layout == torch.strided
@@ -62,7 +62,7 @@ class _OperationRecorder(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename) and not isinstance(result, bool | int | float | torch.Size):
-            self.record.operations.append((location_of(caller), self.record.copies(result)))
+            self.record.operations.append((location_of(caller), self.record.copy_tensors(result)))
         return result
 
 
@@ -146,10 +146,10 @@ def _record_forward(module: nn.Module, forward: Callable[[], None]) -> _ForwardR
     inputs: dict[str, list[list[torch.Tensor]]] = defaultdict(list)  # of active calls
 
     def leave(name: str, output: Any) -> None:
-        record.calls.append((name, inputs[name].pop(), record.copies(output), len(record.operations)))
+        record.calls.append((name, inputs[name].pop(), record.copy_tensors(output), len(record.operations)))
 
     with (
-        watched_modules(module, lambda name, args: inputs[name].append(record.copies(args)), leave),
+        watched_modules(module, lambda name, args: inputs[name].append(record.copy_tensors(args)), leave),
         _OperationRecorder(record),
     ):
         forward()

@@ -256,13 +256,13 @@ def difference(
     """Compare `got` with `want`; a gradient that is None counts as zeros."""
 
     def relative(size: float) -> float:
-        return _finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
+        return _to_finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
 
     if got is None or want is None:
         present = got if got is not None else want
         size = norm(present) if present is not None else 0.0
-        result = Difference(name, relative(size), tolerance, absolute_error=_finite(size))
-        known = 0.0 if want is None else _finite(size)
+        result = Difference(name, relative(size), tolerance, absolute_error=_to_finite(size))
+        known = 0.0 if want is None else _to_finite(size)
         elements = 0 if present is None else present.numel()
         return replace(result, residual=result.error, elements=elements, reference_norm=known)
     got, want = dense(got), dense(want).to(got.device)
@@ -275,9 +275,9 @@ def difference(
     exact = tolerance if want.dtype is torch.float16 else 1.0  # float16 gradients may be genuinely subnormal
     if delta <= math.sqrt(max(want.numel(), 1)) * exact * float(torch.finfo(want.dtype).smallest_normal):
         delta = 0.0  # subnormal: results depend on dividing before or after the sum
-    size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
+    size = _to_finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
     result = Difference(
-        name, relative(delta), tolerance, elements=want.numel(), absolute_error=_finite(delta), reference_norm=size
+        name, relative(delta), tolerance, elements=want.numel(), absolute_error=_to_finite(delta), reference_norm=size
     )
     if result.error <= tolerance:
         return result
@@ -303,12 +303,12 @@ def difference(
         start += len(gap)
     return replace(
         result,
-        ratio=_finite(ratio),
-        residual=_finite(residual / scale) if scale else _LARGEST,
+        ratio=_to_finite(ratio),
+        residual=_to_finite(residual / scale) if scale else _LARGEST,
         elements_beyond=beyond,
         worst_index=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst[0]), shape)),
-        worst_got=_finite(worst[1]),
-        worst_want=_finite(worst[2]),
+        worst_got=_to_finite(worst[1]),
+        worst_want=_to_finite(worst[2]),
     )
 
 
@@ -357,7 +357,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _finite(value: float) -> float:
+def _to_finite(value: float) -> float:
     if math.isnan(value):
         return _LARGEST  # a negative NaN must not become a small error
     return value if math.isfinite(value) and abs(value) < _LARGEST else math.copysign(_LARGEST, value)
