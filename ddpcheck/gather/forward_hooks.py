@@ -42,7 +42,7 @@ class OutsideOfCompiledCode:
 
 
 class OutsideOfTraining(OutsideOfCompiledCode):
-    """Hook that is also skipped in training mode with gradients enabled."""
+    """Module hook skipped in compiled code, and in training mode with gradients enabled."""
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -68,14 +68,14 @@ def scripting_in(
 
 @contextlib.contextmanager
 def hooks_put_aside(code: object) -> Iterator[None]:
-    """Remove ddpcheck's hooks from `code` in the block, in which TorchScript compiles it."""
+    """Remove ddpcheck's hooks from module `code` in the block, for compilation by TorchScript."""
     parts = code.modules() if isinstance(code, nn.Module) else ()
     tables = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
-    ours = [(t, key, hook) for t in tables for key, hook in t.items() if isinstance(hook, OutsideOfCompiledCode)]
-    for table, key, _ in ours:
+    own_hooks = [(t, key, hook) for t in tables for key, hook in t.items() if isinstance(hook, OutsideOfCompiledCode)]
+    for table, key, _ in own_hooks:
         del table[key]
     try:
         yield
     finally:
-        for table, key, hook in ours:
+        for table, key, hook in own_hooks:
             table[key] = hook

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from ddpcheck.findings.errors import DDPCheckError
 from ddpcheck.findings.tracebacks import forwards_calls, is_of_signal
 
-_Given = ParamSpec("_Given")
+_Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 OF_A_WRAPPER = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")  # check lines on wrapped steps
 
@@ -43,20 +43,20 @@ class Recorder:
             if name in inner or (name.startswith("_") and name != "__init__"):
                 continue
             if isinstance(function, FunctionType):
-                setattr(cls, name, _ending(function))
+                setattr(cls, name, _guard_method(function))
             elif isinstance(function, property) and function.fget is not None:
-                setattr(cls, name, property(_ending(function.fget)))
+                setattr(cls, name, property(_guard_method(function.fget)))
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:  # attributes that an aborted `__init__` did not set
             if not self.is_off or name.startswith("__"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return _Nothing()
+            return _EmptyValue()
 
 
-class _Nothing:
-    def __getattr__(self, _name: str) -> _Nothing:
+class _EmptyValue:
+    def __getattr__(self, _name: str) -> _EmptyValue:
         return self
 
     def __call__(self, *_arguments: Any, **_named: Any) -> None:
@@ -70,8 +70,8 @@ _EMPTY: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str
 _EMPTY |= {"Mapping": dict, "Iterator": tuple, "Sequence": tuple}
 
 
-def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method: an error disables its recorder, and an empty value is returned."""
+def _guard_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method: an error disables its recorder and returns an empty value."""
     returned = str(method.__annotations__.get("return", "")).partition("[")[0]
     nothing = _EMPTY.get(returned, lambda: None)
 
@@ -100,7 +100,7 @@ class ErrorGuard:
 
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
-        """Disable `recorder`; raise an error that is meant for the script (signal, finding)."""
+        """Disable `recorder` after `error`; raise errors that are for the script (signal, finding)."""
         if cls.taken_by is None or isinstance(error, DDPCheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:
@@ -120,18 +120,18 @@ def recorder_of(function: Any) -> Recorder:
     return recorder
 
 
-def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = None) -> Callable[_Given, _Result | None]:
-    """Wrap a hook: an error disables its recorder, and None is returned."""
-    mine = recorder or recorder_of(function)
+def guarded(function: Callable[_Args, _Result], recorder: Recorder | None = None) -> Callable[_Args, _Result | None]:
+    """Wrap a hook: an error disables its recorder and returns None."""
+    owner = recorder or recorder_of(function)
     errors, is_finalizing = ErrorGuard, sys.is_finalizing  # module globals may be cleared at interpreter exit
 
-    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
-        if mine.is_off or is_finalizing():
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result | None:
+        if owner.is_off or is_finalizing():
             return None
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            errors.take(error, mine)
+            errors.take(error, owner)
             return None
 
     return call
@@ -148,10 +148,10 @@ class Patch(AbstractContextManager[None]):
             if isinstance(function, FunctionType):
                 forwards_calls(function)
         replacement = staticmethod(replacement) if isinstance(original, staticmethod) else replacement
-        put = functools.partial(setattr, owner, name)
-        self.redo = functools.partial(put, replacement)
+        assign = functools.partial(setattr, owner, name)
+        self.redo = functools.partial(assign, replacement)
         self.undo = (
-            functools.partial(delattr, owner, name) if original is _INHERITED else functools.partial(put, original)
+            functools.partial(delattr, owner, name) if original is _INHERITED else functools.partial(assign, original)
         )
         self.redo()
 
@@ -172,38 +172,38 @@ def patched(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
 
 
 def accompanied(original: Any, around: Callable[..., Any]) -> Any:
-    """Wrap `original` as `patched` does."""
+    """Wrap `original` to call `around` on each call, as `patched` does."""
     import torch  # imported late: this module must not require torch
 
-    both, is_compiling, mine = inspect.isgeneratorfunction(around), torch.compiler.is_compiling, recorder_of(around)
-    errors, is_finalizing = ErrorGuard, sys.is_finalizing  # locals: this frame is on the hot path
+    is_generator, owner = inspect.isgeneratorfunction(around), recorder_of(around)
+    errors, is_compiling, is_finalizing = ErrorGuard, torch.compiler.is_compiling, sys.is_finalizing  # locals: speed
 
     @functools.wraps(original)
     @forwards_calls
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or mine.is_off or is_finalizing():  # while tracing, compile the original
+        if is_compiling() or owner.is_off or is_finalizing():  # while tracing, compile the original
             return original(*args, **kwargs)
         running: Generator[None, Any, None] | None = None
         try:
-            begun = around(*args, **kwargs)
-            if both and next(begun, _RETURNED) is not _RETURNED:
-                running = begun
+            callback_result = around(*args, **kwargs)
+            if is_generator and next(callback_result, _RETURNED) is not _RETURNED:
+                running = callback_result
         except Exception as error:
-            errors.take(error, mine)
+            errors.take(error, owner)
         if running is None:
             return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException:
-            guarded(running.close, mine)()
+            guarded(running.close, owner)()
             raise
-        if not mine.is_off:
+        if not owner.is_off:
             try:
                 running.send(result)
             except StopIteration:
                 pass
             except Exception as error:
-                errors.take(error, mine)
+                errors.take(error, owner)
         return result
 
     return call

@@ -14,7 +14,7 @@ from ddpcheck.findings.errors import TargetError
 
 
 def tree_map(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
-    """Apply `function` to every leaf of `nest` (not dict, list, tuple or dataclass).
+    """Apply `function` to all leaves of `nest`: values in dicts, lists, tuples and dataclasses.
 
     Unchanged containers are returned without a copy.
     """
@@ -52,29 +52,29 @@ def _with_items(nest: Any, items: list[Any]) -> Any:
         clone = copy.copy(nest)
         clone[:] = items
         return clone
-    made = tuple.__new__(kind, items)
+    new_tuple = tuple.__new__(kind, items)
     if hasattr(nest, "__dict__"):
-        made.__dict__.update(nest.__dict__)
-    return made
+        new_tuple.__dict__.update(nest.__dict__)
+    return new_tuple
 
 
 def tree_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
     """Yield the leaves of `nest` in order; unreadable containers count as leaves."""
-    inside: Any = None
+    items: Any = None
     if is_leaf(nest):
         pass
     elif isinstance(nest, list | tuple):
-        inside = list(nest)
+        items = list(nest)
     elif isinstance(nest, Mapping) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):
         try:
             fields = nest if isinstance(nest, Mapping) else [field.name for field in dataclasses.fields(nest)]
-            inside = [nest[key] if isinstance(nest, Mapping) else getattr(nest, key) for key in fields]
+            items = [nest[key] if isinstance(nest, Mapping) else getattr(nest, key) for key in fields]
         except Exception:  # user-defined mapping
             pass
-    if inside is None:
+    if items is None:
         yield nest
     else:
-        for item in inside:
+        for item in items:
             yield from tree_leaves(item, is_leaf=is_leaf)
 
 
@@ -85,18 +85,18 @@ def tree_tensors(nest: Any) -> Iterator[torch.Tensor]:
 
 def named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in `nest` in order, with their access expressions ("batch['mask']")."""
-    inside: list[tuple[str, Any]] = []
+    items: list[tuple[str, Any]] = []
     if isinstance(nest, torch.Tensor):
         yield path, nest
     elif isinstance(nest, Mapping):
-        inside = [(f"{path}[{key!r}]", nest[key]) for key in nest]
+        items = [(f"{path}[{key!r}]", nest[key]) for key in nest]
     elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        inside = [(f"{path}.{key}", getattr(nest, key)) for key in nest._fields]
+        items = [(f"{path}.{key}", getattr(nest, key)) for key in nest._fields]
     elif isinstance(nest, list | tuple):
-        inside = [(f"{path}[{index}]", item) for index, item in enumerate(nest)]
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(nest)]
     elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        inside = [(f"{path}.{item.name}", getattr(nest, item.name)) for item in dataclasses.fields(nest)]
-    for name, item in inside:
+        items = [(f"{path}.{item.name}", getattr(nest, item.name)) for item in dataclasses.fields(nest)]
+    for name, item in items:
         yield from named_tensors(item, name)
 
 
@@ -107,36 +107,36 @@ def copied(nest: Any) -> Any:
     """
     copies: dict[int, Any] = {}
 
-    def leaf_copied(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         if id(leaf) not in copies:
             is_array = type(leaf).__module__ == "numpy" and hasattr(leaf, "copy")
             is_copied = not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_array
             copies[id(leaf)] = leaf if not is_copied else leaf.copy() if is_array else leaf.clone()
         return copies[id(leaf)]
 
-    return tree_map(leaf_copied, nest)
+    return tree_map(copy_leaf, nest)
 
 
 def to_device(nest: Any, device: torch.device) -> Any:
     """Copy `nest` with its tensors moved to `device`."""
     kinds: Any = (torch.Tensor, PackedSequence)
 
-    def moved(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, kinds) else leaf
 
     # PackedSequence.to keeps the lengths on the CPU.
-    return tree_map(moved, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
+    return tree_map(move_leaf, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
 
 
 def upcast(nest: Any) -> Any:
     """Copy `nest` with floating-point tensors in float64 and complex tensors in complex128."""
 
-    def leaf_upcast(leaf: Any) -> Any:
+    def upcast_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf.double()
         return leaf.to(torch.complex128) if isinstance(leaf, torch.Tensor) and leaf.is_complex() else leaf
 
-    return tree_map(leaf_upcast, nest)
+    return tree_map(upcast_leaf, nest)
 
 
 def _has_custom_constructor(nest: Any) -> bool:
@@ -147,7 +147,7 @@ def _has_custom_constructor(nest: Any) -> bool:
     return maker is not tuple and "_fields" not in vars(maker)
 
 
-def _cannot_split(leaf: Any) -> TargetError:
+def _split_error(leaf: Any) -> TargetError:
     return TargetError(
         f"batch: a {type(leaf).__name__} cannot be split over the ranks by dim 0; give the recipe a shard function"
     )
@@ -158,10 +158,10 @@ def _is_splittable(leaf: Any) -> bool:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of samples, the size of dim 0; raise `TargetError` if none."""
+    """Return the common size of dim 0; raise `TargetError` if there is none."""
     for leaf in tree_leaves(batch, is_leaf=_has_custom_constructor):
         if _has_custom_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
-            raise _cannot_split(leaf)
+            raise _split_error(leaf)
     sizes = sorted({int(leaf.shape[0]) for leaf in tree_leaves(batch) if _is_splittable(leaf)})
     if not sizes:
         raise TargetError("batch: no tensor has a dim 0 to split over the ranks; give the recipe a shard function")
@@ -198,23 +198,21 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
 
 
 def equal_parts(batch: Any, parts: int) -> Any:
-    """Drop the last samples of `batch` to make `parts` shards equal."""
+    """Return `batch` without the last samples that make `parts` shards unequal."""
     size = batch_size(batch)
     return _samples(batch, size, 0, size - size % parts) if parts <= size and size % parts else batch
 
 
 def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
-    """Return the samples `start:stop` of a batch of `size` samples."""
-
     def are_words(value: Any) -> bool:
         return isinstance(value, list | tuple) and len(value) == size and all(isinstance(item, str) for item in value)
 
-    def part(leaf: Any) -> Any:
+    def take_samples(leaf: Any) -> Any:
         if not _is_splittable(leaf) and not are_words(leaf):
             return leaf
         try:
             return leaf[start:stop]
         except Exception as error:  # a sparse tensor
-            raise _cannot_split(leaf) from error
+            raise _split_error(leaf) from error
 
-    return tree_map(part, batch, is_leaf=are_words)
+    return tree_map(take_samples, batch, is_leaf=are_words)

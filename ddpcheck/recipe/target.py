@@ -80,7 +80,7 @@ def load_object(target: str) -> Any:
 
 
 def load_on_rank(target: Recipe | str) -> Recipe:
-    """Load `target` on a rank, with `sys.argv` reduced to its file."""
+    """Load `target` on a rank, with `sys.argv` set to the file of the target."""
     if not isinstance(target, str):
         return target
     source, _ = split_target(target)
@@ -154,14 +154,14 @@ def _import_file(file: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ImportError) and (instead := _as_part_of_package(path, error)):
+        if isinstance(error, ImportError) and (instead := _package_hint(path, error)):
             raise UsageError(f"{file} imports other parts of the package that it belongs to; {instead}") from None
         raise blame(f"importing {relative_path(str(path))}", error) from error
     return module
 
 
-def _as_part_of_package(path: Path, error: ImportError) -> str:
-    """Return a hint to name a file by its module, or ""."""
+def _package_hint(path: Path, error: ImportError) -> str:
+    """Return a hint "use package.module" for a file in a package, or ""."""
     top = path.parent
     while (top / "__init__.py").is_file():
         top = top.parent
@@ -185,8 +185,8 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            around, _, last = name.rpartition(".")
-            hint = f", or {around}:{last} for an attribute of {around}" if around and error.name == name else ""
+            package, _, last = name.rpartition(".")
+            hint = f", or {package}:{last} for an attribute of {package}" if package and error.name == name else ""
             hint += near_file(Path(*name.split(".")).with_suffix(".py"))
             raise UsageError(
                 f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module{hint}"
@@ -234,7 +234,7 @@ def _module_as_recipe(module: ModuleType, where: str) -> Recipe:
     if wrong:
         raise UsageError(f"{where}: {wrong[0]} must be a function, not {kind_of(getattr(module, wrong[0]))}")
     names = [attribute.name for attribute in dataclasses.fields(Recipe)]
-    for name in _unused_of(module):
+    for name in _unused_names(module):
         if (near := difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELLED)) and not hasattr(module, near[0]):
             raise UsageError(f"{where} defines {name}, which nothing uses and no recipe has; did you mean {near[0]!r}?")
     return Recipe(**{name: getattr(module, name) for name in names if hasattr(module, name)})
@@ -250,8 +250,8 @@ def _defined_in(module: ModuleType) -> list[str]:
     ]
 
 
-def _unused_of(module: ModuleType) -> list[str]:
-    """Return names from `_defined_in` that no function of the module uses."""
+def _unused_names(module: ModuleType) -> list[str]:
+    """Return names of callables and dicts that no function of the module uses."""
     pending = [value.__code__ for value in vars(module).values() if inspect.isfunction(value)]
     used: set[str] = set()
     for code in pending:  # grows during the loop

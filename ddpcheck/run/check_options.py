@@ -59,10 +59,10 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--debug", action="store_true", help="show the traceback of an error of ddpcheck")
     abbreviated: Any = parser._get_option_tuples
 
-    def of_others(word: str) -> list[Any]:
+    def other_options(word: str) -> list[Any]:
         return [option for option in abbreviated(word) if option[0] not in group._group_actions]
 
-    parser._get_option_tuples = of_others  # type: ignore[assignment]
+    parser._get_option_tuples = other_options  # type: ignore[assignment]
 
 
 def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -77,11 +77,11 @@ def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tu
             break
         if not words[index].startswith("-"):
             break
-        index += 2 if _takes_next(parser, words[index]) else 1
+        index += 2 if _takes_value(parser, words[index]) else 1
     return list(words[:index]), list(words[index:])
 
 
-def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
+def _takes_value(parser: argparse.ArgumentParser, word: str) -> bool:
     options = parser._option_string_actions
     if "=" in word or (word not in options and word[:2] in options):  # as in -r3
         return False

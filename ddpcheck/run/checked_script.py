@@ -69,7 +69,7 @@ def check_script(
             try:
                 process.wait(timeout)
             except BaseException as error:
-                _end(process)
+                _end_process(process)
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
         log_text = log.read_text(errors="replace").strip()
@@ -80,7 +80,7 @@ def check_script(
         return Report.from_json(output.read_text("utf-8"))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     for signum in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)

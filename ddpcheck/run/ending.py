@@ -73,7 +73,7 @@ def judge_ending(
     if [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # ranks on other machines have no log here
     known = [finding for finding in known if finding.severity is Severity.ERROR and RULES[finding.code].stops_run]
-    return list(map(_with_option_of_run, diagnose(_failure_facts(ranks, ending, known, source or ProgramSource()))))
+    return list(map(_with_run_options, diagnose(_failure_facts(ranks, ending, known, source or ProgramSource()))))
 
 
 def _failure_facts(
@@ -104,7 +104,7 @@ def _failure_facts(
             for number, dump in stacks.items()
             for call in collectives_of_threads(dump)
         ],
-        find_positions=partial(_positions, ranks, ending if failed else Ending(), source),
+        find_positions=partial(_ending_facts, ranks, ending if failed else Ending(), source),
         constructing=[number for number, rank in enumerate(ranks) if rank.constructs],
         known=known,
         begun=[entry for entry in first.entries if isinstance(entry, WrapperBegun)],
@@ -129,13 +129,13 @@ def _ended_threads(ranks: Sequence[RankTrace], ending: Ending) -> list[EndedThre
     return threads
 
 
-def _with_option_of_run(finding: Finding) -> Finding:
+def _with_run_options(finding: Finding) -> Finding:
     advice = finding.what_to_do.replace("--timeout", "--check-timeout").replace(", --world-size 2", "")
     return finding if advice == finding.what_to_do else replace(finding, fix=advice)
 
 
-def _positions(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource) -> EndingFacts:
-    """Return where ranks were when the job stopped, and code blocks around these lines."""
+def _ending_facts(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource) -> EndingFacts:
+    """Return `ranks_at_end`, and the code blocks around the lines of the ranks."""
     at_end = ranks_at_end(ranks, ending, source)
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}
@@ -145,7 +145,7 @@ def _positions(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource
 
 
 def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource) -> list[RankAtEnd]:
-    """Return where each rank was when the job stopped."""
+    """Return line, last collectives and activity of each rank when the job stopped."""
     failures_by_rank = {failed.rank: failed for failed in failures_of(ranks, ending)}
     at_end = []
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
@@ -166,7 +166,7 @@ def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSour
             if for_worker := region_of(main_stack(stacks.get(failure.rank, ""))) == WORKERS:
                 doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
         elif rank.has_ended or rank.exit is not None:
-            exit_at = _exit_of(rank, ending, source)
+            exit_at = _exit_text(rank, ending, source)
             verb = "raised" if exit_at.startswith(SYSTEM_EXIT) else "called"
             doing = f"has {verb} {exit_at}" if exit_at else "has run to its end"
             if exit_at == SYSTEM_EXIT and (places := source.ask(exits_raised, rank.files)):
@@ -190,7 +190,7 @@ def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSour
     return at_end
 
 
-def _exit_of(rank: RankTrace, ending: Ending, source: ProgramSource) -> str:
+def _exit_text(rank: RankTrace, ending: Ending, source: ProgramSource) -> str:
     """Return the exit call of a rank ("sys.exit at train.py:41"), or ""."""
     if rank.exit is None:
         return SYSTEM_EXIT if ending.exit_codes.get(rank.started.rank, 0) > 0 else ""  # only exit calls have such codes
@@ -203,7 +203,7 @@ def _exit_of(rank: RankTrace, ending: Ending, source: ProgramSource) -> str:
 
 
 def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
-    """Append the DDP forward pass in which a rank waits, if it is unlogged."""
+    """Return `log` with the unlogged DDP forward pass in which a rank waits."""
     backward_calls = [call for call in log if call.operation == DDP_BACKWARD]
     in_forward = failure.collective.startswith(FORWARD)
     if failure.kind == "raised" and follows_from_another_rank(failure):
@@ -233,7 +233,7 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
         elif code is not None and rank.exit is not None and rank.exit.handled is not None:
             failed.append(failures.raised(number, dict(rank.exit.handled)))
         elif code is not None and not rank.has_ended:
-            failed.append(_died(rank, code))
+            failed.append(_death_of(rank, code))
         elif is_killed and not (rank.has_ended or rank.exit is not None or rank.stack):  # left no word
             vanished.append(_with_last_call(failures.vanished(number), rank))
     if len(vanished) < len(ranks):  # if all ranks vanished, the first one is unknown
@@ -242,10 +242,10 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
         return []  # the script ends its processes itself
     failed_ranks = {failure.rank for failure in failed}
     is_only_death = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
-    return [failure for failure in failed if not _was_ended(failure, failed, is_only_death=is_only_death)]
+    return [failure for failure in failed if not _was_ended_by_torchrun(failure, failed, is_only_death=is_only_death)]
 
 
-def _died(rank: RankTrace, code: int) -> RankFailure:
+def _death_of(rank: RankTrace, code: int) -> RankFailure:
     """Return the failure of a rank that ended by a signal or `os._exit`."""
     number = rank.started.rank
     failure = _with_last_call(failures.died(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank)
@@ -256,7 +256,7 @@ def _died(rank: RankTrace, code: int) -> RankFailure:
 
 
 def _with_last_call(failure: RankFailure, rank: RankTrace) -> RankFailure:
-    """Mention the last logged collective in a failure whose line is unknown."""
+    """Return `failure` naming the rank's last logged collective, if its line is unknown."""
     if failure.location or not rank.calls:
         return failure
     return replace(failure, noticed=f"the last collective of rank {failure.rank} was {describe_call(rank.calls[-1])}")
@@ -291,8 +291,8 @@ def timelines_of(
     rank_failures = failures_of(ranks, ending)
     failed = {failure.rank: describe_failure(failure) for failure in rank_failures}
     local = {rank.started.rank for rank in ranks}
-    parted = any(first_divergence(finding) is not None for finding in findings)
-    if not (failed or parted) or local != set(range(ranks[0].started.world_size)):  # other machines have no logs here
+    diverged = any(first_divergence(finding) is not None for finding in findings)
+    if not (failed or diverged) or local != set(range(ranks[0].started.world_size)):  # other machines have no logs here
         return ()
     logs = comparable_logs(ranks)
     at_work = {failure.rank for failure in rank_failures if failure.kind == "stuck" and not is_waiting(failure)}
@@ -303,10 +303,10 @@ def timelines_of(
     return result if ending.hang is not None else diverging_calls(result)
 
 
-def _was_ended(failure: RankFailure, failed: Sequence[RankFailure], *, is_only_death: bool) -> bool:
+def _was_ended_by_torchrun(failure: RankFailure, failed: Sequence[RankFailure], *, is_only_death: bool) -> bool:
     """Return True if torchrun ended a rank after the failure of another rank.
 
-    `is_only_death`: only one rank died, so lost connections on the other ranks point to that rank as the first failure.
+    `is_only_death`: only one rank died, so lost connections on other ranks show that the dead rank failed first.
     """
     killed = [item for item in failed if item.kind == "died" and item.exit_code in (-9, None)]
     not_ended = [item for item in failed if item not in killed and item.exit_code != -15]

@@ -47,12 +47,12 @@ def write_flight_records(folder: Path, ranks: Sequence[RankTrace], ending: Endin
     open_ranks = still_in_a_call(ranks, ending)
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         number = rank.started.rank
-        dump = _dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ranks)
+        dump = _make_dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ranks)
         with (folder / f"rank_{number}").open("xb") as file:  # "x": do not follow a symlink planted there
             pickle.dump(dump, file, protocol=2)
 
 
-def _dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) -> dict[str, Any]:
+def _make_dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) -> dict[str, Any]:
     groups = {call.group or DEFAULT_GROUP: call.members or tuple(range(world_size)) for call in log}
     counts = dict.fromkeys(groups, 0)
     entries = []
@@ -62,12 +62,12 @@ def _dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) 
         ended = not is_open or index < len(log) - 1
         entries.append(
             {
-                **_sizes(call, len(groups[group]), backend),
+                **_sizes_and_dtypes(call, len(groups[group]), backend),
                 **dict.fromkeys(("time_created_ns", "p2p_seq_id", "timeout_ms"), 0),
                 **dict.fromkeys(("time_discovered_started_ns", "time_discovered_completed_ns")),
                 "record_id": index,
                 "pg_id": list(groups).index(group),
-                "process_group": (group, _description(group)),
+                "process_group": (group, _group_description(group)),
                 "collective_seq_id": counts[group],
                 "op_id": counts[group],
                 "state": "completed" if ended else "scheduled",
@@ -78,17 +78,17 @@ def _dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) 
             }
         )
     configured = {
-        name: {"name": name, "desc": _description(name), "ranks": str(list(members))}
+        name: {"name": name, "desc": _group_description(name), "ranks": str(list(members))}
         for name, members in groups.items()
     }
     return {"version": _VERSION, "pg_config": configured, "entries": entries}
 
 
-def _description(group: str) -> str:
+def _group_description(group: str) -> str:
     return "default_pg" if group == DEFAULT_GROUP else "undefined"
 
 
-def _sizes(call: Call, members: int, backend: str) -> Mapping[str, Any]:
+def _sizes_and_dtypes(call: Call, members: int, backend: str) -> Mapping[str, Any]:
     """Return name, sizes and dtypes that pass the checks of torch's dump analysis."""
     operation = next((name for name in _OPERATIONS if call.operation.startswith(name)), "barrier")
     if call.operation.startswith("DistributedDataParallel."):

@@ -43,11 +43,11 @@ from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import processor_seconds
 
 _INTERVAL = 0.5  # seconds between two polls
-_FOR_STACKS = 1.0  # seconds to wait for stack dumps
+_STACK_TIMEOUT = 1.0  # seconds to wait for stack dumps
 _GRACE = 3.0  # seconds for a rank to exit after SIGTERM
 _LOCKED = 5.0  # seconds without a context switch after which a process that waits for a lock is deadlocked
-_MISMATCH = 5.0  # seconds without progress after which ranks count as hung, if collectives mismatch
-_FOR_NODES = 1.0  # seconds for other nodes to receive the order to end their ranks
+_MISMATCH_TIMEOUT = 5.0  # seconds without progress after which ranks count as hung, if collectives mismatch
+_NODE_DELAY = 1.0  # seconds for other nodes to receive the order to end their ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,31 +101,30 @@ class HangWatch:
         self._timeout = timeout
         self._limit = limit
         self._end = end
-        self._tell = tell or (lambda sentence: None)
+        self._report = tell or (lambda sentence: None)
         self._nodes = nodes
         self._stuck: Hang | None = None  # of all ranks of this node, pending the ranks of other nodes
         self._log_sizes: dict[str, int] = {}  # bytes of each log file at that time, by file name
         self._has_reported_raised = self._has_reported_stopped = False
         self._failed_since = 0.0
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._ending = threading.Lock()
-        self._thread = threading.Thread(target=self._look, name="ddpcheck-hang-watch", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="ddpcheck-hang-watch", daemon=True)
         if sys.platform == "linux":
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
         with self._ending:
-            self._over.set()
+            self._stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_FOR_STACKS + 2 * _INTERVAL)
+            self._thread.join(_STACK_TIMEOUT + 2 * _INTERVAL)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         seen: dict[str, bytes] = {}
-        meeting = _RendezvousWatch(self._folder)
+        rendezvous = _RendezvousWatch(self._folder)
         progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
         latest = time.monotonic() + self._limit
-        while not self._over.wait(_INTERVAL):
+        while not self._stopped.wait(_INTERVAL):
             try:
                 ranks, are_all_here = self._ranks.live_pids()
                 self._report_raised(ranks)
@@ -138,7 +137,7 @@ class HangWatch:
                 ):
                     since, before, is_stuck = now, live_ranks.used(ranks), False
                 elif now - since >= self._timeout or (
-                    now - since >= _MISMATCH
+                    now - since >= _MISMATCH_TIMEOUT
                     and are_all_here
                     and judge_collectives(comparable_logs(read_logs(self._folder)), ranks)
                 ):
@@ -148,7 +147,7 @@ class HangWatch:
                     is_stuck = self._are_hung(ranks, facts, now - progress, are_all_here)
                     self._report_stopped(ranks)
                     since, before = now, live_ranks.used(ranks)
-                if not ranks and (waiting := meeting.waiting_in_vain(now, self._timeout)):
+                if not ranks and (waiting := rendezvous.waiting_in_vain(now, self._timeout)):
                     self.hang = Hang(self._timeout, {}, waiting)
                     ranks = {index: joining.pid for index, joining in enumerate(waiting)}
                 if now >= latest and self.hang is None:
@@ -173,17 +172,14 @@ class HangWatch:
             for rank, entry in raised[:1]:
                 failure = failures.raised(rank, dict(entry.reply))
                 where = f" at {failure.location}" if failure.location else ""
-                self._tell(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
+                self._report(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
 
     def _report_stopped(self, living: dict[int, int]) -> None:
         stopped = {rank: pid for rank, pid in living.items() if live_ranks.is_stopped(pid)}
         if stopped and not self._has_reported_stopped:
             self._has_reported_stopped = True
-            who, pids = (
-                f"{format_ranks(stopped)} {pluralize_verb('was', [*stopped])}",
-                " ".join(map(str, stopped.values())),
-            )
-            self._tell(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
+            who, pids = f"{format_ranks(stopped)} {pluralize_verb('was', [*stopped])}", " ".join(map(str, stopped.values()))
+            self._report(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
 
     def _report_end(self, living: Collection[int]) -> None:
         """Report why the script is ended, before the launcher's message on the signal."""
@@ -194,7 +190,7 @@ class HangWatch:
             )
         elif len(living) == 1:
             why = f"{format_ranks(living)} waits for a rank that does not arrive"
-        self._tell(f"{why}; ending the script")
+        self._report(f"{why}; ending the script")
 
     def _are_hung(self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool) -> bool:
         """Return True if the ranks hang; set `hang`, `unended`, or `_stuck` (on several nodes)."""
@@ -230,7 +226,7 @@ class HangWatch:
         return True
 
     def _nodes_must_end(self, living: dict[int, int], *, is_stuck: bool) -> bool:
-        """Publish this node's state; return True if the job hangs and ranks must end."""
+        """Publish this node's state; return True if the job hangs and must end."""
         if self._nodes is None or not self._nodes.is_joined:
             return False
         ranks, world_size = self._ranks.joined()
@@ -239,7 +235,7 @@ class HangWatch:
         if not self._nodes.must_end():
             return False
         if self._nodes.number == 0:  # ending rank 0 first would make the other nodes fail
-            self._over.wait(_FOR_NODES)
+            self._stopped.wait(_NODE_DELAY)
         self.hang = self._stuck or Hang(0.0, {})
         return True
 
@@ -259,29 +255,29 @@ class HangWatch:
         if region_of(main_stack(stack)) != WORKERS:
             return False
         locked = live_ranks.locked_children(pid)
-        self._over.wait(_LOCKED if locked else 0.0)
+        self._stopped.wait(_LOCKED if locked else 0.0)
         return bool(locked.items() & live_ranks.locked_children(pid).items())
 
     def _waits_for_threads(self, pid: int, stack: str, *, has_thread_error: bool) -> bool:
-        """Return True if the main thread waits for failed threads, or threads awaiting ranks."""
+        """Return True if the main thread waits for threads that failed or await ranks."""
         threads = program_threads(stack)
         if not lock_waited_for(main_stack(stack)) or not (has_thread_error or any(map(waits_for_ranks, threads))):
             return False
         if not all(waits_for_ranks(thread) or lock_waited_for(thread) for thread in threads):
             return False
         before = live_ranks.switches(f"{pid}/task/{pid}")
-        self._over.wait(_LOCKED)
+        self._stopped.wait(_LOCKED)
         return live_ranks.switches(f"{pid}/task/{pid}") == before
 
     def _end_ranks(self, ranks: dict[int, int]) -> None:
         """End the ranks; kill ranks blocked in C++, which never handle SIGTERM."""
         with self._ending:
-            if self._over.is_set():
+            if self._stopped.is_set():
                 return
             self._end()
         while living := {rank: pid for rank, pid in ranks.items() if live_ranks.lives(pid)}:
             before = {pid: processor_seconds(pid) for pid in living.values()}
-            if is_over := self._over.wait(_GRACE):  # the launcher ended before the ranks
+            if is_over := self._stopped.wait(_GRACE):  # the launcher ended before the ranks
                 time.sleep(_INTERVAL)
             for pid in living.values():
                 if live_ranks.lives(pid) and live_ranks.is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
@@ -299,10 +295,10 @@ class HangWatch:
 
 def unmet(folder: Path) -> tuple[Joining, ...]:
     """Return the processes that did not return from `init_process_group`, if one raised."""
-    return tuple(_notes(folder, RAISED, SUFFIX)) if _notes(folder, RAISED) else ()
+    return tuple(_read_joining(folder, RAISED, SUFFIX)) if _read_joining(folder, RAISED) else ()
 
 
-def _notes(folder: Path, *suffixes: str) -> list[Joining]:
+def _read_joining(folder: Path, *suffixes: str) -> list[Joining]:
     notes = []
     for file in (path for suffix in suffixes for path in folder.glob(f"*{suffix}")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # removed when the process leaves init_process_group
@@ -319,17 +315,17 @@ class _RendezvousWatch:
         self._before: dict[int, float] = {}
 
     def waiting_in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
-        """Return the processes that have waited in vain for `timeout` seconds, or ()."""
-        notes = tuple(note for note in _notes(self._folder, SUFFIX) if live_ranks.lives(note.pid))
+        """Return the processes in `init_process_group` if waiting in vain for `timeout` seconds."""
+        notes = tuple(note for note in _read_joining(self._folder, SUFFIX) if live_ranks.lives(note.pid))
         if self._before.keys() != {note.pid for note in notes}:
-            self._begin(notes, now)
+            self._restart_timer(notes, now)
         if not notes or now - self._since < timeout:
             return ()
         seconds = now - self._since
         waiting = all(
             live_ranks.is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes
         )
-        self._begin(notes, now)
+        self._restart_timer(notes, now)
         needed = max(note.started or note.world_size for note in notes)
         missing = needed - len(notes)
         if missing > 0 and all(note.started for note in notes):
@@ -337,7 +333,7 @@ class _RendezvousWatch:
             missing = sum(pid not in pids and live_ranks.lives(pid) for pid in live_ranks.children_of(os.getpid()))
         return notes if waiting and needed > 0 >= missing else ()
 
-    def _begin(self, notes: tuple[Joining, ...], now: float) -> None:
+    def _restart_timer(self, notes: tuple[Joining, ...], now: float) -> None:
         self._since, self._before = now, {note.pid: processor_seconds(note.pid) or 0.0 for note in notes}
 
 

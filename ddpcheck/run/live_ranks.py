@@ -22,9 +22,9 @@ from ddpcheck.stream.rank_log import rank_processes, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
 from ddpcheck.worlds.starting import ask_for_stacks
 
-_SHARE = 0.02  # fraction of a core that a waiting rank may use
-_FOR_STACKS = 1.0  # seconds to wait for stack dumps
-_QUIET = 0.05  # seconds without new output after which a stack dump is complete
+_IDLE_SHARE = 0.02  # fraction of a core that a waiting rank may use
+_STACK_TIMEOUT = 1.0  # seconds to wait for stack dumps
+_DUMP_PAUSE = 0.05  # seconds without new output after which a stack dump is complete
 _LOCAL_SOCKET = "__skb_wait_for_more_packets"  # kernel function in which a torch thread of each worker waits
 _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 
@@ -92,7 +92,7 @@ class LiveRanks:
         return facts
 
     def progress(self) -> dict[str, bytes]:
-        """Return file name -> progress (steps, batches, collectives, log size), to compare later."""
+        """Return by file the bytes that change with progress: steps, batches, collectives, log size."""
         counters = {}
         for path in sorted(self._folder.glob("*.*")):
             if path.suffix == ".log":
@@ -108,11 +108,11 @@ class LiveRanks:
             rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_file_open(files[rank], pid)
         }
 
-        def ask() -> None:
+        def send_signal() -> None:
             for pid in asked_pids.values():  # without a handler the signal would kill the process
                 os.kill(pid, STACK_SIGNAL)
 
-        ask_for_stacks([files[rank] for rank in asked_pids], ask, _FOR_STACKS, _QUIET)
+        ask_for_stacks([files[rank] for rank in asked_pids], send_signal, _STACK_TIMEOUT, _DUMP_PAUSE)
         stacks = {rank: read_file(files[rank]).decode("utf-8", "replace") for rank in asked_pids}
         return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
 
@@ -143,27 +143,27 @@ def used(ranks: dict[int, int]) -> dict[int, Used]:
 
 
 def is_idle(before: float, now: float | None, seconds: float) -> bool:
-    """Return True if a process was idle, given processor times; `now=None`: it is busy."""
-    return now is not None and now - before <= 0.1 + _SHARE * seconds
+    """Return True if processor time barely grew in `seconds`; False if `now` is None."""
+    return now is not None and now - before <= 0.1 + _IDLE_SHARE * seconds
 
 
 def _catches_signal(pid: int) -> bool:
-    """Return True if a process handles the dump signal: its interpreter is not finalized."""
+    """Return True if a process handles the dump signal, so has a running interpreter."""
     return bool(int(status_value(str(pid), "SigCgt") or "0", 16) >> (STACK_SIGNAL - 1) & 1)
 
 
 def gloo_wants_gil(pid: int) -> bool:
     """Return True if a gloo thread waits for the GIL, waking every 5 ms."""
-    threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read(f"{pid}/task/{thread}/comm") == _GLOO]
+    threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read_proc(f"{pid}/task/{thread}/comm") == _GLOO]
     before = [switches(f"{pid}/task/{thread}") for thread in threads]
-    time.sleep(_FOR_GIL)
+    time.sleep(_GIL_SECONDS)
     after = [switches(f"{pid}/task/{thread}") for thread in threads]
-    return any(late - early >= _LOOKS_FOR_GIL for early, late in zip(before, after, strict=True))
+    return any(late - early >= _GIL_WAKEUPS for early, late in zip(before, after, strict=True))
 
 
 _GLOO = "pt_gloo_runloop"  # name of the threads of gloo
-_FOR_GIL = 0.5  # seconds to count wakeups of a thread, up to 100 if it waits for the GIL
-_LOOKS_FOR_GIL = 10
+_GIL_SECONDS = 0.5  # seconds to count wakeups of a thread, up to 100 if it waits for the GIL
+_GIL_WAKEUPS = 10
 
 
 def switches(task: str) -> int:
@@ -173,11 +173,11 @@ def switches(task: str) -> int:
 
 def status_value(task: str, name: str) -> str:
     """Return a field of /proc/<task>/status, or '' if missing."""
-    lines = _read(f"{task}/status").splitlines()
+    lines = _read_proc(f"{task}/status").splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
 
 
-def _read(file: str) -> str:
+def _read_proc(file: str) -> str:
     with open(f"/proc/{file}", encoding="utf-8", errors="replace") as stream:
         return stream.read().strip()
 
@@ -190,7 +190,7 @@ def locked_children(pid: int) -> dict[int, int]:
     children = {}
     for child in children_of(pid):
         threads = [f"{child}/task/{thread}" for thread in os.listdir(f"/proc/{child}/task")]
-        wchans = {thread: _read(f"{thread}/wchan") for thread in threads}
+        wchans = {thread: _read_proc(f"{thread}/wchan") for thread in threads}
         main_wchan = wchans.get(f"{child}/task/{child}", "")
         if "futex" in main_wchan and all("futex" in wchan or wchan == _LOCAL_SOCKET for wchan in wchans.values()):
             children[child] = sum(map(switches, threads))
@@ -199,5 +199,5 @@ def locked_children(pid: int) -> dict[int, int]:
 
 def children_of(pid: int) -> list[int]:
     """Return the pids of the child processes, possibly including just exited children."""
-    pid_lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
+    pid_lists = (_read_proc(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
     return [int(child) for children in pid_lists for child in children.split()]

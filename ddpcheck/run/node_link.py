@@ -28,11 +28,11 @@ from ddpcheck.worlds.starting import wait_until
 
 WAIT = 30.0  # seconds that a node waits for a silent node
 _WHEN_INTERRUPTED = 5.0  # seconds instead of `WAIT` after a signal: a scheduler soon sends SIGKILL
-_FRESH = 5.0  # seconds after which the state of a node is stale
+_STALE_AFTER = 5.0  # seconds after which the state of a node is stale
 _FAREWELL = 3.0  # seconds for the other nodes to read the exit code
-_LOOK = 0.25  # seconds between two updates
+_INTERVAL = 0.25  # seconds between two updates
 _BUSY = 0.02  # seconds between two updates during a transfer
-_AHEAD = 4  # maximum number of pending parts in the store
+_MOST_PENDING = 4  # maximum number of pending parts in the store
 _LONGEST = 4 * LARGEST_PART  # maximum bytes of a value
 
 Standing = Literal["on", "stuck", "ended"]
@@ -65,7 +65,7 @@ class NodeEnd(msgspec.Struct, frozen=True, tag=True):
 
 
 @dataclass
-class _Node:
+class _OtherNode:
     folder: Path
     state: NodeState | None = None
     ending: bytes | None = None
@@ -81,7 +81,7 @@ class _Node:
 
     @property
     def is_recent(self) -> bool:
-        return self.state is not None and not self.state.has_left and time.monotonic() - self.heard_at < _FRESH
+        return self.state is not None and not self.state.has_left and time.monotonic() - self.heard_at < _STALE_AFTER
 
 
 class NodeLink:
@@ -96,38 +96,38 @@ class NodeLink:
     def __init__(self, folder: Path) -> None:
         self.number, self.size, self.host = 0, 1, ""
         self._folder = folder
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._gone = self._is_linked = False
+        self._is_gone = self._is_linked = False
         self._state = NodeState()
         self._first = FirstState()
         self._first_at = time.monotonic()
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[int, _OtherNode] = {}
         self._parts: Iterator[FilePart | NodeEnd] = iter(())
-        self._sends = self._has_sent = False
-        self._put = self._taken = 0
-        self._taken_at = 0.0
+        self._is_sending = self._has_sent = False
+        self._parts_put = self._parts_taken = 0
+        self._part_taken_at = 0.0
 
     # Called by the launching process
 
     def reconnect(self, store: Any, number: int, size: int) -> None:
         """Restart the link on the store of a rendezvous, if it is a TCPStore."""
         self.close()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._reset()
         self.number, self.size = number, size
         meeting = LauncherStore(store, "ddpcheck")
         with contextlib.suppress(AttributeError, RuntimeError):  # an etcd or file store, or no more threads
             host, port = meeting.address
             if number == 0:
-                self._nodes = {index: _Node(self._folder / f"node{index}") for index in range(1, size)}
+                self._nodes = {index: _OtherNode(self._folder / f"node{index}") for index in range(1, size)}
             for node in self._nodes.values():
                 shutil.rmtree(node.folder, ignore_errors=True)  # from an earlier start
-            arguments = (self._over, meeting, host, port)
-            self._thread = threading.Thread(target=self._run, args=arguments, name="ddpcheck-nodes", daemon=True)
+            arguments = (self._stopped, meeting, host, port)
+            self._thread = threading.Thread(target=self._update, args=arguments, name="ddpcheck-nodes", daemon=True)
             self._thread.start()
 
     @property
@@ -142,7 +142,7 @@ class NodeLink:
     def must_end(self) -> bool:
         """Return True if this node must end its ranks, since the job hangs."""
         if self.number:
-            is_last = self.size == 2 and (self._gone or self._first.exit_code is not None)
+            is_last = self.size == 2 and (self._is_gone or self._first.exit_code is not None)
             return self._first.ends or (is_last and self._state.standing == "stuck")
         self._first.ends = self._first.ends or self._is_job_hung()
         return self._first.ends
@@ -153,12 +153,12 @@ class NodeLink:
         self._state.standing = "ended"
         self._first.collects = True
         with contextlib.suppress(KeyboardInterrupt):
-            while not self._gone and any(
+            while not self._is_gone and any(
                 not node.is_done and time.monotonic() - max(since, node.part_at) < wait for node in self._nodes.values()
             ):
                 self.must_end()
                 time.sleep(_BUSY)
-        why = "the store of torchrun's agents has ended" if self._gone else f"they have not come within {wait:g} s"
+        why = "the store of torchrun's agents has ended" if self._is_gone else f"they have not come within {wait:g} s"
         for node in self._nodes.values():
             if node.ending is None:
                 node.refused = node.refused or why
@@ -176,11 +176,11 @@ class NodeLink:
         `None` if the first node did not take the logs; 0 if there is no report yet.
         """
         since = time.monotonic()
-        self._parts, self._sends = chain(file_parts(self._folder), [NodeEnd(ending)]), True
-        while not self._gone and self._first.exit_code is None:
+        self._parts, self._is_sending = chain(file_parts(self._folder), [NodeEnd(ending)]), True
+        while not self._is_gone and self._first.exit_code is None:
             now = time.monotonic()
-            wait = WAIT if self._is_linked else _FRESH  # the first node may be under torchrun itself
-            if now - (self._first_at if self._first.collects else max(since, self._taken_at)) > wait:
+            wait = WAIT if self._is_linked else _STALE_AFTER  # the first node may be under torchrun itself
+            if now - (self._first_at if self._first.collects else max(since, self._part_taken_at)) > wait:
                 break
             time.sleep(_BUSY)
         self._state.has_left = True
@@ -190,12 +190,12 @@ class NodeLink:
     def finish(self, exit_code: int) -> None:
         """Publish the exit code of the report, let other nodes read it, then close."""
         self._first.exit_code = exit_code
-        wait_until(lambda: self._gone or not any(node.is_recent for node in self._nodes.values()), _FAREWELL, _BUSY)
+        wait_until(lambda: self._is_gone or not any(node.is_recent for node in self._nodes.values()), _FAREWELL, _BUSY)
         self.close()
 
     def close(self) -> None:
         """Publish the last state and stop the thread."""
-        self._over.set()
+        self._stopped.set()
         if self._thread is not None:
             self._thread.join(_FAREWELL)
             self._thread = None
@@ -208,7 +208,7 @@ class NodeLink:
                 return False
             quiet = time.monotonic() - node.heard_at
             is_gone = node.is_done or node.state.has_left or quiet > WAIT
-            if not is_gone and quiet > _FRESH:
+            if not is_gone and quiet > _STALE_AFTER:
                 return False
             standings.add("ended" if is_gone else node.state.standing)
             ranks |= {*node.state.ranks}
@@ -217,22 +217,22 @@ class NodeLink:
 
     # Run by the thread, which alone uses the store
 
-    def _run(self, over: threading.Event, meeting: LauncherStore, host: str, port: int) -> None:
+    def _update(self, over: threading.Event, meeting: LauncherStore, host: str, port: int) -> None:
         try:
-            store = self._open(over, meeting, host, port)
+            store = self._connect(over, meeting, host, port)
             while store is not None:
                 is_last = over.is_set()
                 if self.number:
-                    self._turn_of_later(store)
+                    self._update_other_node(store)
                 else:
-                    self._turn_of_first(store)
+                    self._update_first_node(store)
                 if is_last:
                     return
-                over.wait(_BUSY if self._sends or (self.number == 0 and self._first.collects) else _LOOK)
+                over.wait(_BUSY if self._is_sending or (self.number == 0 and self._first.collects) else _INTERVAL)
         except Exception:  # StoreGoneError if the store has ended; errors of torch if unreachable
-            self._gone = True
+            self._is_gone = True
 
-    def _open(self, over: threading.Event, meeting: LauncherStore, host: str, port: int) -> LauncherStore | None:
+    def _connect(self, over: threading.Event, meeting: LauncherStore, host: str, port: int) -> LauncherStore | None:
         """Open a separate connection, since the agent may block its connection for minutes.
 
         `meeting` keeps the store of the agent alive until the link is closed.
@@ -240,33 +240,33 @@ class NodeLink:
         if self.number == 0:
             meeting.claim("run", f"{secrets.token_hex(16)} {socket.gethostname()}")
         while not meeting.has("run"):
-            if over.wait(_LOOK):
+            if over.wait(_INTERVAL):
                 return None
         name, _, host_name = meeting.claimed("run").partition(" ")
         self._is_linked = True
         self.host = "".join(filter(str.isprintable, host_name))[:80]
         return LauncherStore(connect(host, port, WAIT), f"ddpcheck/{name}")
 
-    def _turn_of_first(self, store: LauncherStore) -> None:
+    def _update_first_node(self, store: LauncherStore) -> None:
         self._first.beat += 1
         store.put("first", _encode(self._first))
         for number, node in self._nodes.items():
             if not node.is_done:
                 try:
-                    self._take(store, number, node)
+                    self._take_parts(store, number, node)
                 except (ValueError, OSError, msgspec.MsgspecError) as error:
                     node.refused = str(error)
             if store.has(f"state/{number}"):
                 with contextlib.suppress(ValueError, msgspec.MsgspecError):
-                    state = _decoded(store.get(f"state/{number}"), NodeState)
+                    state = _decode(store.get(f"state/{number}"), NodeState)
                     if node.state is None or state.beat != node.state.beat:
                         node.state, node.heard_at = state, time.monotonic()
 
-    def _take(self, store: LauncherStore, number: int, node: _Node) -> None:
-        for _ in range(_AHEAD):
+    def _take_parts(self, store: LauncherStore, number: int, node: _OtherNode) -> None:
+        for _ in range(_MOST_PENDING):
             if node.is_done or not store.has(name := f"part/{number}/{node.parts}"):
                 return
-            part = _decoded(store.get(name), FilePart | NodeEnd)
+            part = _decode(store.get(name), FilePart | NodeEnd)
             if isinstance(part, NodeEnd):
                 node.ending = part.ending
             else:
@@ -275,22 +275,22 @@ class NodeLink:
             store.remove(name)
             node.parts, node.part_at = node.parts + 1, time.monotonic()
 
-    def _turn_of_later(self, store: LauncherStore) -> None:
+    def _update_other_node(self, store: LauncherStore) -> None:
         self._state.beat += 1
         store.put(f"state/{self.number}", _encode(self._state))
         if store.has("first"):
-            state = _decoded(store.get("first"), FirstState)
+            state = _decode(store.get("first"), FirstState)
             if state.beat != self._first.beat:
                 self._first, self._first_at = state, time.monotonic()
-        while self._taken < self._put and not store.has(f"part/{self.number}/{self._taken}"):
-            self._taken, self._taken_at = self._taken + 1, time.monotonic()
-        while self._put - self._taken < _AHEAD and (part := next(self._parts, None)) is not None:
-            store.put(f"part/{self.number}/{self._put}", _encode(part))
-            self._put += 1
-        self._has_sent = self._taken == self._put > 0
+        while self._parts_taken < self._parts_put and not store.has(f"part/{self.number}/{self._parts_taken}"):
+            self._parts_taken, self._part_taken_at = self._parts_taken + 1, time.monotonic()
+        while self._parts_put - self._parts_taken < _MOST_PENDING and (part := next(self._parts, None)) is not None:
+            store.put(f"part/{self.number}/{self._parts_put}", _encode(part))
+            self._parts_put += 1
+        self._has_sent = self._parts_taken == self._parts_put > 0
 
 
-def _decoded(data: bytes, kind: Any) -> Any:
+def _decode(data: bytes, kind: Any) -> Any:
     if len(data) > _LONGEST:
         raise ValueError(f"it has sent a value of {len(data)} bytes")
     return msgspec.msgpack.decode(data, type=kind)

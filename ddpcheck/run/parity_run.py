@@ -30,10 +30,10 @@ VARIABLE = "DDPCHECK_PARITY"
 """Environment variable, "1" in the single process, so that a script can skip what must not happen twice."""
 
 INTERRUPTED = "it was interrupted"
-_TIMES = 3  # time limit of the single process, in multiples of world size x duration of the run on ranks
+_LIMIT_FACTOR = 3  # time limit of the single process, in multiples of world size x duration of the run on ranks
 _MOST_OUTPUT = 1 << 16  # characters of output kept, from its end
-_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|OutOfMemory")
-_MEMORY = (
+_MEMORY_ERROR = re.compile(r"out of memory|can't allocate memory|MemoryError|OutOfMemory")
+_MEMORY_HINT = (
     "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
 )
 
@@ -58,7 +58,7 @@ class ParityRuns:
         self._args, self._folder, self._run = args, folder, run
         self._rank_params = RankParams(rank_parameters)
         self._environ = dict(os.environ)
-        self._began = time.time()
+        self._start_time = time.time()
         self._limit = 0.0
         self._draws, self._in_turn = True, False
 
@@ -87,8 +87,8 @@ class ParityRuns:
 
     def begin(self, ranks: Sequence[RankTrace]) -> str:
         """Set the time limit of the single process; return a message announcing it."""
-        elapsed = time.time() - self._began
-        self._limit = max(self._args.check_timeout, _TIMES * len(ranks) * elapsed)
+        elapsed = time.time() - self._start_time
+        self._limit = max(self._args.check_timeout, _LIMIT_FACTOR * len(ranks) * elapsed)
         sizes = [
             max((math.ceil(entry.rows / max(1, entry.batches)) for entry in entries_of(rank, PassTaken)), default=0)
             for rank in ranks
@@ -100,8 +100,8 @@ class ParityRuns:
     def run(self, ranks: Sequence[RankTrace], *, measures_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process on the samples of the ranks.
 
-        If the script fails with the random numbers of the ranks, it runs again with its own. If it accumulates more
-        micro-batches in a smaller world, it runs again on the batches of single ranks, in turn.
+        If the script fails with the random numbers of the ranks, it runs again with numbers that it draws itself. If it
+        accumulates more micro-batches in a smaller world, it runs again on the batches of single ranks, in turn.
         """
         result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):
@@ -134,25 +134,25 @@ class ParityRuns:
             steps=self._args.check_parity_steps,
             in_turn=self._in_turn,
             draws=self._draws,
-            since=max([self._began, *(path.stat().st_mtime for path in self._folder.glob(f"{RESTARTED}*"))]),
+            since=max([self._start_time, *(path.stat().st_mtime for path in self._folder.glob(f"{RESTARTED}*"))]),
             is_noise=measures_noise,
             as_rank=as_rank,
         )
         environ = environment_for(RunOptions(str(folder), 0, options), self._environ) | {VARIABLE: "1"}
         with mock.patch.dict(os.environ, environ, clear=True):
-            ending = self._run(_single_options(self._args, folder), folder, limit=self._limit)
+            ending = self._run(_single_process_options(self._args, folder), folder, limit=self._limit)
         # Standard output first, then standard error.
         paths = sorted(folder.glob("output/**/std*.log"), reverse=True)
         output = "".join(path.read_text(errors="replace")[-_MOST_OUTPUT:] for path in paths)
         logs = read_logs(folder)
         why_not = _why_ended(ending, logs, output, self._limit)
-        if not why_not and _trains(ranks) and not _trains(logs):
+        if not why_not and _has_steps(ranks) and not _has_steps(logs):
             why_not = "no optimizer has stepped in it: the script may start its own processes"
         has_raised = ending.exit_code > 0 and not _signal_of(ending) and ending.hang is None and not ending.interrupted
         return SingleRun(logs, why_not, output, has_raised)
 
 
-def _single_options(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
+def _single_process_options(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
     options = copy.copy(args)
     options.nproc_per_node, options.nnodes, options.node_rank, options.standalone = "1", "1:1", 0, True
     options.max_restarts, options.redirects, options.tee, options.log_dir = 0, "3", "0", str(folder / "output")
@@ -170,29 +170,29 @@ def _why_ended(ending: Ending, logs: Sequence[RankTrace], output: str, limit: fl
     if ending.interrupted:
         return INTERRUPTED
     if ending.hang is not None:
-        where = _line_in(ending.hang.stacks.values())
+        where = _first_line(ending.hang.stacks.values())
         reason = "has not ended within" if ending.hang.seconds >= limit else "made no progress for"
         return f"it {reason} {ending.hang.seconds:.0f} s, and was stopped{where}"
     if signum := _signal_of(ending):
-        where = _line_in(rank.stack for rank in logs)  # faulthandler writes stacks at SIGSEGV etc.
-        return f"it was ended by signal {signum}{where}{_MEMORY if signum == signal.SIGKILL else ''}"
+        where = _first_line(rank.stack for rank in logs)  # faulthandler writes stacks at SIGSEGV etc.
+        return f"it was ended by signal {signum}{where}{_MEMORY_HINT if signum == signal.SIGKILL else ''}"
     if ending.exit_code:
-        message = f"it ended with exit code {ending.exit_code}: {_last_words(logs, output)}".rstrip(": ")
-        return message + (_MEMORY if _OF_MEMORY.search(message) else "")
+        message = f"it ended with exit code {ending.exit_code}: {_last_message(logs, output)}".rstrip(": ")
+        return message + (_MEMORY_HINT if _MEMORY_ERROR.search(message) else "")
     if errors := [entry for rank in logs for entry in entries_of(rank, WatchingFailed)]:
         return f"{errors[0].recorder} of ddpcheck has failed in it: {errors[0].why}"
     return ""
 
 
-def _trains(ranks: Sequence[RankTrace]) -> bool:
+def _has_steps(ranks: Sequence[RankTrace]) -> bool:
     return any(entries_of(rank, ParityStep) for rank in ranks)
 
 
-def _line_in(stacks: Iterable[str]) -> str:
+def _first_line(stacks: Iterable[str]) -> str:
     return "".join(f" at {line}" for stack in stacks for line in program_lines(stack)[:1])
 
 
-def _last_words(logs: Sequence[RankTrace], output: str) -> str:
+def _last_message(logs: Sequence[RankTrace], output: str) -> str:
     """Return the exception that ended a process, or the last printed line."""
     for entry in (item for rank in logs for item in entries_of(rank, RankRaised)):
         failure = failures.raised(0, dict(entry.reply))

@@ -23,7 +23,7 @@ _MOST_TAKEN = 9  # maximum number of names to try, if other users own the folder
 
 
 def shared_folder(name: str) -> Path:
-    """Return a launch's log folder, created if missing; raise `UsageError` if others own it."""
+    """Return the log folder of a launch, created if missing; raise if not owned."""
     for number in range(_MOST_TAKEN):
         folder = Path(tempfile.gettempdir(), f"{FOLDER}{name}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
@@ -45,7 +45,7 @@ def holding(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             processes = list(Path("/proc").glob("[0-9]*"))  # empty if not on Linux
             is_local = bool(processes) and read_file(old_folder / _MACHINE, own=True).decode() == this_machine()
-            if is_local and old_folder != folder and not any(_owns(process, old_folder) for process in processes):
+            if is_local and old_folder != folder and not any(_is_owner(process, old_folder) for process in processes):
                 shutil.rmtree(old_folder)
     with (folder / _MACHINE).open("w") as file:  # an open file marks the owner, which a PID cannot: PIDs are reused
         file.write(this_machine())
@@ -53,7 +53,7 @@ def holding(folder: Path) -> Iterator[None]:
         yield
 
 
-def _owns(process: Path, folder: Path) -> bool:
+def _is_owner(process: Path, folder: Path) -> bool:
     try:
         is_named = folder.name.encode() in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
         files = (os.readlink(file) for file in (process / "fd").iterdir())

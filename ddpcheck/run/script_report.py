@@ -45,7 +45,7 @@ from ddpcheck.trace.script_facts import ScriptFacts, entries_of
 from ddpcheck.trace.wrappers import describe_missing_ranks
 from ddpcheck.worlds import failures
 
-_USUAL = Settings()
+_DEFAULT_SETTINGS = Settings()
 _WITHOUT_RANK_PARAMS = ("replicas", "reducer", "optimizers")  # check lines that leave out parameters of single ranks
 
 
@@ -53,7 +53,7 @@ def report_on_script(
     script: str,
     ending: Ending,
     ranks: Sequence[RankTrace],
-    settings: Settings = _USUAL,
+    settings: Settings = _DEFAULT_SETTINGS,
     *,
     baseline: Report | None = None,
     source: ProgramSource | None = None,
@@ -77,7 +77,7 @@ def report_on_script(
     judged = judge_all(facts, views_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", locate_restored_file(at_end, facts.events(FileUsed)))
-    parity = _parity(comparison := _comparison(ranks, singles), singles)
+    parity = _judge_parity(comparison := _parity_view(ranks, singles), singles)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     equal = {} if comparison is None or isinstance(parity, Exception) else comparison.confirmed
     judged, cause = _add_parity(judged, parity, script, settings)
@@ -85,7 +85,7 @@ def report_on_script(
     for heading, finding in findings_of_others:
         judged = judged.adding(heading, [finding])
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
-    status, detail = _entered(facts, ending)
+    status, detail = _ranks_verdict(facts, ending)
     checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail + rank_params.left_out)]
     for heading in HEADINGS:
         if heading == "parity" and heading not in facts.unwatched:
@@ -102,7 +102,7 @@ def report_on_script(
     report = Report(
         target=script,
         tool={"name": "ddpcheck", "version": __version__},
-        world=_world(facts, ending, [*notes_of_others, *rank_params.unmatched]),
+        world=_world_facts(facts, ending, [*notes_of_others, *rank_params.unmatched]),
         checks=tuple(checks),
         timelines=timelines_of(ranks, ending, judged.findings),
         curves=() if comparison is None else curves(comparison),
@@ -114,7 +114,7 @@ def report_on_script(
 def _add_parity(
     judged: Judged, parity: Verdict | Exception | None, script: str, settings: Settings
 ) -> tuple[Judged, str]:
-    """Add findings of the parity check unless others explain them; return those codes."""
+    """Add parity findings unless other findings explain them; also return the explaining codes."""
     if not isinstance(parity, Verdict) or not parity.findings:
         return judged, ""
     kept = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore).kept
@@ -137,7 +137,7 @@ def _check_of(
     return ("passed", before + equal[heading]) if rest and ";" not in rest and heading in equal else check
 
 
-def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
+def _report_notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
     if ending.unended is not None:
         yield _describe_not_exited(ending.unended)
     if facts.ranks and (restart := facts.ranks[0].started.restart) < ending.restart:
@@ -154,14 +154,14 @@ def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
         yield "one rank: nothing is compared between ranks; start two with --standalone --nproc-per-node 2"
 
 
-def _comparison(ranks: Sequence[RankTrace], singles: Sequence[SingleRun]) -> Parity | None:
+def _parity_view(ranks: Sequence[RankTrace], singles: Sequence[SingleRun]) -> Parity | None:
     if not singles or singles[0].why_not:
         return None
     others = [None if run.why_not else run.ranks[0] for run in singles[1:]]
     return Parity(ranks, singles[0].ranks[0], *others)
 
 
-def _parity(comparison: Parity | None, singles: Sequence[SingleRun]) -> Verdict | Exception | None:
+def _judge_parity(comparison: Parity | None, singles: Sequence[SingleRun]) -> Verdict | Exception | None:
     if comparison is None:
         return Verdict(lacking=f"not compared with a single process: {singles[0].why_not}") if singles else None
     try:
@@ -182,9 +182,9 @@ def _parity_verdict(
     return status_of(verdict, explained, kept)
 
 
-def _world(facts: ScriptFacts, ending: Ending, more_notes: Sequence[str]) -> dict[str, Any]:
+def _world_facts(facts: ScriptFacts, ending: Ending, more_notes: Sequence[str]) -> dict[str, Any]:
     steps = facts.steps if facts.wrappers else facts.optimizer_steps
-    notes = [*_notes(facts, ending), *more_notes]
+    notes = [*_report_notes(facts, ending), *more_notes]
     return {"world_size": facts.world_size, "steps": steps, **({"notes": notes} if notes else {})}
 
 
@@ -234,7 +234,7 @@ def _aborted_at_exit(ranks: Sequence[RankTrace], ending: Ending) -> list[int]:
     return [] if others or not to_the_end.issuperset(aborted) else aborted
 
 
-def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
+def _verdict_without_ranks(ending: Ending) -> tuple[CheckStatus, str]:
     joined = "joined a process group where ddpcheck could see it"
     if not ending.exit_codes:  # exit code 0, interrupted, or the agent stopped
         return "skipped", f"no rank {joined}; for a recipe, use `ddpcheck report`"
@@ -243,12 +243,12 @@ def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
     return "skipped", f"the script {end} before a rank {joined}; see the script's own error"
 
 
-def _entered(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str]:
+def _ranks_verdict(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str]:
     ranks, size, steps = facts.ranks, facts.world_size, facts.optimizer_steps
     if ending.unwatched:
         return "error", "; ".join(ending.unwatched)
     if not ranks:
-        return _none_entered(ending)
+        return _verdict_without_ranks(ending)
     if why := facts.unwatched.get("ranks"):
         return "error", why
     if missing := facts.remote_ranks:
@@ -275,11 +275,11 @@ def _entered(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str]:
         return "skipped", why
     if not facts.wrappers and (why := facts.why_unwatched):
         return "skipped", f"no DistributedDataParallel was constructed; {why}"
-    watched = _wrappers(facts) or f"no DistributedDataParallel, {format_count(steps, 'optimizer step')}"
+    watched = _describe_wrappers(facts) or f"no DistributedDataParallel, {format_count(steps, 'optimizer step')}"
     return "passed", f"{format_count(size, 'rank')} ({ranks[0].started.backend}), {watched}"
 
 
-def _wrappers(facts: ScriptFacts) -> str:
+def _describe_wrappers(facts: ScriptFacts) -> str:
     counts = Counter(f"{wrapper.made.module} ({format_count(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
     return ", ".join(f"{times} times {name}" if times > 1 else name for name, times in counts.items())
 
@@ -298,14 +298,14 @@ def _collectives_verdict(
     return status_of(Verdict((), passed, lacking), explained, kept)
 
 
-_BETWEEN = 3.0  # seconds between two looks at the ranks of an active run
+_INTERVAL = 3.0  # seconds between two looks at the ranks of an active run
 
 
 def report_on_run(folder: Path, settings: Settings) -> Report:
     """Report on an active run after about 4 s; raise `UsageError` without live rank."""
     processes = LiveRanks(folder)
     before, since, progress = used(processes.live_pids()[0]), time.monotonic(), processes.progress()
-    time.sleep(_BETWEEN)
+    time.sleep(_INTERVAL)
     ranks, are_all_here = processes.live_pids()
     if not ranks:
         raise UsageError(f"no live rank has a log in {folder}: is it the folder of a `ddpcheck run`?")
@@ -315,12 +315,12 @@ def report_on_run(folder: Path, settings: Settings) -> Report:
     logs = read_logs(folder)
     waiting = {rank: stacks.get(rank, "") for rank in ranks if facts[rank].waits(main_stack(stacks.get(rank, "")))}
     hangs = are_all_here and not moving and len(waiting) == len(ranks)
-    doing = {log.started.rank: _doing(log, stacks, moving, waiting) for log in logs if log.started.rank in ranks}
+    doing = {log.started.rank: _activity_of(log, stacks, moving, waiting) for log in logs if log.started.rank in ranks}
     ending = Ending(hang=Hang(seconds, waiting) if hangs else None, doing=doing)
     return report_on_script((folder / SCRIPT).read_text(), ending, logs, settings)
 
 
-def _doing(log: RankTrace, stacks: dict[int, str], moving: set[int], waiting: dict[int, str]) -> str:
+def _activity_of(log: RankTrace, stacks: dict[int, str], moving: set[int], waiting: dict[int, str]) -> str:
     rank = log.started.rank
     lines = program_lines(stacks.get(rank, ""))
     where = f" at {lines[0]}" if lines else " in code of a library"

@@ -19,19 +19,19 @@ from ddpcheck.stream.entries import KINDS, Sketch
 
 _LENGTH = struct.Struct("<I")
 _SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1  # int range of msgpack; a fingerprint may be as large as the maximum
-_EXACTLY: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+_CONVERTERS: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
-def _plain(value: Any) -> Any:
-    """Convert a subclass instance of str, int or float, or a numpy number."""
+def _to_plain(value: Any) -> Any:
+    """Convert a `Sketch`, numpy number, or subclass of str, int or float to Python."""
     if isinstance(value, Sketch):
         return value.tobytes()
-    convert = next((function for kind, function in _EXACTLY.items() if isinstance(value, kind)), None)
+    convert = next((function for kind, function in _CONVERTERS.items() if isinstance(value, kind)), None)
     return value.item() if convert is None else convert(value)
 
 
 _kind_and_fields = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw]).decode
-_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=_to_plain).encode
 
 
 def encoded(entry: Entry) -> bytes:
@@ -68,12 +68,12 @@ def _decoder(kind: str) -> msgspec.msgpack.Decoder[Entry]:
 
 def fields_of_entry(entry: Entry) -> tuple[str, Any]:
     """Return the kind of an entry, and its fields as plain data."""
-    fields = msgspec.to_builtins(entry, enc_hook=_plain, builtin_types=(bytes,))
-    return type(entry).__name__, _writable(fields)
+    fields = msgspec.to_builtins(entry, enc_hook=_to_plain, builtin_types=(bytes,))
+    return type(entry).__name__, _encodable(fields)
 
 
 def entry_from_fields(kind: str, fields: Any) -> Entry | None:
-    """Build an entry from fields with base64 bytes (RFC 4648), or None."""
+    """Build an entry from fields with base64 bytes (RFC 4648); None if invalid."""
     try:
         return msgspec.convert(
             fields, KINDS[kind], dec_hook=lambda _, text: Sketch("f", b64decode(text)), str_keys=True
@@ -82,12 +82,12 @@ def entry_from_fields(kind: str, fields: Any) -> Entry | None:
         return None
 
 
-def _writable(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
     """Escape invalid Unicode as Python does; clamp integers to msgpack's range."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int):
         return max(_SMALLEST, min(value, _LARGEST))
     if isinstance(value, dict):
-        return {_writable(key): _writable(item) for key, item in value.items()}
-    return [_writable(item) for item in value] if isinstance(value, list | tuple) else value
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value

@@ -38,7 +38,7 @@ _PLACE = re.compile(
 
 
 def place_of_backward(forward: int, line: Location | str | None, unsynced: int, batch: str) -> str:
-    """Return the `place` of a backward pass: its forward pass, line and batch."""
+    """Return the `place` of a backward pass: "forward pass 3 at train.py:12, ..."."""
     no_sync_text = f" ({unsynced} under no_sync)" if unsynced else ""
     return f"forward pass {forward}{no_sync_text}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"
 
@@ -47,18 +47,18 @@ _HANDLING = re.compile(r"handling (?P<kind>\S+?)(?: of (?P<line>\S+:\d+))?(?:: (
 
 
 def place_of_handling(kind: str, line: Location | None, text: str) -> str:
-    """Return the `place` of a collective called while an exception is handled."""
+    """Return the `place` of a collective in an `except` block: "handling OSError of a.py:3"."""
     return f"handling {kind}{f' of {line}' if line else ''}{f': {text}' if text else ''}"
 
 
 def handled_in(call: Call) -> tuple[str, str, str] | None:
-    """Return type, line and text of the exception handled at a collective."""
+    """Return type, line and text of the exception handled at a collective, or None."""
     match = _HANDLING.fullmatch(call.place) if call.operation not in PASSES else None
     return (match["kind"], match["line"] or "", match["text"] or "") if match else None
 
 
 def lines_in(phase: str) -> tuple[str, ...]:
-    """Return the line of the forward pass in the `place` of a backward pass."""
+    """Return (line of the forward pass,) from the `place` of a backward pass."""
     match = _PLACE.fullmatch(phase)
     return (match["line"],) if match and match["line"] else ()
 
@@ -77,7 +77,7 @@ class Backward:
 
 
 def backward_of(call: Call) -> Backward | None:
-    """Parse a call as an averaged backward or sharded forward pass, or None."""
+    """Parse a logged DDP backward pass or sharded forward pass; None for other calls."""
     if call.operation not in PASSES or not (match := _PLACE.fullmatch(call.place)):
         return None
     batch = (int(match["number"]), int(match["batch"])) if match["loader"] else (0, 0)
@@ -193,7 +193,7 @@ class LocalSgdEnd(Entry, frozen=True):
 class GroupUsed(Entry, frozen=True):
     """First use of a process group, with its name and ranks.
 
-    Recorded again for the first use by an autograd function, with the line.
+    The first use by a differentiable collective is recorded too, with its line.
     """
 
     name: str

@@ -38,7 +38,6 @@ class Contribution(Struct):
 
     @property
     def events(self) -> tuple[LoopEvent, ...]:
-        """Return the events of this contribution."""
         no_sync = () if self.under is None else (LoopEvent("enter no_sync", self.under),)
         return (*no_sync, *filter(None, (self.forward, self.backward, self.ended_by)))
 
@@ -83,12 +82,12 @@ class Ledger:
 
     @property
     def unpaired(self) -> list[Contribution]:
-        """Return unreduced gradients of backward passes that follow a reduction without a forward pass."""
+        """Return unreduced gradients of backward passes after a reduction, without a new forward pass."""
         return [entry for entry in self.contributions if entry.after is not None and not entry.reduced]
 
     @property
     def unreduced(self) -> bool:
-        """Return True if there are gradients that were not averaged."""
+        """Return True if there are unused gradients that were not averaged."""
         for contribution in self.open:  # not a generator, for speed in each step
             if not contribution.reduced:
                 return True
@@ -112,18 +111,18 @@ class Ledger:
                 no_sync_line = None if self._no_sync is None else self._no_sync.location or None
                 self.waiting.append((event, no_sync_line))
         elif kind == "backward":
-            self._backward(event)
+            self._add_backward(event)
         elif kind == "reduction":
-            self._reduce()
+            self._mark_reduced()
         elif kind == "step":
             self.zeroed, self.forwards = False, [0, 0]
-            self._end("used", event)
+            self._end_contributions("used", event)
         elif kind == "zero_grad":
             self.zeroed = True
             if event.discarded:
-                self._discard(event)
+                self._discard_open(event)
         elif kind in AROUND:
-            self._contribute(event)
+            self._add_contribution(event)
         elif kind == "no_sync":
             self.not_entered.append(event)
             self._called = event
@@ -134,38 +133,38 @@ class Ledger:
         elif kind == "leave no_sync":
             self._no_sync = None
 
-    def _backward(self, event: LoopEvent) -> None:
-        contribution = self._contribute(event)
+    def _add_backward(self, event: LoopEvent) -> None:
+        contribution = self._add_contribution(event)
         if self.prepared is not None:
             contribution.forward, self.prepared, self._reducing = self.prepared, None, event
             if self._no_sync is not None and not self._forwards_inside:
                 self.around_backward.append(self._no_sync)
-            self._reduce()
+            self._mark_reduced()
         elif self.waiting:
             contribution.forward, contribution.under = self.waiting.popleft()
         else:
             contribution.after = self._reducing
 
-    def _contribute(self, event: LoopEvent) -> Contribution:
+    def _add_contribution(self, event: LoopEvent) -> Contribution:
         contribution = Contribution(self._number, event)
         self.contributions.append(contribution)
         self.open.append(contribution)
         return contribution
 
-    def _reduce(self) -> None:
+    def _mark_reduced(self) -> None:
         self.waiting.clear()
         for contribution in self.open:
             contribution.reduced = True
 
-    def _discard(self, event: LoopEvent) -> None:
+    def _discard_open(self, event: LoopEvent) -> None:
         if not self.open:  # the backward pass was before these events
-            self._contribute(LoopEvent("backward"))
+            self._add_contribution(LoopEvent("backward"))
         excused = event.resting or any(contribution.backward.others for contribution in self.open)
         for contribution in self.open:
             contribution.excused = excused
-        self._end("discarded", event)
+        self._end_contributions("discarded", event)
 
-    def _end(self, fate: Literal["used", "discarded"], event: LoopEvent) -> None:
+    def _end_contributions(self, fate: Literal["used", "discarded"], event: LoopEvent) -> None:
         for _ in range(len(self.open)):
             contribution = self.open.popleft()
             if event.spares_unreduced and not contribution.reduced:

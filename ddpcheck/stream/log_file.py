@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.files import read_file
 from ddpcheck.stream.entries import GroupUsed
 
-_HIGH = (4032, 960, 192)  # minimum descriptor numbers, tried in order because of the process limit
+_HIGH_DESCRIPTORS = (4032, 960, 192)  # minimum descriptor numbers, tried in order because of the process limit
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
@@ -31,19 +31,19 @@ class LogFile:
         self._path = str(path)
         self._on_open = on_open
         self._number = -1
-        self._identity: tuple[int, int] | None = None
+        self._file_identity: tuple[int, int] | None = None
         path.touch()
         self.hold()
 
     def hold(self) -> int:
         """Return the descriptor; reopen the file if the script has closed it."""
-        if self._identity is None or _identity(self._number) != self._identity:
-            number = _under_high_number(os.open(self._path, _FLAGS))
-            identity = _identity(number)
-            if self._identity not in (None, identity):
+        if self._file_identity is None or _file_identity(self._number) != self._file_identity:
+            number = _move_descriptor_up(os.open(self._path, _FLAGS))
+            identity = _file_identity(number)
+            if self._file_identity not in (None, identity):
                 os.close(number)
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._path)
-            self._number, self._identity = number, identity
+            self._number, self._file_identity = number, identity
             if self._on_open is not None:
                 self._on_open(number)
         return self._number
@@ -66,9 +66,8 @@ def is_file_open(path: Path, pid: int) -> bool:
 def mapped_file(path: Path, size: int) -> mmap.mmap:
     """Create a memory-mapped file that stays mapped until the process ends.
 
-    A map closes its descriptor when freed, whose number the program may have reused by then: it is never freed. The
-    blocks are allocated first (`OSError` without space): writing to a sparse map kills the process (SIGBUS) if the disk
-    is full.
+    The map is never freed: it would close its descriptor, whose number the program may have reused. The blocks are
+    allocated first (`OSError` without space): writing to a sparse map kills the process (SIGBUS) if the disk is full.
     """
     import ctypes
 
@@ -83,7 +82,7 @@ def mapped_file(path: Path, size: int) -> mmap.mmap:
     return memory
 
 
-def _identity(number: int) -> tuple[int, int] | None:
+def _file_identity(number: int) -> tuple[int, int] | None:
     try:
         status = os.fstat(number)
     except OSError:
@@ -91,8 +90,8 @@ def _identity(number: int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _under_high_number(number: int) -> int:
-    for minimum in _HIGH:
+def _move_descriptor_up(number: int) -> int:
+    for minimum in _HIGH_DESCRIPTORS:
         with contextlib.suppress(OSError):  # the limit is lower, or all higher descriptors are in use
             new_number = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, minimum)
             os.close(number)
@@ -154,7 +153,7 @@ class CallRing:
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)
 
     def turn(self, *, begins: bool) -> None:
-        """Write that the main thread enters or leaves a collective or wait."""
+        """Count that the main thread enters or leaves a collective or wait."""
         self._depth += 1 if begins else -1
         self._turns += self._depth == begins  # ignore nested collectives
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)

@@ -64,7 +64,7 @@ class RankLog:
         self.add(started)
 
     def hold_stacks(self, use: Callable[[int], object]) -> None:
-        """Open the file of stacks; `use` gets its descriptor, also after each reopening."""
+        """Open the file for `faulthandler`; `use` gets its descriptor after each opening."""
         self._stacks = LogFile(self.path.with_suffix(".stack"), use)
 
     def add(self, entry: Entry) -> None:
@@ -99,7 +99,7 @@ class RankLog:
         self._calls.add(call, number)
 
     def turn(self, *, begins: bool) -> None:
-        """Write that the main thread enters or leaves a collective or wait."""
+        """Count that the main thread enters or leaves a collective or wait."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._calls.turn(begins=begins)
 
@@ -153,7 +153,7 @@ class ReceivedFolder:
         folder.mkdir()
 
     def take(self, part: FilePart) -> None:
-        """Append a part of a file, or raise `ValueError` (foreign name, size limits)."""
+        """Append a part of a file; raise `ValueError` (foreign name, size limits)."""
         if not _NAME.fullmatch(part.name):
             raise ValueError(f"{part.name[:80]!r} is not the name of a log")
         self._names.add(part.name)
@@ -267,7 +267,7 @@ def read_logs(folder: Path) -> list[RankTrace]:
 
 def _read_node(folder: Path) -> list[RankTrace]:
     paths = (path for path in sorted(folder.glob("*.log")) if _NAME.fullmatch(path.name))
-    logs = [log for path in paths if (log := _read(path)) is not None]
+    logs = [log for path in paths if (log := _read_rank(path)) is not None]
     latest = max((log.started.restart for log in logs), default=0)  # nodes may count restarts independently
     return [log for log in logs if log.started.restart == latest]
 
@@ -278,7 +278,7 @@ def comparable_logs(ranks: Sequence[RankTrace]) -> list[Sequence[Call]]:
     return [rank.calls[first - rank.first_call :] for rank in ranks]
 
 
-def _read(path: Path) -> RankTrace | None:
+def _read_rank(path: Path) -> RankTrace | None:
     entries, unknown = decoded(read_file(path))
     if not entries or not isinstance(entries[0], RankStarted) or entries[0].world_size > MOST_RANKS:
         return None

@@ -40,7 +40,7 @@ FIRST_SETTLED = 8
 
 
 def is_settled(step: int) -> bool:
-    """Return True at steps where find_unused_parameters and static_graph can be judged."""
+    """Return True at steps 8 and 128, when find_unused_parameters and static_graph are judged."""
     return step in (FIRST_SETTLED, 128)
 
 

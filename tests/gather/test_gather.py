@@ -298,7 +298,7 @@ def test_every_operation_that_torch_marks_as_seeded_is_silenced() -> None:
             if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags:
                 seeded.add(name)
     assert {"bernoulli", "native_dropout", "randperm"} <= seeded
-    assert seeded - set(randomness._QUIET) - set(randomness._UNDRAWN) - SEEDED_BUT_MADE_OF_OTHERS == set()
+    assert seeded - set(randomness._QUIET) - set(randomness._DETERMINISTIC) - SEEDED_BUT_MADE_OF_OTHERS == set()
 
 
 def test_layers_get_their_dropout_back_even_when_something_raises() -> None:

@@ -160,20 +160,20 @@ def test_the_variables_of_a_function_are_its_closure_globals_defaults_and_attrib
 
 
 def test_sets_are_spelled_alike_whatever_their_order_and_dicts_are_not() -> None:
-    from ddpcheck.gather.phases.program_data import _spelled
+    from ddpcheck.gather.phases.program_data import _texts_in
 
     one, other = [str(i) for i in range(50)], [str(i) for i in reversed(range(50))]
-    assert _spelled("x", set(one), 0) == _spelled("x", set(other), 0)
-    assert _spelled("x", dict.fromkeys(one, 1), 0) != _spelled("x", dict.fromkeys(other, 1), 0)
-    assert _spelled("x", [object()], 0) == {} and _spelled("x", True, 0) == {} and _spelled("x", nn.ReLU(), 0) == {}
-    assert _spelled("x", [1, ("a", {2.5})], 0) == {"x": "[1, ('a', {2.5})]"}
+    assert _texts_in("x", set(one), 0) == _texts_in("x", set(other), 0)
+    assert _texts_in("x", dict.fromkeys(one, 1), 0) != _texts_in("x", dict.fromkeys(other, 1), 0)
+    assert _texts_in("x", [object()], 0) == {} and _texts_in("x", True, 0) == {} and _texts_in("x", nn.ReLU(), 0) == {}
+    assert _texts_in("x", [1, ("a", {2.5})], 0) == {"x": "[1, ('a', {2.5})]"}
 
 
 def test_attributes_of_a_helper_are_found_by_their_own_names() -> None:
-    from ddpcheck.gather.phases.program_data import _spelled
+    from ddpcheck.gather.phases.program_data import _texts_in
 
     class Vocabulary:
         def __init__(self) -> None:
             self.words = ["a", "b"]
 
-    assert _spelled("vocabulary", Vocabulary(), 0) == {"vocabulary.words": "['a', 'b']"}
+    assert _texts_in("vocabulary", Vocabulary(), 0) == {"vocabulary.words": "['a', 'b']"}

@@ -149,7 +149,7 @@ def test_a_start_anew_forgets_what_came_of_the_one_before(job: Job) -> None:
 def test_without_the_first_node_another_one_keeps_its_logs(
     without: int | None, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_link, "_FRESH", 0.5)
+    monkeypatch.setattr(node_link, "_STALE_AFTER", 0.5)
     _, other = job.start(2, without=-1 if without is None else without)
     if without is None:
         assert until(lambda: other.host)
@@ -164,7 +164,7 @@ def test_the_first_node_is_waited_for_while_it_waits_for_others(job: Job, monkey
     links = job.start(2)
     codes: dict[int, int | None] = {}
     assert until(lambda: links[1].host)
-    monkeypatch.setattr(links[0], "_take", lambda *_: None)  # it does not come to this node
+    monkeypatch.setattr(links[0], "_take_parts", lambda *_: None)  # it does not come to this node
     links[0]._first.collects = True
     thread = told(b"end", links[1], codes)
     time.sleep(2.5)
@@ -289,7 +289,7 @@ def test_a_node_that_was_not_heard_for_a_while_may_have_got_on(job: Job, monkeyp
     assert until(lambda: links[0].must_end())
     links[1].close()
     links[0]._first.ends = False
-    monkeypatch.setattr(node_link, "_FRESH", 0.1)
+    monkeypatch.setattr(node_link, "_STALE_AFTER", 0.1)
     time.sleep(0.5)
     assert not links[0].must_end()
     monkeypatch.setattr(node_link, "WAIT", 0.2)

@@ -22,7 +22,7 @@ BREAK = """
 import importlib
 import os
 
-from ddpcheck.gather.patching import _ending
+from ddpcheck.gather.patching import _guard_method
 
 for place in os.environ["BROKEN"].split():
     module, kind, name, inner = place.split(":")
@@ -32,7 +32,7 @@ for place in os.environ["BROKEN"].split():
         raise ZeroDivisionError("made to fail")
 
     broken.__annotations__ = {"return": kind.__dict__[name].__annotations__.get("return", "")}
-    setattr(kind, name, broken if inner else _ending(broken))
+    setattr(kind, name, broken if inner else _guard_method(broken))
 """
 FAULTS = """
 import torch

@@ -35,8 +35,8 @@ def gradient_node(tensor: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
-class _Nodes(torch.autograd.Function):
-    """Function whose node links to the nodes of its inputs; never differentiated."""
+class _NodeCollector(torch.autograd.Function):
+    """Function whose node has the gradient nodes of all inputs as `next_functions`; never differentiated."""
 
     @staticmethod
     def forward(_context: Any, *_tensors: torch.Tensor) -> torch.Tensor:
@@ -52,15 +52,15 @@ def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
     if not any(tensor.requires_grad for tensor in tensors):
         return [None] * len(tensors)
     with torch.enable_grad():
-        output: Any = _Nodes.apply(*tensors)  # type: ignore[no-untyped-call]
+        output: Any = _NodeCollector.apply(*tensors)  # type: ignore[no-untyped-call]
     return [node for node, _ in output.grad_fn.next_functions]
 
 
 def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
-    """Return for each parameter node whether the running backward pass will execute it.
+    """Return True for each AccumulateGrad node that the running backward pass will execute.
 
-    Call from a hook. All False under `torch.autograd.grad`: the engine captures the gradients of the inputs before
-    it executes their nodes, and raises if asked.
+    Call from a hook. All False under `torch.autograd.grad`: torch raises there, since the gradients are returned
+    instead of accumulated.
     """
     try:
         return list(map(torch._C._will_engine_execute_node, nodes))
@@ -69,17 +69,17 @@ def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
 
 
 def running_node() -> Any:
-    """Return the node that backward is executing, or None if none or unknown.
+    """Return the autograd node that backward is executing, or None.
 
-    Call inside a hook of the node. `will_be_reached` is False for the root, since the engine tracks only later nodes.
+    Call inside a hook of the node. Shows that backward executes its root, for which `will_be_reached` is False.
     """
     # Private to torch; needed to use a loss returned by forward.
-    ask = getattr(torch._C, "_current_autograd_node", None)
-    return None if ask is None else ask()
+    current_node = getattr(torch._C, "_current_autograd_node", None)
+    return None if current_node is None else current_node()
 
 
 def output_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the output shapes of a node's operation; empty before torch 2.6."""
+    """Return the shapes of the outputs of a node's operation; empty before torch 2.6."""
     return tuple(tuple(metadata.shape) for metadata in getattr(node, "_input_metadata", None) or ())
 
 
@@ -105,10 +105,10 @@ def keeps_graph() -> bool:
 
 
 def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
-    """Return the tensor that a node saved under `name`, if safe to read.
+    """Return the tensor that a node saved under `name`; None if unsafe to read.
 
-    None for tensors packed by hooks (unpacking a checkpoint recomputes its forward) and for overwritten or freed
-    tensors, for which backward raises.
+    Unsafe are tensors packed by hooks (unpacking a checkpoint recomputes its forward), and overwritten or freed
+    tensors, for which torch raises.
     """
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or getattr(raw, "unpack_hook", None) is not None:
@@ -120,7 +120,7 @@ def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
 
 
 def in_compiled_backward() -> bool:
-    """Return True if compiled autograd calls this hook; the engine cannot answer then.
+    """Return True if compiled autograd calls the running hook, so that `will_be_reached` is unusable.
 
     Private to torch: False if this torch version cannot tell.
     """
@@ -128,17 +128,17 @@ def in_compiled_backward() -> bool:
 
 
 def engine_answers(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> tuple[list[bool], RemovableHandle]:
-    """Return whether backward of `loss` will reach each parameter, and the hook's handle.
+    """Let a hook on `loss` ask the autograd engine which parameters backward will reach.
 
-    The list is empty until backward starts. Then a hook on the loss fills it, before DDP starts a collective.
+    Returns a list and the hook's handle. The hook fills the list with booleans before DDP starts a collective.
     """
     reached: list[bool] = []
 
-    def ask(_gradient: torch.Tensor) -> None:
+    def record_reached(_gradient: torch.Tensor) -> None:
         will_execute = torch._C._will_engine_execute_node
         reached[:] = [p.requires_grad and will_execute(gradient_node(p)) for p in parameters]
 
-    return reached, loss.register_hook(ask)
+    return reached, loss.register_hook(record_reached)
 
 
 class _Stop(Exception):
@@ -146,17 +146,17 @@ class _Stop(Exception):
 
 
 def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Return for each parameter if backward of `loss` would reach it; keep the graph."""
+    """Return True for each parameter that backward of `loss` would reach; keep the graph."""
     if not loss.requires_grad:
         return [False] * len(parameters)
     if loss.is_leaf:
         return [parameter is loss for parameter in parameters]
-    reached, asking = engine_answers(loss, parameters)
+    reached, handle = engine_answers(loss, parameters)
 
     def stop(_gradient: torch.Tensor) -> None:
         raise _Stop
 
-    with asking, loss.register_hook(stop), contextlib.suppress(_Stop):
+    with handle, loss.register_hook(stop), contextlib.suppress(_Stop):
         torch.autograd.backward(loss, torch.zeros_like(loss), retain_graph=True)
     return reached
 
@@ -164,7 +164,7 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
 def node_of(tensor: torch.Tensor) -> Any:
     """Return `tensor.grad_fn`, or None if torch raises.
 
-    It raises for a view that was created under no_grad and whose base was modified in place afterwards.
+    torch raises for a view that was created under no_grad and whose base was modified in place afterwards.
     """
     try:
         return tensor.grad_fn
@@ -173,12 +173,12 @@ def node_of(tensor: torch.Tensor) -> Any:
 
 
 class LossGraph:
-    """Autograd graph that is reached from tensors or nodes, up to a limit."""
+    """Autograd graph of tensors or nodes, limited to a number of nodes."""
 
     def __init__(
         self, roots: Iterable[Any], *, limit: int = WALK_LIMIT, is_end: Callable[[Any], bool] | None = None
     ) -> None:
-        """Walk breadth first from `roots`, up to `limit` nodes, not past nodes satisfying `is_end`."""
+        """Walk breadth first from `roots`, over `limit` nodes, not beyond `is_end` nodes."""
         roots = list(roots)
         tensors = [root for root in roots if isinstance(root, torch.Tensor)]
         self._leaf_roots = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
@@ -224,7 +224,7 @@ class LossGraph:
 
     @functools.cached_property
     def _parents(self) -> dict[Any, list[tuple[Any, int]]]:
-        """Return for each node the (node, input index) pairs that pass it gradients."""
+        """Return by node the (parent, input index) pairs that send gradients to it."""
         parents: dict[Any, list[tuple[Any, int]]] = {}
         for node in self.nodes:
             for index, (child, _) in enumerate(node.next_functions):
@@ -232,7 +232,7 @@ class LossGraph:
         return parents
 
     def nearest(self, leaf: torch.Tensor, is_match: Callable[[Any, int], bool]) -> Iterator[Any]:
-        """Yield, on each path to `leaf`, the nearest node satisfying `is_match(node, input_index)`."""
+        """Yield, for each path, the node nearest to `leaf` that satisfies `is_match(node, input_index)`."""
         target = gradient_node(leaf)
         pending, seen = [target], {target}
         while pending:
@@ -244,13 +244,13 @@ class LossGraph:
                     pending.append(node)
 
     def functions_before(self, leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
-        """Return, on each path to `leaf`, the nearest custom autograd Function."""
+        """Return, for each path, the custom autograd Function nearest to `leaf`."""
         nodes = self.nearest(leaf, lambda node, _index: hasattr(node, "_forward_cls"))
         return tuple(dict.fromkeys(node._forward_cls for node in nodes))
 
 
 def recorded_lines() -> contextlib.AbstractContextManager[None]:
-    """Record the calling line of each operation (anomaly mode without NaN check)."""
+    """Let autograd nodes record their Python stack (anomaly mode without NaN check)."""
     return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
@@ -283,7 +283,7 @@ _SEARCH_DEPTH = 4
 
 
 def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) for unregistered tensors in attributes, lists of layers and helper objects."""
+    """Yield (path, tensor) in attributes, containers and helper objects, not parameters or buffers."""
     modules = list(module.named_modules())
     registered = {id(t) for t in (*module.parameters(), *module.buffers())} | {id(m) for _, m in modules}
     seen: set[int] = set()
@@ -303,18 +303,18 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
                     seen.add(id(tensor))
                     yield f"{name}.{inner}", tensor
             for inner, submodule in value.named_modules():
-                yield from attributes(submodule, f"{name}.{inner}" if inner else name, depth + 1)
+                yield from search_attributes(submodule, f"{name}.{inner}" if inner else name, depth + 1)
         else:
             for suffix, item in contents(value):
                 yield from search(item, f"{name}{suffix}", depth + 1)
 
-    def attributes(holder: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def search_attributes(holder: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         for key, item in list(vars(holder).items()):
             if key not in MODULE_INTERNALS:
                 yield from search(item, f"{prefix}.{key}" if prefix else key, depth)
 
     for prefix, submodule in modules:
-        yield from attributes(submodule, prefix, 0)
+        yield from search_attributes(submodule, prefix, 0)
 
 
 _MOST_ITEMS = 1000  # per container; skips the rest of e.g. a vocabulary
@@ -323,7 +323,7 @@ _LIBRARIES = ("torch.", "builtins", "numpy", "lightning.", "pytorch_lightning.")
 
 
 def contents(value: Any) -> list[tuple[str, Any]]:
-    """Return (suffix, value) of an object's items or attributes; suffixes: `[0]`, `.name`."""
+    """Return (suffix, value) of the items or attributes of an object; suffixes: `[0]`, `.name`."""
     try:
         if isinstance(value, Mapping):
             return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, _MOST_ITEMS)]
@@ -342,7 +342,7 @@ def unregistered_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the `unregistered_tensors` that are state, not recomputed by each forward pass.
+    """Yield the `unregistered_tensors` that no forward pass recomputes.
 
     Excludes results of operations on parameters, and the weight attribute that a forward pre-hook of
     `torch.nn.utils.weight_norm`, `spectral_norm` or `prune` recomputes.

@@ -29,9 +29,9 @@ _parts: Any = WeakIdKeyDictionary()
 
 
 def running_functions(frame: FrameType | None) -> set[type]:
-    """Return the possible node classes of the autograd Function in which `frame` runs.
+    """Return the node class of the autograd Function in which `frame` runs.
 
-    There are several if Functions inherit one forward that takes no context.
+    Several classes if Functions inherit the same forward without `ctx` argument.
     """
     for caller in itertools.islice(frames_from(frame), _MOST_FRAMES):
         first = caller.f_code.co_varnames[:1]
@@ -44,7 +44,7 @@ def running_functions(frame: FrameType | None) -> set[type]:
 
 
 def _classes_with_setup_context(forward: CodeType) -> set[type]:
-    """Return node classes of Functions that have this forward and define `setup_context`."""
+    """Return node classes of Functions that have the code `forward` and define `setup_context`."""
     return {
         cls._backward_cls
         for cls in subclasses_of(Function)
@@ -55,15 +55,15 @@ def _classes_with_setup_context(forward: CodeType) -> set[type]:
 def follow_exchanges() -> None:
     """Start recording the Functions that call all_to_all; may be called repeatedly."""
     if not _patches:
-        _patches.extend(patched(dist, name, _note) for name in ("all_to_all", "all_to_all_single"))
+        _patches.extend(patched(dist, name, _record_function) for name in ("all_to_all", "all_to_all_single"))
 
 
-def _note(*_arguments: Any, **_named: Any) -> None:
+def _record_function(*_arguments: Any, **_named: Any) -> None:
     functions.update(running_functions(sys._getframe(1)))
 
 
 def note_parts(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> None:
-    """Record as parts leaves reached from `roots` only through all_to_all, if `is_recorded(leaf)`."""
+    """Record leaves that `roots` reach only through all_to_all as rank-local, if `is_recorded(leaf)`."""
     before = LossGraph(roots, is_end=_is_exchange)
     if before.is_complete and before.ends:
         reached = {id(leaf) for leaf in before.leaves}
@@ -72,17 +72,17 @@ def note_parts(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tenso
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Return True if `note_parts` recorded this parameter."""
+    """Return True if `note_parts` recorded a parameter as rank-local."""
     return parameter in _parts
 
 
 def part_of_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
-    """Return the recorded part whose `.grad` is `gradient`, or None."""
+    """Return the rank-local parameter whose `.grad` is `gradient`, or None."""
     return next((part for part in list(_parts) if part.grad is gradient), None) if _parts else None
 
 
 def has_parts() -> bool:
-    """Return True if any part was recorded."""
+    """Return True if any rank-local parameter was recorded."""
     return bool(_parts)
 
 

@@ -22,23 +22,23 @@ _REGISTRARS: tuple[tuple[Any, str, str], ...] = (
     (nn.Module, "register_backward_hook", "a backward hook"),
 )
 
-_seen: dict[str, GradientHook] = {}
+_hooks_by_line: dict[str, GradientHook] = {}
 
 
 def record_hooks() -> None:
     """Record, until the process ends, where user code registers gradient hooks."""
     for owner, name, kind in _REGISTRARS:
-        patched(owner, name, functools.partial(_registers, kind))
+        patched(owner, name, functools.partial(_record_registration, kind))
 
 
-def _registers(kind: str, _owner: Any, hook: Any, *_args: Any, **_kwargs: Any) -> None:
+def _record_registration(kind: str, _owner: Any, hook: Any, *_args: Any, **_kwargs: Any) -> None:
     caller = sys._getframe(CALLER)
     if is_user_file(caller.f_code.co_filename):  # neither DDP's nor ddpcheck's hooks
         location = user_location(caller)
-        _seen.setdefault(str(location), GradientHook(f"{kind} ({_name_of(hook)})", location))
+        _hooks_by_line.setdefault(str(location), GradientHook(f"{kind} ({_hook_name(hook)})", location))
 
 
-def _name_of(hook: Any) -> str:
+def _hook_name(hook: Any) -> str:
     inner = hook.func if isinstance(hook, functools.partial) else hook
     name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
     return name.rpartition("<locals>.")[2].replace("<lambda>", "a lambda")
@@ -46,7 +46,7 @@ def _name_of(hook: Any) -> str:
 
 def recorded_hooks() -> tuple[GradientHook, ...]:
     """Return the hooks registered so far, one per registration line."""
-    return tuple(_seen.values())
+    return tuple(_hooks_by_line.values())
 
 
 def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -57,7 +57,7 @@ def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
-    """Return the user's autograd Functions among `node_names`, as hooks located at their `backward`."""
+    """Return user-defined Functions in `node_names`, as hooks located at their `backward`."""
     hooks = []
     for cls in subclasses_of(torch.autograd.Function):
         code = code_of(cls.backward)

@@ -34,7 +34,7 @@ _MOST_STEPS = 4  # recorded at each end of a path
 
 @dataclass(slots=True)
 class OperationPath:
-    """Operations from a suspect to a tensor: their number, the first and the last."""
+    """Operations that compute a tensor from a suspect: number, first four and last four."""
 
     length: int = 0
     first: tuple[PathEnd, ...] = ()
@@ -46,15 +46,15 @@ class OperationPath:
         return OperationPath(self.length + 1, first, (*self.last, use)[-_MOST_STEPS:])
 
     def described(self, end: PathEnd) -> PathEnd:
-        """Return `end` with the steps of this path."""
+        """Return `end` with the operations of this path as its `steps`."""
         more = min(self.length - len(self.first), _MOST_STEPS)
         path_ends = (*self.first, *self.last[len(self.last) - more :])
         steps = tuple(PathStep(path_end.reason, path_end.module, path_end.location) for path_end in path_ends)
         return replace(end, steps=steps, left_out=self.length - len(steps))
 
 
-_AroundCall = Generator[None, Any, None]  # callback of `patched`: is sent the result of the call
-_Taint = dict[int, PathEnd | None]  # suspect index -> where its path was cut, None if not cut
+_CallbackOfPatch = Generator[None, Any, None]  # callback of `patched`: is sent the result of the call
+_Cuts = dict[int, PathEnd | None]  # suspect index -> where autograd lost the connection to it, None if connected
 
 
 LEAVES_TORCH = frozenset(
@@ -80,7 +80,7 @@ _FILLS = {
 
 
 class TensorRecorder(TorchFunctionMode):
-    """Call `_enter_module` and `_leave_module` around every module forward while active.
+    """Mode that calls `_enter_module` and `_leave_module` around every module forward.
 
     Subclasses see calls of torch's Python functions in `__torch_function__`. `_known` keeps data per tensor for the
     tensor's lifetime.
@@ -114,32 +114,32 @@ class TensorRecorder(TorchFunctionMode):
 
 
 class PathRecorder(TensorRecorder):
-    """Follow the values of the `suspects` through the forward pass while active.
+    """Mode that records which tensors a forward pass computes from the values of `suspects`.
 
-    Sees torch's Python functions (including `.data`, which the dispatcher misses, but no operations inside a function).
-    Records for every tensor the suspects whose values contributed, and where a path was cut.
+    Records for every such tensor where autograd lost the connection to each suspect. Sees calls of torch's Python
+    functions, including `.data`, which the dispatcher misses, but no operations inside a function.
     """
 
     def __init__(self, module: nn.Module, suspects: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._index = {id(suspect): index for index, suspect in enumerate(suspects)}
-        self._alive = list(suspects)
+        self._suspects = list(suspects)
         self._module_names = {id(submodule): name for name, submodule in module.named_modules()}
         self._modules: list[str] = [""]
         self.called: set[nn.Module] = set()
-        # `_known`: tensor -> (taint, requires_grad at that time)
-        self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
+        # `_known`: tensor -> (cuts, requires_grad at that time)
+        self._written: dict[int, _Cuts] = {}  # storage -> cuts of what was written in place
         self._paths: Any = WeakIdKeyDictionary()  # tensor -> suspect index -> path of its value
         self._last_paths: dict[int, OperationPath] = {}  # suspect index -> path to its last use
         self._cut_paths: dict[tuple[int, PathEnd], OperationPath] = {}
-        self._left_torch: dict[int, PathEnd] = {}
+        self._conversions: dict[int, PathEnd] = {}
         self._region: Location | None = None  # where gradients were last disabled
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(patched(nn.Parameter, "__new__", self._on_parameter))
-        self._stack.enter_context(patched(torch.inference_mode, "__enter__", self._note_region))
+        self._stack.enter_context(patched(nn.Parameter, "__new__", self._follow_parameter))
+        self._stack.enter_context(patched(torch.inference_mode, "__enter__", self._record_region))
         self._stack.enter_context(replace_functions(_FILLS, self._follow_collective))
-        self._stack.enter_context(patched(torch, "normal", self._on_normal))
+        self._stack.enter_context(patched(torch, "normal", self._follow_normal))
         return super().__enter__()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -149,37 +149,38 @@ class PathRecorder(TensorRecorder):
     def _leave_module(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._modules.pop()
 
-    def _note_region(self, *_arguments: object) -> None:
+    def _record_region(self, *_arguments: object) -> None:
         self._region = user_location(sys._getframe(1))
 
-    def _on_parameter(self, _kind: Any, data: Any = None, *_more: Any, **_named: Any) -> _AroundCall:
+    def _follow_parameter(self, _kind: Any, data: Any = None, *_args: Any, **_kwargs: Any) -> _CallbackOfPatch:
         """Follow values through `nn.Parameter(tensor)`, unseen by autograd and by a `TorchFunctionMode`."""
-        made = yield
-        before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
-        if before and made is not data:
+        parameter = yield
+        cuts = self._cuts_of(data) if isinstance(data, torch.Tensor) else {}
+        if cuts and parameter is not data:
             use = self._path_end("nn.Parameter()")
-            self._follow([made], before, self._go_on([data], before, use), self._path_end("nn.Parameter(), a new leaf"))
+            paths, cut = self._extend_paths([data], cuts, use), self._path_end("nn.Parameter(), a new leaf")
+            self._set_cuts([parameter], cuts, paths, cut)
 
-    def _on_normal(self, *args: Any, **kwargs: Any) -> _AroundCall:
+    def _follow_normal(self, *args: Any, **kwargs: Any) -> _CallbackOfPatch:
         """Follow values through `torch.normal` (used by `torch.distributions`), which no `TorchFunctionMode` sees."""
         drawn = yield
         inputs = list(tree_tensors((args, kwargs)))
-        if before := self._merged(inputs):
-            self._spread("normal", args, kwargs, before, inputs, drawn)
+        if cuts := self._merged_cuts(inputs):
+            self._record_operation("normal", args, kwargs, cuts, inputs, drawn)
 
     def _follow_collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a collective, which no `TorchFunctionMode` sees, to follow values from inputs to outputs."""
         parameters = list(inspect.signature(original).parameters)
 
-        def follow(*args: Any, **kwargs: Any) -> _AroundCall:
+        def follow(*args: Any, **kwargs: Any) -> _CallbackOfPatch:
             yield
             bound = dict(zip(parameters, args, strict=False)) | kwargs
             filled = list(tree_tensors(bound.pop(parameters[_FILLS[name]], None)))
             inputs = list(tree_tensors(list(bound.values())))
-            if before := self._merged(inputs):
+            if cuts := self._merged_cuts(inputs):
                 use = self._path_end(f"{name}()")
                 cut = self._path_end(f"{name}(), through which no gradient flows")
-                self._follow(filled, before, self._go_on(inputs, before, use), cut)
+                self._set_cuts(filled, cuts, self._extend_paths(inputs, cuts, use), cut)
                 for output in filled:
                     self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
 
@@ -192,45 +193,46 @@ class PathRecorder(TensorRecorder):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled():  # outermost no_grad only
-            self._note_region()
+            self._record_region()
         name = function_name(func)
         value_of = args[1:] if name in _READS_NO_VALUE else args
         inputs = list(tree_tensors((value_of, kwargs)))
-        before = self._merged(inputs)
+        cuts = self._merged_cuts(inputs)
         result = func(*args, **kwargs)
-        if before:
-            self._spread(name, args, kwargs, before, inputs, result)
+        if cuts:
+            self._record_operation(name, args, kwargs, cuts, inputs, result)
         return result
 
-    def _taint_of(self, tensor: torch.Tensor) -> _Taint:
-        taint: _Taint = {}
+    def _cuts_of(self, tensor: torch.Tensor) -> _Cuts:
+        """Return for each suspect that `tensor` depends on where autograd lost the connection."""
+        cuts: _Cuts = {}
         entry = self._known.get(tensor)
         if entry is not None:
             known, required_grad = entry
             regains_grad = not tensor.is_leaf and not required_grad  # output of a custom Function
-            taint = {index: None if regains_grad else path_end for index, path_end in known.items()}
+            cuts = {index: None if regains_grad else path_end for index, path_end in known.items()}
         for index, path_end in self._written.get(_storage_key(tensor), {}).items():
-            taint.setdefault(index, path_end)
+            cuts.setdefault(index, path_end)
         if not tensor.requires_grad:
             generic = PathEnd("cut", "a path that autograd does not record", None, self._modules[-1])
-            taint = {index: path_end or generic for index, path_end in taint.items()}
+            cuts = {index: path_end or generic for index, path_end in cuts.items()}
         index_of_suspect = self._index.get(id(tensor))
         if index_of_suspect is not None:
-            taint[index_of_suspect] = None
-        return taint
+            cuts[index_of_suspect] = None
+        return cuts
 
-    def _merged(self, tensors: Iterable[torch.Tensor]) -> _Taint:
-        merged: _Taint = {}
+    def _merged_cuts(self, tensors: Iterable[torch.Tensor]) -> _Cuts:
+        merged: _Cuts = {}
         for tensor in tensors:
-            for index, path_end in self._taint_of(tensor).items():
+            for index, path_end in self._cuts_of(tensor).items():
                 if index not in merged or path_end is None:
                     merged[index] = path_end
         return merged
 
-    def _spread(
-        self, name: str, args: tuple[Any, ...], kwargs: Any, before: _Taint, inputs: Sequence[torch.Tensor], result: Any
+    def _record_operation(
+        self, name: str, args: tuple[Any, ...], kwargs: Any, cuts: _Cuts, inputs: Sequence[torch.Tensor], result: Any
     ) -> None:
-        """Record that function `name` computed `result` from `inputs`, whose taint is `before`."""
+        """Record that function `name` computed `result` from `inputs`."""
         outputs = list(tree_tensors(result))
         in_place = (
             name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
@@ -240,23 +242,23 @@ class PathRecorder(TensorRecorder):
         if not outputs and not written:
             if name in LEAVES_TORCH:
                 path_end = self._path_end(f"{name.strip('_')}(), which leaves torch")
-                self._left_torch |= dict.fromkeys(before, path_end)
-                self._go_on(inputs, before, path_end)
+                self._conversions |= dict.fromkeys(cuts, path_end)
+                self._extend_paths(inputs, cuts, path_end)
             return
         path_end = self._path_end(f"{name.strip('_')}()" if name != "data" else ".data")
-        paths = self._go_on(inputs, before, path_end)
+        paths = self._extend_paths(inputs, cuts, path_end)
         input_ids = {id(tensor) for tensor in tree_tensors((args, kwargs))}
         for output in (*outputs, *written):
             is_whole = output.requires_grad and (not output.is_leaf or id(output) in input_ids)
-            taint = before
+            output_cuts = cuts
             if len(outputs) > 1 and (bases := [t for t in inputs if _storage_key(t) == _storage_key(output)]):
-                taint = self._merged(bases)  # a view of one input (`broadcast_tensors`) depends only on that input
-            self._follow([output], taint, paths, None if is_whole else self._path_end(cut_reason(name, output)))
+                output_cuts = self._merged_cuts(bases)  # a view of one input (`broadcast_tensors`) depends on it only
+            self._set_cuts([output], output_cuts, paths, None if is_whole else self._path_end(cut_reason(name, output)))
         for target in written:
-            self._written.setdefault(_storage_key(target), {}).update(before)
+            self._written.setdefault(_storage_key(target), {}).update(cuts)
 
-    def _go_on(self, inputs: Sequence[torch.Tensor], before: _Taint, use: PathEnd) -> dict[int, OperationPath]:
-        """Return the paths of `inputs`, whose taint is `before`, extended by operation `use`."""
+    def _extend_paths(self, inputs: Sequence[torch.Tensor], cuts: _Cuts, use: PathEnd) -> dict[int, OperationPath]:
+        """Return the paths from suspects to `inputs`, extended by operation `use`, by suspect index."""
         known: dict[int, OperationPath] = {}
         for tensor in reversed(inputs):
             known |= self._paths.get(tensor) or {}
@@ -264,22 +266,22 @@ class PathRecorder(TensorRecorder):
                 known[index_of_suspect] = _NO_OPERATION
         longer: dict[int, OperationPath] = {}  # by id: extend a path shared by many suspects once
         paths = {}
-        for index in before:  # an input without a path is a view of a tensor written in place
+        for index in cuts:  # an input without a path is a view of a tensor written in place
             path = known.get(index) or self._last_paths.get(index, _NO_OPERATION)
             paths[index] = longer.get(id(path)) or longer.setdefault(id(path), path.extended(use))
         self._last_paths |= paths
         return paths
 
-    def _follow(
-        self, outputs: Iterable[torch.Tensor], before: _Taint, paths: dict[int, OperationPath], cut: PathEnd | None
+    def _set_cuts(
+        self, outputs: Iterable[torch.Tensor], input_cuts: _Cuts, paths: dict[int, OperationPath], cut: PathEnd | None
     ) -> None:
-        """Record that `outputs` have taint `before`, and that `paths` end at `cut`, if set."""
+        """Record cuts and paths of `outputs`; `cut`: reason to disconnect them now, or None."""
         for output in outputs:
-            taint = {index: known if known is not None else cut for index, known in before.items()}
-            self._known[output] = (taint, output.requires_grad)
+            cuts = {index: known if known is not None else cut for index, known in input_cuts.items()}
+            self._known[output] = (cuts, output.requires_grad)
             self._paths[output] = paths
         if cut is not None:
-            for index, known in before.items():
+            for index, known in input_cuts.items():
                 if known is None:
                     self._cut_paths.setdefault((index, cut), paths[index])
 
@@ -288,11 +290,11 @@ class PathRecorder(TensorRecorder):
         return PathEnd("cut", reason, user_location(sys._getframe(2)), self._modules[-1], region)
 
     def explain(self, losses: Iterable[torch.Tensor]) -> dict[int, PathEnd]:
-        """Return why each suspect does not contribute to `losses`, after the forward pass."""
-        taint = self._merged(losses)
+        """Return, by suspect index, why the suspect does not contribute to `losses`."""
+        cuts = self._merged_cuts(losses)
         ends = {}
         for index in self._index.values():
-            path, cut = self._last_paths.get(index), taint.get(index)
+            path, cut = self._last_paths.get(index), cuts.get(index)
             if path is None:
                 ends[index] = PathEnd("unused")
             elif cut is not None:
@@ -302,10 +304,10 @@ class PathRecorder(TensorRecorder):
                 ends[index] = path.described(replace(path.last[-1], cause="unreachable"))
         return ends
 
-    def escape(self, index: int) -> PathEnd:
-        """Return the last operation on the value of a suspect before it left torch."""
+    def exit_of(self, index: int) -> PathEnd:
+        """Return the operation that converted a suspect to Python, else the last operation."""
         use = self._last_paths[index].last[-1]
-        return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
+        return self._conversions.get(index) or replace(use, reason=f"what follows {use.reason}")
 
 
 _NO_GRAD = "torch.no_grad()"
@@ -371,7 +373,7 @@ def function_returning_none(graph: LossGraph, parameter: torch.Tensor) -> PathEn
 
 @dataclass(slots=True)
 class Explainer:
-    """Replay of a forward pass that explains why parameters do not contribute."""
+    """Replay of a forward pass to explain why parameters do not contribute."""
 
     module: nn.Module  # owner of the suspect parameters
     forward: Callable[[], Sequence[torch.Tensor]]  # reruns forward and loss with the same RNG state
@@ -391,43 +393,44 @@ class Explainer:
             if ends[index].cause == "unused":
                 ends[index] = replace(ends[index], location=omitted_at(name, called))
         if not self.once:
-            ends |= {index: recorder.escape(index) for index in self._on_hidden_ways(tensors, ends, _values(losses))}
+            hidden = self._hidden_suspects(tensors, ends, _loss_values(losses))
+            ends |= {index: recorder.exit_of(index) for index in hidden}
         return {name: ends[index] for index, name in enumerate(suspects)}
 
-    def _on_hidden_ways(
-        self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], value: Sequence[float]
+    def _hidden_suspects(
+        self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], values: Sequence[float]
     ) -> Iterator[int]:
-        """Yield suspects that affect the loss only through other code (numpy, files, shared memory).
+        """Yield suspects that affect the loss only through numpy, files or other code.
 
-        All are tested together first, since usually there is none; then those with the same last operation together.
+        Perturbs all candidates together first, since usually none does, then those with the same last operation.
         """
-        together: dict[PathEnd, list[int]] = {}
+        groups: dict[PathEnd, list[int]] = {}
         for index, end in ends.items():
             if end.cause == "unreachable":
-                together.setdefault(end, []).append(index)
-        everyone = [index for group in together.values() for index in group]
-        if not everyone or self._changes_loss([], value):  # a nondeterministic forward proves nothing
+                groups.setdefault(end, []).append(index)
+        candidates = [index for group in groups.values() for index in group]
+        if not candidates or self._changes_loss([], values):  # a nondeterministic forward proves nothing
             return
-        if self._changes_loss([tensors[index] for index in everyone], value):
-            for group in together.values():
-                if len(together) == 1 or self._changes_loss([tensors[index] for index in group], value):
+        if self._changes_loss([tensors[index] for index in candidates], values):
+            for group in groups.values():
+                if len(groups) == 1 or self._changes_loss([tensors[index] for index in group], values):
                     yield from group
 
-    def _changes_loss(self, tensors: Sequence[torch.Tensor], value: Sequence[float]) -> bool:
+    def _changes_loss(self, tensors: Sequence[torch.Tensor], values: Sequence[float]) -> bool:
         self.prepare()
         saved = [tensor.detach().clone() for tensor in tensors]
         with torch.no_grad():
             for tensor in tensors:  # `.data`: no version bump, so a pending backward still works
                 tensor.data.add_(torch.ones_like(tensor) * 0.1 + 0.1 * tensor.abs())
         try:
-            return _values(self.forward()) != list(value)
+            return _loss_values(self.forward()) != list(values)
         except Exception:  # user code may reject the perturbed values
             return False
         finally:
             with torch.no_grad():
-                for tensor, before in zip(tensors, saved, strict=True):
-                    tensor.data.copy_(before)
+                for tensor, original in zip(tensors, saved, strict=True):
+                    tensor.data.copy_(original)
 
 
-def _values(losses: Iterable[torch.Tensor]) -> list[float]:
+def _loss_values(losses: Iterable[torch.Tensor]) -> list[float]:
     return [float(loss.detach().double().sum()) for loss in losses]

@@ -22,7 +22,7 @@ from ddpcheck.gather.autograd.autograd_graph import LossGraph, line_of
 from ddpcheck.gather.steps.training_step import run_backward
 
 _MOST_NODES = 2000
-_OFF_BY_FACTOR = frozenset({"Mul", "Div"})  # linear if only one input requires grad
+_PRODUCTS = frozenset({"Mul", "Div"})  # linear if only one input requires grad
 _LINEAR = frozenset(
     {
         *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "Where", "Clone", "ToCopy", "Alias"),
@@ -44,7 +44,7 @@ class Edge:
 
 
 def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]:
-    """Return the ends of the terms of `total`, the sum of `parts`."""
+    """Return the edge of each additive term of `total`, the sum of `parts`."""
     root = total.grad_fn
     part_by_node = {part.grad_fn: number for number, part in enumerate(parts)} if len(parts) > 1 else {}
     edges: list[Edge] = []
@@ -56,22 +56,22 @@ def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]
         inputs = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
         kind = re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])  # "AddBackward0" is "Add"
         visited += 1
-        if visited < _MOST_NODES and inputs and (kind in _LINEAR or (kind in _OFF_BY_FACTOR and len(inputs) == 1)):
+        if visited < _MOST_NODES and inputs and (kind in _LINEAR or (kind in _PRODUCTS and len(inputs) == 1)):
             pending.extend((node, i, child, part) for i, child in reversed(inputs))
         else:
             edges.append(Edge(parent, index, kind, line_of(node), part))
     return edges
 
 
-_NEAR = 64  # nodes
+_NEAR_NODES = 64  # nodes
 
 
 def head_of(node: Any) -> Any:
-    """Return the nearest AccumulateGrad node within `_NEAR` nodes of a term's node, or None.
+    """Return the AccumulateGrad node nearest to a term's node, or None if far.
 
-    Terms for which it is the same come, for example, from the samples of one batch.
+    Terms with the same nearest AccumulateGrad node come, for example, from the samples of one batch.
     """
-    return next((n for n in LossGraph([node], limit=_NEAR).nodes if n.name().endswith("AccumulateGrad")), None)
+    return next((n for n in LossGraph([node], limit=_NEAR_NODES).nodes if n.name().endswith("AccumulateGrad")), None)
 
 
 _Key = tuple[int, Location | None, str]  # identifies a term across forward passes: part of the loss, line, operation
@@ -79,7 +79,7 @@ _key: Callable[[Edge], _Key] = operator.attrgetter("part", "location", "operatio
 
 
 class PairedTerms:
-    """Terms of a loss, with the same numbers in several forward passes (`runs`).
+    """Numbering of the terms of a loss, the same in several forward passes (`runs`).
 
     Terms with the same key are merged if their count differs between passes (e.g. one per sample) or if there are more
     than `most` terms.
@@ -118,22 +118,22 @@ class PairedTerms:
         return term_keys
 
 
-def backward_through_terms(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:
-    """Run backward through only the terms `of`, among all `edges`; keep the graph."""
-    if not of:
+def backward_through_terms(total: torch.Tensor, edges: Sequence[Edge], selected: Sequence[Edge]) -> None:
+    """Run backward through only the edges `selected`, among all `edges`; keep the graph."""
+    if not selected:
         return  # the term is missing in this forward pass
-    kept_edges = {(edge.node, edge.index) for edge in of}
-    closed: dict[Any, set[int]] = {}
+    kept_edges = {(edge.node, edge.index) for edge in selected}
+    excluded: dict[Any, set[int]] = {}
     for edge in edges:
         if (edge.node, edge.index) not in kept_edges:
-            closed.setdefault(edge.node, set()).add(edge.index)
+            excluded.setdefault(edge.node, set()).add(edge.index)
     with contextlib.ExitStack() as stack:
-        for node, indices in closed.items():
-            stack.enter_context(node.register_hook(functools.partial(_close, indices)))
+        for node, indices in excluded.items():
+            stack.enter_context(node.register_hook(functools.partial(_zero_gradients, indices)))
         run_backward(total, retain_graph=True)
 
 
-def _close(
+def _zero_gradients(
     indices: set[int], gradients: Sequence[torch.Tensor | None], _outputs: Any
 ) -> tuple[torch.Tensor | None, ...]:
     """Node hook that zeroes the gradients of the inputs at `indices`."""

@@ -37,14 +37,14 @@ def allreduce_grads(
     Raises:
         UsageError: The ranks pass different parameters (raised on all ranks), or an argument is invalid.
     """
-    limit = _limit(coalesce, bucket_size_mb)
-    owners = [parameter for parameter in _tensors_of("allreduce_grads", params) if parameter.requires_grad]
+    limit = _bucket_limit(coalesce, bucket_size_mb)
+    owners = [parameter for parameter in _checked_tensors("allreduce_grads", params) if parameter.requires_grad]
     if get_dist_info(group)[1] <= 1:
         return
     grads = [owner.grad for owner in owners]
     layouts = _layouts_over_ranks(grads, owners, group)
     for index, mean in _means(grads, owners, [is_dense for is_dense, _ in layouts], limit, group):
-        owners[index].grad = _written(grads[index], mean)
+        owners[index].grad = _overwrite(grads[index], mean)
     for index, (is_dense, is_sparse) in enumerate(layouts):
         if is_sparse and not is_dense:
             owners[index].grad = _sparse_mean(grads[index], owners[index], group)
@@ -67,8 +67,8 @@ def allreduce_params(
     Raises:
         UsageError: The ranks pass different tensors (raised on all ranks), or an argument is invalid.
     """
-    limit = _limit(coalesce, bucket_size_mb)
-    tensors = [parameter.detach() for parameter in _tensors_of("allreduce_params", params)]
+    limit = _bucket_limit(coalesce, bucket_size_mb)
+    tensors = [parameter.detach() for parameter in _checked_tensors("allreduce_params", params)]
     rank, world_size = get_dist_info(group)
     if world_size <= 1:
         return
@@ -83,7 +83,7 @@ def allreduce_params(
 def average_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], *, group: Any = None
 ) -> list[torch.Tensor | None]:
-    """Return the mean of each tensor over `group`; None if None on every rank."""
+    """Return the mean of each tensor over `group`; None if no rank has it."""
     means = dict(averages_over_ranks(tensors, like, group=group))
     return [means.get(index) for index in range(len(tensors))]
 
@@ -120,7 +120,7 @@ def rms_over_ranks(sizes: Sequence[float], device: torch.device, group: Any) -> 
     return rms
 
 
-def _limit(coalesce: bool, bucket_size_mb: float) -> float:
+def _bucket_limit(coalesce: bool, bucket_size_mb: float) -> float:
     """Return the size in bytes from which a bucket is full."""
     number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not number or math.isnan(bucket_size_mb):
@@ -130,8 +130,8 @@ def _limit(coalesce: bool, bucket_size_mb: float) -> float:
     return bucket_size_mb * _MB if bucket_size_mb > 0 else float("inf")
 
 
-def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
-    """Return the tensors of an iterable; raise for arguments often confused with one."""
+def _checked_tensors(function: str, params: object) -> list[torch.Tensor]:
+    """Return the tensors of an iterable; raise `WrongTypeError` for modules, tensors and mappings."""
     takes = f"{function} takes tensors in a list or another iterable, for example model.parameters()"
     kind = type(params).__name__
     if isinstance(params, torch.nn.Module):
@@ -158,12 +158,12 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
 def _layouts_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any
 ) -> list[tuple[bool, bool]]:
-    """Return per position (is any rank's tensor dense, is any rank's tensor sparse)."""
+    """Return per tensor (True if any rank has it dense, True if sparse)."""
     layouts = [(False, False) if t is None else (t.layout == torch.strided, t.layout != torch.strided) for t in tensors]
     if get_dist_info(group)[1] <= 1:
         return layouts
     device = like[0].device if like else torch.device("cuda" if "nccl" in backend_of(group) else "cpu")
-    _check_same(like, device, group)
+    _require_equal_layouts(like, device, group)
     if not layouts:
         return []
     flags = torch.tensor(layouts, dtype=torch.int32, device=device)
@@ -171,14 +171,14 @@ def _layouts_over_ranks(
     return [(bool(is_dense), bool(is_sparse)) for is_dense, is_sparse in flags.tolist()]
 
 
-def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) -> None:
+def _require_equal_layouts(like: Sequence[torch.Tensor], device: torch.device, group: Any) -> None:
     """Raise on every rank if number, shapes or dtypes of tensors differ between ranks."""
     described = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in like])
     digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
     local = [len(like), digest]
-    most = torch.tensor([*local, *(-number for number in local)], dtype=torch.int64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    count, last, fewest, first = most.tolist()
+    maxima = torch.tensor([*local, *(-number for number in local)], dtype=torch.int64, device=device)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    count, last, fewest, first = maxima.tolist()
     if count != -fewest:
         raise UsageError(
             f"The ranks pass different tensors: {-fewest} on one and {count} on another ({len(like)} on rank "
@@ -207,7 +207,7 @@ def _means(
     _, world_size = get_dist_info(group)
     for dtype, indices in _buckets(like, is_present, limit):
         reuse = consume and len(indices) == 1 and owns_storage(tensors[indices[0]])
-        parts = [_dense(tensors[index], like[index]).to(_wide(dtype)).reshape(-1) for index in indices]
+        parts = [_to_dense(tensors[index], like[index]).to(_wide_dtype(dtype)).reshape(-1) for index in indices]
         flat = parts[0] if reuse else torch.cat(parts)
         if world_size > 1:
             dist.all_reduce(flat, group=group)
@@ -229,8 +229,8 @@ def owns_storage(tensor: torch.Tensor | None) -> bool:
     return bool(count(storage._cdata) == 2)  # references: `tensor` and `storage`
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype used for communication: precise enough, supported by backends."""
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for all-reduces: float32 for 16-bit floats, uint8 for bool."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     return torch.uint8 if dtype == torch.bool else dtype
@@ -249,18 +249,18 @@ def _buckets(
                 members, size = [], 0
                 buckets.append((model.dtype, members))
             members.append(index)
-            filling[key] = (members, size + model.numel() * _wide(model.dtype).itemsize)
+            filling[key] = (members, size + model.numel() * _wide_dtype(model.dtype).itemsize)
     return buckets
 
 
-def _dense(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def _to_dense(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     if tensor is None:
         return torch.zeros_like(like, memory_format=torch.contiguous_format)
     return tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
 
 
-def _written(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
-    """Return `gradient` after copying `mean` into its memory, if possible, else `mean`."""
+def _overwrite(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
+    """Return `gradient` overwritten by `mean`, or `mean` if `gradient` cannot be overwritten."""
     if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
         return mean
     if any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
@@ -269,7 +269,7 @@ def _written(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any) -> torch.Tensor:
-    """Average a gradient that is sparse or None on every rank; return COO."""
+    """Return the mean, in COO layout, of a gradient that no rank has dense."""
     width = torch.tensor([gradient.sparse_dim() if gradient is not None else 1], device=owner.device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
     rows = torch.zeros(owner.shape[: int(width)], dtype=torch.uint8, device=owner.device)

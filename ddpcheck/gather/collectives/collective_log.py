@@ -59,7 +59,6 @@ _FUNCTIONAL_OPERATORS = (  # of torch.ops._c10d_functional
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Return the path of the log of `rank`."""
     return directory / f"collectives-{rank}.log"
 
 
@@ -78,14 +77,14 @@ def read_log(directory: Path, rank: int) -> list[Call]:
     return calls
 
 
-class _Thread(threading.local):
-    """Per-thread state: nesting depth of `unlogged`, and replacement of collectives."""
+class _ThreadState(threading.local):
+    """State of a thread: nesting depth of `unlogged`, and function that replaces collectives."""
 
     depth = 0
     stub: CollectiveStub | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 CollectiveStub = Callable[[str, Mapping[str, Any], Call], Any]
 """Replacement of a collective: takes its name, arguments by name and description, and returns its result."""
@@ -103,7 +102,7 @@ def replaced_by(stub: CollectiveStub) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Keep ddpcheck's own collectives in the block out of the log."""
+    """Do not log collectives of this thread in the block: they are ddpcheck's own."""
     _thread.depth += 1
     try:
         yield
@@ -130,7 +129,7 @@ def record_collectives(directory: Path, rank: int) -> None:
 def record_calls(sink: Callable[[Call], object], on_enter_exit: Callable[..., object] | None = None) -> None:
     """Start passing each collective of this process to `sink`, before it runs.
 
-    `on_enter_exit` is called with `begins` True or False as this thread enters or leaves a collective or a wait.
+    `on_enter_exit` is called with `begins=True` by a thread that enters a collective or a wait, else `begins=False`.
     """
     import torch
     from torch.distributed import _functional_collectives as functional
@@ -144,11 +143,11 @@ def record_calls(sink: Callable[[Call], object], on_enter_exit: Callable[..., ob
         if hasattr(functional, name):
             Patch(functional, name, functools.partial(logged, name, functional=True))
     _record_operators(torch)
-    Patch(distributed_c10d.Work, "wait", _waiting)
+    Patch(distributed_c10d.Work, "wait", _wrap_wait)
 
 
 def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> contextlib.ExitStack:
-    """Replace functions of `torch.distributed` by `make(name, function)`; the stack restores them."""
+    """Replace functions of `torch.distributed` by `make(name, function)`; closing the stack restores them."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -163,7 +162,7 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
 
 
 class _CallRecorder(Recorder, subjects=("collectives",)):
-    """Recorder of collective calls; an error in it ends the whole log."""
+    """Recorder of collective calls, which stops at the first error."""
 
 
 _calls = _CallRecorder()
@@ -192,7 +191,7 @@ def note_collective(
 
 
 @contextlib.contextmanager
-def _inside(collective: str) -> Iterator[None]:
+def _mark_waiting(collective: str) -> Iterator[None]:
     """Mark this rank as waiting in `collective` during the block."""
     this_rank.set_collective(collective)
     if _on_enter_exit is not None:
@@ -216,14 +215,14 @@ def _record_operators(torch: Any) -> None:
     """
     with contextlib.suppress(AttributeError, RuntimeError, ImportError):
         library = torch.library.Library("_c10d_functional", "IMPL")
-        beneath = torch._C.DispatchKey.CompositeExplicitAutograd
+        fallback_key = torch._C.DispatchKey.CompositeExplicitAutograd
         for name in _FUNCTIONAL_OPERATORS:
             operator: Any = getattr(torch.ops._c10d_functional, name, None)
             if operator is None:
                 continue
-            original: Any = functools.partial(operator.default._op_dk, beneath)
+            original: Any = functools.partial(operator.default._op_dk, fallback_key)
             if name == "wait_tensor":
-                kernel = _waiting(original)
+                kernel = _wrap_wait(original)
             else:
                 parameters = tuple(argument.name for argument in operator.default._schema.arguments)
                 kernel = logged(name, original, functional=True, parameters=parameters)
@@ -232,14 +231,14 @@ def _record_operators(torch: Any) -> None:
         _kernels.append(library)
 
 
-def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `wait` of an asynchronous collective to record that the rank waits there."""
+def _wrap_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Work.wait` to mark the rank as waiting in the call."""
     import torch
 
     def wait(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.depth or this_rank.current_slots().collective:
             return original(*args, **kwargs)
-        with _inside(f"wait() at {user_location(sys._getframe(1))}"):
+        with _mark_waiting(f"wait() at {user_location(sys._getframe(1))}"):
             return original(*args, **kwargs)
 
     return wait
@@ -249,9 +248,9 @@ def logged(
     name: str,
     original: Callable[..., Any],
     *,
-    matched: bool = True,
-    functional: bool = False,
-    parameters: tuple[str, ...] = (),
+    matched: bool = True,  # all ranks of the group have to call the function
+    functional: bool = False,  # a function of `_functional_collectives`, or an operator
+    parameters: tuple[str, ...] = (),  # argument names; default: from the signature
 ) -> Callable[..., Any]:
     """Wrap `original`, function `name` of `torch.distributed`, to log each call."""
     import torch
@@ -267,10 +266,10 @@ def logged(
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if name == "new_group" and arguments.get("use_local_synchronization"):
             result = original(*args, **kwargs)  # only the members call it
-            _note_made(result, str(user_location(sys._getframe(1)) or ""))
+            _guarded_record_group(result, str(user_location(sys._getframe(1)) or ""))
             return result
         backward = functional and (name.endswith("_autograd") or _has_backward(name))
-        call = _described(operation, arguments, backward=backward)
+        call = _guarded_describe(operation, arguments, backward=backward)
         if call is None:
             return original(*args, **kwargs)
         if _thread.stub is not None:
@@ -279,10 +278,10 @@ def logged(
             _sink(call)
             for sink in on_given:
                 sink(call, arguments)
-        with _inside(str(call)), unlogged():
+        with _mark_waiting(str(call)), unlogged():
             result = original(*args, **kwargs)
         if name == "new_group":
-            _note_made(result, call.location)
+            _guarded_record_group(result, call.location)
         for sink in on_overwritten if name in _IN_PLACE else ():
             sink(call, arguments)
         if matched and arguments.get("async_op") and result is not None:
@@ -356,18 +355,18 @@ def _describe_call(name: str, kwargs: Mapping[str, Any], *, backward: bool) -> C
     )
 
 
-_described, _note_made = guarded(_describe_call, _calls), guarded(record_group, _calls)
-_JOIN, _OF_DDP = "torch.distributed.algorithms.join", "torch.nn.parallel.distributed"
+_guarded_describe, _guarded_record_group = guarded(_describe_call, _calls), guarded(record_group, _calls)
+_JOIN_MODULE, _DDP_MODULE = "torch.distributed.algorithms.join", "torch.nn.parallel.distributed"
 _MOST_FRAMES_OF_JOIN = 8
 
 
 def _place_in_join(frame: FrameType | None) -> str:
-    """Return `JOINED` in `Join.__exit__` (no batches left), `JOINING` in its other collectives, else ''."""
+    """Return `JOINED` in `Join.__exit__` (no batches left), `JOINING` elsewhere in `Join`, else ''."""
     modules = []
     for caller in itertools.islice(frames_from(frame), _MOST_FRAMES_OF_JOIN):
         module = caller.f_globals.get("__name__", "")
-        if module == _JOIN and caller.f_code.co_name == "__exit__":
+        if module == _JOIN_MODULE and caller.f_code.co_name == "__exit__":
             return JOINED
         if not module.startswith("ddpcheck."):
             modules.append(module)
-    return JOINING if modules and modules[0] in (_JOIN, _OF_DDP) else ""
+    return JOINING if modules and modules[0] in (_JOIN_MODULE, _DDP_MODULE) else ""

@@ -34,7 +34,6 @@ class Done(_Work):  # type: ignore[misc]
     is_success = is_completed
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future with the result."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
@@ -42,7 +41,7 @@ class Done(_Work):  # type: ignore[misc]
 
 @forwards_calls
 def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return or write a collective's result as if all ranks passed equal values."""
+    """Return or write a collective's result for equal values on all ranks."""
     tensor = kwargs.get("self", kwargs.get("input", kwargs.get("inputs", kwargs.get("tensor"))))
     if "output" not in kwargs and "tensor_list" not in kwargs and ("self" in kwargs or "group_name" in kwargs):
         size = int(kwargs.get("group_size", 1))
@@ -58,11 +57,11 @@ def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 class CommunicatesError(Exception):
-    """Code meant for a single rank called a collective that cannot be simulated."""
+    """Raised if code for a single rank calls a collective that cannot be simulated."""
 
 
 class _NoCommunication(TorchDispatchMode):
-    """Raise for process group operations that bypass the replaced functions."""
+    """Mode that raises `CommunicatesError` for collectives called as torch operators."""
 
     @forwards_calls
     def __torch_dispatch__(
@@ -77,7 +76,7 @@ class _NoCommunication(TorchDispatchMode):
 def fake_collectives() -> Iterator[None]:
     """Answer collectives in the block by `answer_locally`; raise `CommunicatesError` for other communication."""
 
-    def answering(name: str, original: Any) -> Any:
+    def make_answer(name: str, original: Any) -> Any:
         parameters = tuple(inspect.signature(original).parameters)
 
         @functools.wraps(original)
@@ -87,5 +86,5 @@ def fake_collectives() -> Iterator[None]:
 
         return answer
 
-    with replace_functions(COLLECTIVES, answering), _NoCommunication():  # type: ignore[no-untyped-call]
+    with replace_functions(COLLECTIVES, make_answer), _NoCommunication():  # type: ignore[no-untyped-call]
         yield

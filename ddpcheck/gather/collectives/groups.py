@@ -10,13 +10,13 @@ Group = tuple[str, tuple[int, ...], str]
 
 
 def named_group(handle: Any) -> Group:
-    """Return name, ranks and description of a group (object, name, ranks or mesh)."""
+    """Return name, ranks and description of a group: object, name, ranks or mesh."""
     import torch.distributed as dist
 
     name, members = _name_and_members(handle)
-    if name in _made:
-        location, description = _made[name]
-        names = [group for group, entry in _made.items() if entry[0] == location]
+    if name in _recorded_groups:
+        location, description = _recorded_groups[name]
+        names = [group for group, entry in _recorded_groups.items() if entry[0] == location]
         number = f" (number {names.index(name) + 1} of that line)" if len(names) > 1 else ""
         return name, members, f"the process group{f' {description!r}' if description else ''} of {location}{number}"
     is_default = dist.is_initialized() and name == name_of_group(dist.group.WORLD)
@@ -56,7 +56,7 @@ def name_of_group(group: Any) -> str:
 
 
 def backend_of(group: Any = None) -> str:
-    """Return the backend of a group; all backends ("gloo, nccl") if none was chosen."""
+    """Return the backend of a group; "gloo, nccl" if the program chose none."""
     import torch.distributed as dist
 
     name = str(dist.get_backend(group))
@@ -65,7 +65,7 @@ def backend_of(group: Any = None) -> str:
     return name
 
 
-_made: dict[str, tuple[str, str]] = {}  # group name -> (creation line, `group_desc`)
+_recorded_groups: dict[str, tuple[str, str]] = {}  # group name -> (creation line, `group_desc`)
 
 
 def record_group(group: Any, location: str) -> None:
@@ -74,4 +74,4 @@ def record_group(group: Any, location: str) -> None:
 
     if isinstance(group, dist.ProcessGroup) and location:
         description = getattr(group, "group_desc", "")
-        _made[name_of_group(group)] = location, "" if description == "undefined" else description
+        _recorded_groups[name_of_group(group)] = location, "" if description == "undefined" else description

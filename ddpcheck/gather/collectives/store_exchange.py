@@ -35,10 +35,10 @@ class StoreExchange:
 
     @classmethod
     def next_exchange(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
-        """Return the next exchange among `group`: the n-th call for `purpose` on each rank.
+        """Return the exchange of the n-th calls for `purpose` on the ranks of `group`.
 
         Counters are kept in the store per set of ranks, so groups do not interfere and a new store starts from zero.
-        Keys of this rank from two exchanges ago are deleted: every rank has read them before the previous exchange.
+        Keys that this rank wrote two exchanges ago are deleted: all ranks read them before the previous exchange.
 
         `group` None means all ranks, `timeout` None the group's timeout.
         """
@@ -59,24 +59,24 @@ class StoreExchange:
         store = default_store()
         self.put(key, value)
         payloads: list[bytes] = []
-        silent: list[int] = []
+        missing_ranks: list[int] = []
         for rank in self.ranks:
             name = f"{self.prefix}/{key}/{rank}"
             try:
-                if not silent:
+                if not missing_ranks:
                     store.wait([name], timedelta(seconds=self.timeout))
-                elif not _holds(store, name):
+                elif not _has_key(store, name):
                     raise TimeoutError
                 payloads.append(get_value(store.get, name))
             except Exception:  # timeout exceptions differ by store
-                silent.append(rank)
-        if silent:
+                missing_ranks.append(rank)
+        if missing_ranks:
             # A late rank must neither read stale bytes nor report this rank as missing.
             with contextlib.suppress(Exception):
                 store.set(self._gave_up_key(key, self.rank), b"")
             self.delete(key)
-            gave_up = [rank for rank in silent if _holds(store, self._gave_up_key(key, rank))]
-            raise RanksTimedOutError([rank for rank in silent if rank not in gave_up] or silent)
+            gave_up = [rank for rank in missing_ranks if _has_key(store, self._gave_up_key(key, rank))]
+            raise RanksTimedOutError([rank for rank in missing_ranks if rank not in gave_up] or missing_ranks)
         return [pickle.loads(data) for data in payloads]
 
     def put(self, key: str, value: object) -> None:
@@ -93,7 +93,7 @@ class StoreExchange:
         return f"{self.prefix}/{key}/{rank}/gave-up"
 
 
-def _holds(store: Any, name: str) -> bool:
+def _has_key(store: Any, name: str) -> bool:
     try:
         return bool(store.check([name]))
     except Exception:  # the process of the store has exited
@@ -114,7 +114,7 @@ def group_timeout(group: Any) -> float:
 
     try:
         device = str(dist.get_backend_config(group)).split(",")[0].partition(":")[0]  # first device of the group
-        whole: Any = group or dist.group.WORLD
-        return float(whole._get_backend(torch.device(device)).options._timeout.total_seconds())
+        process_group: Any = group or dist.group.WORLD
+        return float(process_group._get_backend(torch.device(device)).options._timeout.total_seconds())
     except Exception:  # not every backend has options
         return float(default_store().timeout.total_seconds())

@@ -23,7 +23,7 @@ _ROUNDINGS = 16.0
 
 
 class CopiedOptimizer:
-    """Recipe's optimizer on copies of the full parameters or of this rank's shards.
+    """Optimizer of the recipe on copies of full parameters or of this rank's shards.
 
     `trouble` is the reason why the copies cannot be compared, or ''.
     """
@@ -44,7 +44,7 @@ class CopiedOptimizer:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> tuple[Difference, ...]:
-        """Compare `after` with stepped copies, relative to the update; empty on `trouble`."""
+        """Step the copies from `before`; return their differences from `after`, relative to the update."""
         if self.trouble:
             return ()
         params = self._parameters
@@ -55,7 +55,7 @@ class CopiedOptimizer:
         device = next(iter(params.values())).device
         states = generator_states(device)
         try:
-            with replaced_by(_refuse):
+            with replaced_by(_raise_communicates):
                 run_optimizer(self._optimizer, "step")
         except CommunicatesError:
             self.trouble = "the optimizer communicates"
@@ -65,14 +65,14 @@ class CopiedOptimizer:
             self.trouble = f"on a copy of the parameters its step raised {error_summary(error)}"
         if libraries := drawn_since(states, device):
             self.trouble = f"the optimizer draws random numbers from {' and '.join(sorted(libraries))}"
-        return () if self.trouble else tuple(_updated(name, before[name], after[name], p) for name, p in params.items())
+        return () if self.trouble else tuple(_compare(name, before[name], after[name], p) for name, p in params.items())
 
 
-def _refuse(_operation: str, _arguments: Mapping[str, Any], _call: object) -> NoReturn:
+def _raise_communicates(_operation: str, _arguments: Mapping[str, Any], _call: object) -> NoReturn:
     raise CommunicatesError
 
 
-def _updated(name: str, before: torch.Tensor, after: torch.Tensor, copy: nn.Parameter) -> Difference:
+def _compare(name: str, before: torch.Tensor, after: torch.Tensor, copy: nn.Parameter) -> Difference:
     update, size = norm(copy.detach() - before), norm(copy.detach())
     rounding = _ROUNDINGS * eps_of(copy.dtype) * size / update if update else 0.0
     return difference(name, after, copy.detach(), scale=update, tolerance=_PART_OF_UPDATE + rounding)

@@ -28,7 +28,7 @@ _ATTRIBUTES = (
     *("find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view"),
     *("require_forward_param_sync", "skip_all_reduce_unused_params"),
 )
-_FOR_EVER = 86400.0  # seconds; the parent process enforces the timeout
+_ONE_DAY = 86400.0  # seconds; the parent process enforces the timeout
 
 
 def live_wrappers() -> list[nn.parallel.DistributedDataParallel]:
@@ -48,13 +48,13 @@ def _wrappers_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]
 
 
 def find_ddp(wrapped: nn.Module) -> nn.Module:
-    """Return the only `DistributedDataParallel` in `wrapped` (may be compiled), else `wrapped`."""
-    inside = _wrappers_in(wrapped)
-    return inside[0] if len(inside) == 1 else wrapped
+    """Return the only `DistributedDataParallel` in `wrapped`, or `wrapped` if none or several."""
+    wrappers = _wrappers_in(wrapped)
+    return wrappers[0] if len(wrappers) == 1 else wrapped
 
 
 def find_wrapper(module: nn.Module) -> nn.Module:
-    """Return the DDP in or around `module`, or sharded root; raise unless exactly one."""
+    """Return the only DDP in or around `module`, or root of `fully_shard`; else raise."""
     wrappers: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
     if not wrappers:
         wrappers = [wrapper for wrapper in live_wrappers() if vars(wrapper)["_modules"].get("module") is module]
@@ -86,7 +86,7 @@ def inner_module(wrapper: nn.Module) -> nn.Module:
 
 
 def group_of(wrapper: nn.Module) -> Any:
-    """Return the group that averages gradients; None if it is the default, or several."""
+    """Return the process group that averages gradients; None for the default group or several."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel):
         return wrapper.process_group
     mesh = mesh_of(wrapper)
@@ -94,7 +94,7 @@ def group_of(wrapper: nn.Module) -> Any:
 
 
 def ranks_of(wrapper: nn.Module) -> tuple[int, ...]:
-    """Return the ranks whose gradients are averaged."""
+    """Return the ranks over which gradients are averaged."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel):
         return tuple(dist.get_process_group_ranks(wrapper.process_group or dist.group.WORLD))
     return tuple(mesh_of(wrapper).mesh.flatten().tolist())
@@ -141,7 +141,7 @@ def compare_options(local_options: dict[str, str]) -> None:
     if dist.get_world_size() == 1 or is_custom or not local_options:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
-    exchange = StoreExchange.next_exchange(None, "wrapper", _FOR_EVER)
+    exchange = StoreExchange.next_exchange(None, "wrapper", _ONE_DAY)
     all_options = exchange.all_gather("detail", local_options)
     this_rank.set_collective("")
     mismatches = {name for options in all_options for name in options if options.get(name) != all_options[0].get(name)}
@@ -150,7 +150,7 @@ def compare_options(local_options: dict[str, str]) -> None:
 
 
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
-    """Return as text attributes that must match on all ranks and can change later."""
+    """Return, as text, wrapper attributes that must match on all ranks but can change."""
     attributes = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
     attributes["communication hook"] = comm_hook_of(wrapper) or "None"
     for _hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -178,15 +178,15 @@ _EXACT_HOOKS = (  # exact unless compressing; from torch.distributed.algorithms.
     *("allreduce_hook", "noop_hook", "post_localSGD_hook", "powerSGD_hook", "batched_powerSGD_hook"),
 )
 _QUANTIZES = "quantization"
-_LOST_ON_PURPOSE = 0.1
-_LOST_FOR_A_TIME = 1e6  # error feedback adds what a step lost to the next gradients, however small these are
+_APPROXIMATION_ERROR = 0.1
+_FEEDBACK_ERROR = 1e6  # error feedback adds what a step lost to the next gradients, however small these are
 
 
 def hook_loss(wrapper: nn.Module | None) -> float:
     """Return the largest relative error of communication hooks in the last backward pass.
 
-    Machine eps of the compressed dtype, or 0.1 for hooks that lose more by design. 1e6 with error feedback (PowerSGD),
-    since no single step can be judged. PowerSGD is exact until `start_powerSGD_iter`.
+    0 for torch's exact hooks, 0.1 for hooks that quantize or approximate, 1e6 with error feedback (PowerSGD), since no
+    single step can be judged; else machine eps of bfloat16. PowerSGD is exact until `start_powerSGD_iter`.
     """
     errors = [0.0]
     for hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -194,23 +194,23 @@ def hook_loss(wrapper: nn.Module | None) -> float:
         start_iter = getattr(state, "start_powerSGD_iter", None)
         warms_up = start_iter is not None and getattr(state, "iter", 0) <= start_iter
         if getattr(state, "use_error_feedback", False) and not warms_up:
-            errors.append(_LOST_FOR_A_TIME)
+            errors.append(_FEEDBACK_ERROR)
         elif _QUANTIZES in f"{module}.{name}" or (start_iter is not None and not warms_up):
-            errors.append(_LOST_ON_PURPOSE)
+            errors.append(_APPROXIMATION_ERROR)
         elif name not in _EXACT_HOOKS:
             errors.append(eps_of(torch.bfloat16))
     return max(errors)
 
 
 def has_own_hook(wrapper: nn.Module | None) -> bool:
-    """Return True if a communication hook, or one that it wraps, is user code."""
-    return any(map(_is_own, (hook for hook, _state in getattr(wrapper, "_comm_hooks", ()))))
+    """Return True if a communication hook, or a hook inside it, is user code."""
+    return any(map(_is_user_hook, (hook for hook, _state in getattr(wrapper, "_comm_hooks", ()))))
 
 
-def _is_own(hook: object) -> bool:
+def _is_user_hook(hook: object) -> bool:
     contents = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     is_user = not str(getattr(hook, "__module__", "")).startswith("torch.")
-    return is_user or any(callable(value) and _is_own(value) for value in contents)
+    return is_user or any(callable(value) and _is_user_hook(value) for value in contents)
 
 
 def ranks_may_diverge(wrapper: nn.Module) -> bool:
@@ -221,7 +221,7 @@ def ranks_may_diverge(wrapper: nn.Module) -> bool:
 
 
 def uses_local_sgd(wrapper: nn.Module) -> bool:
-    """Return True if a hook averages over a subset of ranks: post-local SGD."""
+    """Return True if the post-local SGD hook averages over a subset of ranks now."""
     states = (state for _hook, state in getattr(wrapper, "_comm_hooks", ()))
     starts = ((state, getattr(state, "start_localSGD_iter", None)) for state in states)
     return any(start is not None and getattr(state, "iter", 0) >= start for state, start in starts)
@@ -246,7 +246,6 @@ def spelled_option(value: object) -> str:
 
 
 def optimizer_params(optimizer: Any) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -284,9 +283,9 @@ def wrapper_facts(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
 
 def broadcasts_buffers(wrapper: nn.Module | None) -> bool:
     """Return True if `wrapper` broadcasts buffers of rank 0 before a forward."""
-    will = getattr(wrapper, "will_sync_module_buffers", None)
+    can_sync = getattr(wrapper, "will_sync_module_buffers", None)
     has_buffers = wrapper is not None and next(wrapper.buffers(), None) is not None
-    return bool(getattr(wrapper, "broadcast_buffers", False)) and has_buffers and will is not None
+    return bool(getattr(wrapper, "broadcast_buffers", False)) and has_buffers and can_sync is not None
 
 
 # Parameters
@@ -302,13 +301,13 @@ class SeenParameter(NamedTuple):
 
     @classmethod
     def current_params(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, SeenParameter]:
-        """Return the current parameters of a module by name."""
+        """Return the current state of `parameters` by name."""
         named = dict(parameters)
         nodes = gradient_nodes([*named.values()])
         return {n: cls(id(p), p.requires_grad, node) for (n, p), node in zip(named.items(), nodes, strict=True)}
 
     def change_to(self, now: SeenParameter) -> str:
-        """Return the kind of change from this parameter to `now`, or ''."""
+        """Return "replaced", "frozen", "unfrozen" or "cast or moved"; '' if `now` is equal."""
         if self.identity != now.identity:
             return "replaced"
         if self.requires_grad != now.requires_grad:
@@ -319,7 +318,7 @@ class SeenParameter(NamedTuple):
 def changes(
     seen: Mapping[str, SeenParameter], module: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, str]:
-    """Return the kind of change of each parameter since `seen`, by name."""
+    """Return the kind of change of each changed parameter since `seen`, by name."""
     now = SeenParameter.current_params((parameters or dict(module.named_parameters())).items())
     if now == seen:
         return {}
@@ -328,17 +327,17 @@ def changes(
     for name, param in {**seen, **now}.items():
         before, after = seen.get(name), now.get(name)
         if before is None or after is None:
-            if param.identity not in common and not _is_in_dtensor(module, name):  # otherwise only renamed
+            if param.identity not in common and not _is_dtensor_now(module, name):  # otherwise only renamed
                 changed[name] = "added" if before is None else "removed"
         elif kind := before.change_to(after):
             changed[name] = kind
     return changed
 
 
-def _is_in_dtensor(module: nn.Module, name: str) -> bool:
+def _is_dtensor_now(module: nn.Module, name: str) -> bool:
     """Return True if DDP's first forward replaced a parameter by a `DTensor`.
 
-    DDP does so if its device mesh is a dimension of a mesh with another dimension for tensor parallelism.
+    DDP does so under tensor parallelism: if its `device_mesh` is one dimension of a larger mesh.
     """
     path, _, attribute = name.rpartition(".")
     with contextlib.suppress(AttributeError):
@@ -348,7 +347,7 @@ def _is_in_dtensor(module: nn.Module, name: str) -> bool:
 
 
 def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return changes made by forward: name -> (kind, name in `seen` of the replacement).
+    """Return changes made by forward: name -> (kind, name of the replacement in `seen`).
 
     A parameter that only moved to another name is not changed for DDP. `seen` has every name of tied parameters.
     """
@@ -359,7 +358,7 @@ def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> 
     for name, before in seen.items():
         after = now.get(name)
         if after is None:
-            if before.identity not in identities and before.requires_grad and not _is_in_dtensor(module, name):
+            if before.identity not in identities and before.requires_grad and not _is_dtensor_now(module, name):
                 changed[name] = ("removed", "")
         elif kind := before.change_to(after):
             known = names.get(after.identity, "")

@@ -24,7 +24,7 @@ _DDP: Any = nn.parallel.DistributedDataParallel
 
 
 class LoopEventRecorder:
-    """Events of one step in order, and parameter fingerprints after the last backward (`values`)."""
+    """Recorder of events of one step, and of parameter fingerprints after backward (`values`)."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -33,23 +33,22 @@ class LoopEventRecorder:
         self._parameters = named_parameters(module)
 
     def note(self, kind: str, **more: Any) -> None:
-        """Add an event with the current user line."""
+        """Add an event of this kind, located at the current user line."""
         location = step_location(sys._getframe(1))
         self.events.append(LoopEvent(kind, location=str(location) if location else "", **more))
 
     @forwards_calls
     def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record and run a backward pass."""
         self.note("backward")
         location = self.events[-1].location  # '' for ddpcheck's own final backward
-        if location and self._reaches_others(args[0] if args else kwargs.get("tensors")):
+        if location and self._reaches_other_leaves(args[0] if args else kwargs.get("tensors")):
             self.events[-1] = replace(self.events[-1], others=True)
         try:
             return original(*args, **kwargs)
         finally:
             self.values = {name: fingerprint(p) for name, p in self._parameters.items()}
 
-    def _reaches_others(self, roots: Any) -> bool:
+    def _reaches_other_leaves(self, roots: Any) -> bool:
         """Return True if backward reaches leaves that are not parameters, or if unknown."""
         tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots or ())
         graph = LossGraph(tensors)
@@ -57,11 +56,11 @@ class LoopEventRecorder:
         return not graph.is_complete or any(id(leaf) not in param_ids for leaf in graph.leaves)
 
     def zero_grad(self, *_args: Any, **_kwargs: Any) -> Generator[None, Any, None]:
-        """Record an event if all gradients are discarded before an optimizer step."""
-        fresh = {n: p for n, p in self._parameters.items() if has_gradient(p)}
+        """Record an event if the call discards all gradients before a step used them."""
+        with_gradient = {n: p for n, p in self._parameters.items() if has_gradient(p)}
         yield
-        unused = [n for n, p in fresh.items() if self.values.get(n) == fingerprint(p) and not has_gradient(p)]
-        if unused and len(unused) == len(fresh):
+        unused = [n for n, p in with_gradient.items() if self.values.get(n) == fingerprint(p) and not has_gradient(p)]
+        if unused and len(unused) == len(with_gradient):
             resting = all(float(group.get("lr", 1.0)) == 0.0 for group in self._optimizer.param_groups)  # warm-up
             self.note("zero_grad", discarded=tuple(unused), resting=resting)
 
@@ -86,7 +85,7 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
 
 
 def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
-    """Wrap `no_sync` to pass its call, enter and exit to the function `note_of(wrapper)`."""
+    """Wrap `no_sync` to report its call, enter and exit to function `note_of(wrapper)`."""
 
     @functools.wraps(original)
     def no_sync(self: Any) -> Any:
@@ -94,14 +93,14 @@ def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] 
         if note is None:
             return original(self)
         note("no_sync")
-        return _noted(original(self), note)
+        return _report_enter_and_exit(original(self), note)
 
     return no_sync
 
 
 @contextlib.contextmanager
 @forwards_calls
-def _noted(inner: Any, note: Callable[[str], None]) -> Iterator[Any]:
+def _report_enter_and_exit(inner: Any, note: Callable[[str], None]) -> Iterator[Any]:
     note("enter no_sync")
     with inner as entered:
         try:
@@ -113,7 +112,7 @@ def _noted(inner: Any, note: Callable[[str], None]) -> Iterator[Any]:
 def backward_through(handler: Any) -> Patch:
     """Route each outermost `torch.autograd.backward` call through `handler` (not nested checkpoint calls)."""
 
-    def make(original: Any) -> Any:
+    def make_wrapper(original: Any) -> Any:
         is_inside = False
 
         @functools.wraps(original)
@@ -129,7 +128,7 @@ def backward_through(handler: Any) -> Patch:
 
         return backward
 
-    return Patch(torch.autograd, "backward", make)
+    return Patch(torch.autograd, "backward", make_wrapper)
 
 
 @contextlib.contextmanager

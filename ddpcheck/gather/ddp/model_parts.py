@@ -36,11 +36,11 @@ class Part:
 
     @classmethod
     def from_param(cls, parameter: Any) -> Part:
-        """Return the placement of a `DTensor`."""
+        """Return the mesh, placements, shape and stride of a `DTensor`."""
         return cls(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
     def around(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a `DTensor` with this placement and the local tensor `local`."""
+        """Return the `DTensor` of this placement whose local tensor is `local`."""
         tensor_module: Any = sys.modules["torch.distributed.tensor"]
         dtensor: torch.Tensor = tensor_module.DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelReplica:
-    """Model replica that this rank computes, if need be together with other ranks."""
+    """Model replica that this rank computes, alone or with its tensor-parallel ranks."""
 
     rank: int  # index of this replica
     size: int  # number of replicas
@@ -78,7 +78,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         return ModelReplica(0, 1, (0,))
-    sharding = _meshes_of(module)
+    sharding = _sharding_meshes(module)
     placements = placements_of(module)
     split = split_over(module, {**placements, **parts})
     local_mask = torch.zeros(world_size, dtype=torch.int64, device=next(module.parameters()).device)
@@ -99,17 +99,17 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
 
 
 def split_over(module: nn.Module, parts: Mapping[str, Part]) -> dict[str, list[int]]:
-    """Return by name the ranks that split a parameter, ignoring splits by `fully_shard`."""
-    sharding = _meshes_of(module)
-    return {name: others for name, part in parts.items() if len(others := _ranks_over(part, sharding)) > 1}
+    """Return, by parameter, the ranks that hold its parts, ignoring splits by `fully_shard`."""
+    sharding = _sharding_meshes(module)
+    return {name: others for name, part in parts.items() if len(others := _ranks_of_split(part, sharding)) > 1}
 
 
-def _meshes_of(module: nn.Module) -> list[Any]:
+def _sharding_meshes(module: nn.Module) -> list[Any]:
     return [mesh_of(m) for m in module.modules() if isinstance(m, sharding_classes()) and is_sharded(m)]
 
 
-def _ranks_over(part: Part, sharding: Sequence[Any]) -> list[int]:
-    """Return the ranks that split a parameter, ignoring `fully_shard` mesh dimensions."""
+def _ranks_of_split(part: Part, sharding: Sequence[Any]) -> list[int]:
+    """Return the ranks that hold the parts of a parameter, ignoring `fully_shard` dimensions."""
     data_dims = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
     coords = part.mesh.get_coordinate()
     if part.mesh in sharding or coords is None:
@@ -184,7 +184,7 @@ def _is_changed(value: object, before: object) -> bool:
 def as_wholes(
     tensors: Iterable[tuple[str, torch.Tensor | None]], parts: Mapping[str, Part]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield (name, tensor) with local tensors of `parts` as `DTensor`s, and others unchanged."""
+    """Yield (name, tensor), with local tensors converted to `DTensor`s if in `parts`."""
     for name, tensor in tensors:
         is_unchanged = tensor is None or name not in parts or is_shard(tensor)
         yield name, tensor if tensor is None or is_unchanged else parts[name].around(tensor.detach())

@@ -29,8 +29,8 @@ from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, local_par
 from ddpcheck.gather.state.module_state import non_persistent_buffers, sharding_classes
 from ddpcheck.gather.steps.gradient_distance import eps_of, norms
 
-_SYNCHRONISING = ("set_requires_gradient_sync", "set_requires_all_reduce")
-_FOR_UNUSED = "set_reduce_scatter_unused_params"
+_SYNC_SETTINGS = ("set_requires_gradient_sync", "set_requires_all_reduce")
+_UNUSED_SETTING = "set_reduce_scatter_unused_params"
 SCALING = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms")
 """Methods of `FSDPModule` that decide what a reduction divides by."""
 
@@ -47,20 +47,20 @@ def sharded_facts(
 
     `values_built` has fingerprints by name of parameters whose shard still has the values built on this rank.
     """
-    unused = [event.synchronises for event in settings if event.kind == _FOR_UNUSED]
-    in_force = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
+    unused = [event.synchronises for event in settings if event.kind == _UNUSED_SETTING]
+    is_set = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
     return ShardedFacts(
         is_ddp=False,
         ignored=frozenset(name for name, p in module.named_parameters() if not is_shard(p)),
         not_saved=non_persistent_buffers(module),
-        reduces_unused=unused[-1:] == [True] or in_force,
+        reduces_unused=unused[-1:] == [True] or is_set,
         values_built=values_built,
         policies=policies_of(module),
     )
 
 
 def values_kept(module: nn.Module, full_params: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return fingerprints of parameters in `full_params` whose shard in `module` is equal."""
+    """Return fingerprints of `full_params` whose shard on this rank is unchanged in `module`."""
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     unchanged = {}
     for name, parameter in module.named_parameters():
@@ -95,7 +95,7 @@ def refuse_fsdp1(module: nn.Module, what: str, error: type[DDPCheckError] = Usag
 def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
     """Count the flat parameters of `FullyShardedDataParallel` (FSDP1).
 
-    They are identified by an attribute that is private to torch.
+    torch marks flat parameters by a private attribute.
     """
     return sum(map(hasattr, parameters, repeat("_fsdp_flattened")))
 
@@ -106,8 +106,8 @@ def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
 def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> dict[str, torch.Tensor]:
     """Return the full tensors by name; a collective over all ranks.
 
-    Non-`DTensor`s are returned unchanged, gathered ones in new memory. Omitted are None, and shards that another
-    rank lacks, which cannot be gathered.
+    Plain tensors are returned unchanged, gathered tensors in new memory. None is omitted, and so are shards that
+    another rank lacks, which cannot be gathered.
     """
     by_name = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
     shards = [name for name, tensor in by_name.items() if is_shard(tensor)]
@@ -115,22 +115,22 @@ def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> 
     with unlogged():
         dist.all_gather_object(names_by_rank, shards, group=group)
         on_all_ranks = set(shards).intersection(*names_by_rank)
-        whole: dict[str, Any] = {name: _whole(by_name[name]) for name in sorted(on_all_ranks)}
+        whole: dict[str, Any] = {name: _gathered_copy(by_name[name]) for name in sorted(on_all_ranks)}
     return {name: whole.get(name, tensor) for name, tensor in by_name.items() if name in whole or name not in shards}
 
 
-def _whole(shard: Any) -> torch.Tensor:
+def _gathered_copy(shard: Any) -> torch.Tensor:
     full: torch.Tensor = shard.full_tensor()
     return full.clone() if full.data_ptr() == shard.to_local().data_ptr() else full
 
 
 def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's local tensors by name, without None."""
+    """Return copies of the local tensors of this rank by name; omit None."""
     return {name: local_part(tensor).clone() for name, tensor in tensors if tensor is not None}
 
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return step counts and norms of non-constant optimizer state of this rank's shards."""
+    """Return step counts and norms of non-constant optimizer state: {"weight: exp_avg": 0.3}."""
     states: dict[str, torch.Tensor] = {}
     for name, shard in shards.items():
         state, part = optimizer.state.get(shard), local_part(shard)
@@ -146,7 +146,7 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
 
 @contextlib.contextmanager
 def recorded_settings() -> Iterator[list[LoopEvent]]:
-    """Record calls in the block that control gradient reduction and its divisor.
+    """Record `FSDPModule` calls in the block that control gradient reduction and its divisor.
 
     `synchronises` of an event is the value that the call sets.
     """
@@ -161,16 +161,16 @@ def recorded_settings() -> Iterator[list[LoopEvent]]:
 def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable[str] = ()) -> list[Patch]:
     """Pass an event to `sink` for each call that switches reduction of an `FSDPModule`.
 
-    Also for calls of the methods in `more`. The returned patches end this.
+    Calls of the methods named in `more` are passed too. Undo the returned patches to stop.
     """
 
-    def note(name: str, _module: nn.Module, value: bool = True, **kwargs: Any) -> None:
+    def record_call(name: str, _module: nn.Module, value: bool = True, **kwargs: Any) -> None:
         location = user_location(sys._getframe(CALLER))
         value = next((arg for key, arg in kwargs.items() if key == name.removeprefix("set_")), value)
         sink(LoopEvent(name, str(location) if location else "", synchronises=bool(value)))
 
-    names = [name for name in (*_SYNCHRONISING, _FOR_UNUSED, *more) if hasattr(fsdp, name)]
-    return [patched(fsdp, name, functools.partial(note, name)) for name in names]
+    names = [name for name in (*_SYNC_SETTINGS, _UNUSED_SETTING, *more) if hasattr(fsdp, name)]
+    return [patched(fsdp, name, functools.partial(record_call, name)) for name in names]
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
@@ -193,7 +193,7 @@ def shards_in_use(module: nn.Module) -> set[int]:
 
     Includes parameters that `fully_shard` adopts after `Module.to` and `load_state_dict(assign=True)`.
     """
-    return set().union(*map(_identities, _parameters_of_groups(module)))
+    return set().union(*map(_tensor_ids, _parameters_of_groups(module)))
 
 
 def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
@@ -201,13 +201,13 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
     identities: set[int] = set()
     for param in _parameters_of_groups(module):
         info = getattr(param, "_module_info", None)
-        if info is None or any(owner is part and attribute == name for owner, attribute in _owners(info)):
-            identities |= _identities(param)
+        if info is None or any(owner is part and attribute == name for owner, attribute in _module_attributes(info)):
+            identities |= _tensor_ids(param)
     return identities
 
 
 def gathered_twice(module: nn.Module) -> set[int]:
-    """Return ids of shards gathered under several names, since they were tied after sharding."""
+    """Return ids of shards that `fully_shard` gathers repeatedly: parameters tied after sharding."""
     counts = Counter(id(getattr(param, "sharded_param", None)) for param in _parameters_of_groups(module))
     return {identity for identity, times in counts.items() if times > 1}
 
@@ -216,12 +216,12 @@ def _parameters_of_groups(module: nn.Module) -> list[Any]:
     return [param for group in parameter_groups(module) for param in getattr(group, "fsdp_params", ())]
 
 
-def _identities(param: Any) -> set[int]:
+def _tensor_ids(param: Any) -> set[int]:
     tensors = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param"))
     return {id(tensor) for tensor in tensors if tensor is not None}
 
 
-def _owners(info: Any) -> Iterator[tuple[Any, Any]]:
+def _module_attributes(info: Any) -> Iterator[tuple[Any, Any]]:
     yield getattr(info, "module", None), getattr(info, "param_name", None)
     yield from zip(getattr(info, "shared_modules", ()), getattr(info, "shared_param_names", ()), strict=False)
 
@@ -229,10 +229,10 @@ def _owners(info: Any) -> Iterator[tuple[Any, Any]]:
 def reduces(groups: Iterable[Any]) -> bool:
     """Return True if backward reduces gradients of all trainable groups, as currently set."""
     switches = ("reduce_grads", "all_reduce_grads")
-    return all(getattr(group, name, True) for group in groups if _trains(group) for name in switches)
+    return all(getattr(group, name, True) for group in groups if _is_trainable(group) for name in switches)
 
 
-def _trains(group: Any) -> bool:
+def _is_trainable(group: Any) -> bool:
     params = (getattr(param, "sharded_param", None) for param in getattr(group, "fsdp_params", ()))
     return any(getattr(shard, "requires_grad", True) for shard in params)
 
@@ -248,7 +248,7 @@ def mesh_of(module: nn.Module) -> Any:
 
 
 def shard_number(shard: Any, mesh: Any = None) -> int:
-    """Return the index of a rank's shard; replicas have the same index.
+    """Return the index of this rank's shard; replicas of a shard have its index.
 
     With `mesh` of `fully_shard`: the index among the ranks of `mesh`.
     """
@@ -269,15 +269,15 @@ def _dimensions(shard: Any, mesh: Any) -> list[tuple[int, int, Any]]:
 def is_gathered(parameter: Any, shard: Any) -> bool:
     """Return True if `parameter` is the unsharded version of `shard`.
 
-    It is a plain tensor or, under tensor parallelism, a `DTensor` on the tensor-parallel mesh only.
+    The unsharded version is a plain tensor or, under tensor parallelism, a `DTensor` on the tensor-parallel mesh only.
     """
     return not is_shard(parameter) or (is_shard(shard) and parameter.device_mesh.ndim < shard.device_mesh.ndim)
 
 
 def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
-    """Return (number of parts, dim) of a sharded parameter; None if split several times.
+    """Return (number of shards, split dim) of a parameter; None if split several times.
 
-    With `mesh` of `fully_shard`: counts the parts within `mesh` only.
+    (1, 0) if not split. With `mesh` of `fully_shard`: the number of shards within `mesh` only.
     """
     dimensions = _dimensions(shard, mesh)
     split = [(size, p.dim) for size, _, p in dimensions if not p.is_replicate() and hasattr(p, "dim")]
@@ -286,7 +286,7 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
 
 
 def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
-    """Return names of parameters whose shard on this rank has elements that differ."""
+    """Return names of sharded parameters whose local elements are not all equal."""
     splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_shard(parameter)}
     return uneven({name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1})
 
@@ -302,28 +302,28 @@ def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
 
 
 def shard_position(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
-    """Return (shard index, number of shards) if `value` contains shards of all `parameters`.
+    """Return (shard index, number of shards) if `value` has shards of all `parameters`.
 
-    Shards are found by parameter name, as `DTensor`s or plain tensors of the same local shape.
+    Else None. Searches dicts, such as a state dict, by parameter name for tensors of the same local shape.
     """
     split = {name: p for name, p in parameters.items() if is_shard(p) and local_part(p).shape != p.shape}
-    if not split or not any(_holds(mapping, split) for mapping in _dictionaries(value)):
+    if not split or not any(_has_all_shards(mapping, split) for mapping in _nested_dicts(value)):
         return None
     first = next(iter(split.values()))
     parts = math.prod(size for size, _, placement in _dimensions(first, None) if not placement.is_replicate())
     return shard_number(first), parts
 
 
-def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool:
+def _has_all_shards(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool:
     pairs = [(values.get(name), parameter) for name, parameter in split.items()]
     return all(isinstance(v, torch.Tensor) and local_part(v).shape == local_part(p).shape for v, p in pairs)
 
 
-def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
+def _nested_dicts(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
     if isinstance(value, Mapping):
         yield value
         for item in value.values() if depth else ():
-            yield from _dictionaries(item, depth - 1)
+            yield from _nested_dicts(item, depth - 1)
 
 
 def mixed_precision(module: nn.Module) -> torch.dtype | None:
@@ -338,7 +338,7 @@ def mixed_precision(module: nn.Module) -> torch.dtype | None:
 
 
 def policies_of(module: nn.Module) -> dict[str, str]:
-    """Return the `mp_policy` of `fully_shard` as text, with deviating submodules by path."""
+    """Return the `mp_policy` of `fully_shard` as text; differing policies of submodules by path."""
     policies = {path: repr(policy) for path, policy in _policies(module) if policy is not None}
     first = next(iter(policies.values()), "")
     others = {f"mp_policy of {path}": text for path, text in policies.items() if text != first}
@@ -362,9 +362,9 @@ def before_sharding(act: Callable[[], object]) -> Iterator[None]:
     state = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "FSDPState", None)
     done: list[object] = []
 
-    def begun(*_args: Any, **_kwargs: Any) -> None:
+    def act_once(*_args: Any, **_kwargs: Any) -> None:
         if not done:
             done.append(act())
 
-    with patched(state, "init", begun) if hasattr(state, "init") else contextlib.nullcontext():
+    with patched(state, "init", act_once) if hasattr(state, "init") else contextlib.nullcontext():
         yield

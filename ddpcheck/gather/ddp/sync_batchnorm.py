@@ -20,25 +20,25 @@ from ddpcheck.findings.tracebacks import forwards_calls
 
 
 @forwards_calls
-def _summed(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def _all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Differentiable sum all-reduce; its gradient is the sum over ranks as well."""
+    """Differentiable all-reduce (sum), whose backward all-reduces the gradient."""
 
     @staticmethod
     @forwards_calls
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        return _summed(tensor, group)
+        return _all_reduced(tensor, group)
 
     @staticmethod
     @forwards_calls
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(gradient, ctx.group), None
+        return _all_reduced(gradient, ctx.group), None
 
 
 @forwards_calls
@@ -47,11 +47,11 @@ def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Ten
     sum_over_ranks: Callable[..., torch.Tensor] = _SumOverRanks.apply
     axes = [0, *range(2, inputs.dim())]
     shape = [1, -1] + [1] * (inputs.dim() - 2)
-    work = inputs if inputs.dtype == torch.float64 else inputs.float()
-    count = torch.full((1,), float(work.numel() // work.shape[1]), dtype=work.dtype)
-    sums = sum_over_ranks(torch.cat([count, work.sum(axes)]), group)
+    values = inputs if inputs.dtype == torch.float64 else inputs.float()
+    count = torch.full((1,), float(values.numel() // values.shape[1]), dtype=values.dtype)
+    sums = sum_over_ranks(torch.cat([count, values.sum(axes)]), group)
     count, mean = sums[0], sums[1:] / sums[0]
-    centred = work - mean.view(shape)
+    centred = values - mean.view(shape)
     variance = sum_over_ranks(centred.square().sum(axes), group) / count
     running_mean, running_var, tracked = module.running_mean, module.running_var, module.num_batches_tracked
     if module.training and running_mean is not None and running_var is not None and tracked is not None:
@@ -69,7 +69,7 @@ def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Ten
 
 @contextlib.contextmanager
 def synchronised_on_cpu() -> Iterator[list[str]]:
-    """Allow `nn.SyncBatchNorm` on CPU; yield a list that receives its class name if used."""
+    """Allow `nn.SyncBatchNorm` on CPU; yield a list that stays empty until one runs."""
     ddp: Any = nn.parallel.DistributedDataParallel
     refuse = "_passing_sync_batchnorm_handle"  # private to torch; it only refuses SyncBatchNorm on CPU
     original, original_refuse = nn.SyncBatchNorm.forward, getattr(ddp, refuse, None)
@@ -77,9 +77,9 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
 
     @forwards_calls
     def forward(self: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
-        together = dist.is_available() and dist.is_initialized()
-        wants_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if inputs.device.type != "cpu" or not together or not wants_batch:
+        has_group = dist.is_available() and dist.is_initialized()
+        uses_batch_statistics = self.training or (self.running_mean is None and self.running_var is None)
+        if inputs.device.type != "cpu" or not has_group or not uses_batch_statistics:
             return original(self, inputs)
         self._check_input_dim(inputs)
         if not used:
@@ -87,9 +87,9 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
         return _forward_on_cpu(self, inputs)
 
     @forwards_calls
-    def handle(self: Any, module: nn.Module) -> None:
+    def check(self: Any, module: nn.Module) -> None:
         if self.device_type != "cpu" and original_refuse is not None:
             original_refuse(self, module)
 
-    with mock.patch.object(nn.SyncBatchNorm, "forward", forward), mock.patch.object(ddp, refuse, handle, create=True):
+    with mock.patch.object(nn.SyncBatchNorm, "forward", forward), mock.patch.object(ddp, refuse, check, create=True):
         yield used

@@ -40,11 +40,11 @@ _COMPILED_TOLERANCE = 0.1
 
 
 def ddp_step(step: int) -> DdpStepEvidence:
-    """Run a step through the wrapper; compare its gradients with the averaged local ones."""
+    """Run a step through the wrapper; compare its gradients with averaged local gradients."""
     state = rank_state()
     model, module = state.training_model, state.module
     precision = mixed_precision(module) if model.facts.sharded else None
-    noise = _noise(step, precision)
+    noise = _rounding_noise(step, precision)
     model.calls.clear()
     state.step.restore_external()
     this_rank.set_status(f"step {step}: zero_grad")
@@ -52,14 +52,14 @@ def ddp_step(step: int) -> DdpStepEvidence:
     training_step.clear_gradients(module, *model.trainable.values())
     since = training_step.versions(module)
     is_local_sgd = uses_local_sgd(model.wrapper)
-    with _recorded(model) as recorder:
+    with _record_events(model) as recorder:
         total, parts = _forward_and_backward(step, since)
         compared = [name for name in model.trainable if name not in parts]
         this_rank.set_status(f"step {step}: {model.facts.named} comparison")
         gradients = {
             n: dense(g) for n, g in state.full_tensors((n, p.grad) for n, p in model.trainable.items()).items()
         }
-        differences = _against_averages([] if is_local_sgd else compared, gradients, precision, noise)
+        differences = _compare_with_averages([] if is_local_sgd else compared, gradients, precision, noise)
         hashes = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in compared}
         before = state.full_tensors(model.named_parameters())
         computed_with = fingerprints((name, t) for name, t in before.items() if name not in parts)
@@ -100,11 +100,11 @@ def ddp_step(step: int) -> DdpStepEvidence:
     return evidence
 
 
-def _noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
-    """Return gradients' RMS rounding errors; empty if the wrapper computes like the local step."""
-    noise = {} if precision is None else _rounding_of(step, precision)
+def _rounding_noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
+    """Return RMS rounding errors of gradients; empty without mixed precision or tensor parallelism."""
+    noise = {} if precision is None else _rounding_errors(step, precision)
     if rank_state().training_model.replica.splits_model:  # tensor parallelism sums in another order
-        exactly = _rounding_of(step, torch.float64)
+        exactly = _rounding_errors(step, torch.float64)
         noise = {name: max(size, noise.get(name, 0.0)) for name, size in exactly.items()}
     return noise
 
@@ -125,7 +125,7 @@ def _forward_and_backward(step: int, since: dict[str, int]) -> tuple[float | Non
     return None if is_shard(loss.total) else float(loss.total.detach()), parts
 
 
-def _against_averages(
+def _compare_with_averages(
     names: Sequence[str],
     gradients: Mapping[str, torch.Tensor],
     precision: torch.dtype | None,
@@ -162,7 +162,7 @@ def _sharded_step(
 ) -> ShardedStep:
     """Compare the optimizer step with steps on copies of the full and sharded parameters.
 
-    `whole`: full parameters before the step, gradients, parameters after it. `shard`: the first two, of local shards.
+    `whole`: full parameters before the step, gradients, parameters after the step. `shard`: of shards, the first two.
     """
     state = rank_state()
     model = state.training_model
@@ -188,8 +188,8 @@ def _sharded_step(
 
 
 @contextlib.contextmanager
-def _recorded(model: TrainingModel) -> Iterator[LoopEventRecorder]:
-    """Record events of the model in the block; under `fully_shard`, settings only."""
+def _record_events(model: TrainingModel) -> Iterator[LoopEventRecorder]:
+    """Record the model's loop events in the block; under `fully_shard`, only calls of settings."""
     if not model.facts.sharded:
         with recorded(model.module, model.wrapper, model.optimizer) as recorder:
             yield recorder
@@ -200,8 +200,8 @@ def _recorded(model: TrainingModel) -> Iterator[LoopEventRecorder]:
 
 
 @replays_step
-def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
-    """Return RMS errors over ranks of gradients in `dtype`; empty if any rank fails."""
+def _rounding_errors(step: int, dtype: torch.dtype) -> dict[str, float]:
+    """Repeat the local step in `dtype`; return RMS gradient differences, or {} on failure."""
     state = rank_state()
     module = copied_module(state.reference.module).to(dtype)
     batch = tree_map(

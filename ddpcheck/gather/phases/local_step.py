@@ -41,7 +41,7 @@ from ddpcheck.worlds.compilation import is_asked_for
 
 
 def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
-    """Capture the state before the wrapper's forward; rank 0 saves it to `file`.
+    """Capture the module state before the wrapper's forward; rank 0 writes `file`.
 
     If the model is large, each rank keeps its state in a file: in `file` if `shared`, else in a file of its own.
     """
@@ -92,7 +92,7 @@ def local_step(step: int) -> steps.LocalStep:
         data.restore_external = state.training_model.external_state.capture()
         with record_origins() as created, counted_backwards() as backwards:
             loss = state.run_loss(step)
-    _note_changes(reference, created)
+    _record_changes(reference, created)
     generator = fingerprint(torch.get_rng_state()) if "torch" in loss.drew else 0
     evidence, reached, visible = _graph_evidence(step, loss, lasting)
     value, drew, total = loss.value, loss.drew, loss.total
@@ -103,7 +103,7 @@ def local_step(step: int) -> steps.LocalStep:
     data.keep(training_step.gradients_of(parameters))
     if infinite := [name for name, size in data.norms.items() if not math.isfinite(size)]:
         raise TargetError(f"the gradient of {infinite[0]} in step {step} is not finite, so it cannot be compared")
-    states = _states(state, reached)
+    states = _classify_parameters(state, reached)
     lost = [name for name, kind in states.items() if kind == "lost"]
     ends = {name: function_returning_none(LossGraph([total]), parameters[name]) for name in lost}
     del total
@@ -112,7 +112,7 @@ def local_step(step: int) -> steps.LocalStep:
     calls = read_log(*log)
     forward_calls = [call for call in calls[log_start:] if call.place.endswith("forward")]
     return steps.LocalStep(
-        evidence=_after_backward(evidence, states, ends, visible),
+        evidence=_add_backward_facts(evidence, states, ends, visible),
         loss=value,
         random=steps.RandomDraws(drew, generator),
         batch=whole,
@@ -135,8 +135,8 @@ def _graph_evidence(
 ) -> tuple[steps.StepEvidence, Sequence[bool], set[int] | None]:
     """Return the facts of the loss graph, before backward frees it.
 
-    Returns also, for each parameter, True if the loss reaches it, and the ids of the leaves that DDP finds from the
-    module output (None if unknown).
+    Also returns, for each parameter, True if the loss reaches the parameter; and the ids of the leaves that DDP finds
+    from the module output (None if unknown).
     """
     state = rank_state()
     reference, facts = state.reference, state.training_model.facts
@@ -155,20 +155,20 @@ def _graph_evidence(
         rank=state.rank,
         step=step,
         states={},
-        unregistered=_located(leaves, state),
+        unregistered=_with_lines(leaves, state),
         output_type=opaque if visible is not None and not visible else "",
         reentrant=not graph.is_complete or graph.has_reentrant_checkpoint,
     )
     return evidence, reached, None if opaque else visible
 
 
-def _after_backward(
+def _add_backward_facts(
     evidence: steps.StepEvidence,
     states: Mapping[str, steps.GradientState],
     ends: Mapping[str, steps.PathEnd],
     visible: Collection[int] | None,
 ) -> steps.StepEvidence:
-    """Return `evidence` with the facts of parameters that are known after backward."""
+    """Return `evidence` with parameter facts that are known only after backward."""
     reference = rank_state().reference
     shapes = {n: tuple(p.shape) for n, p in named_parameters(reference.module).items() if p.grad is not None}
     created = {name: line for name, line in reference.created.items() if name in shapes}
@@ -215,8 +215,8 @@ def layout() -> ModuleDescription:
     return layout_of(rank_state().reference.module)
 
 
-def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
-    """Record the parameters known to DDP that forward changed, and those it created."""
+def _record_changes(reference: ReferenceModule, origins: Origins) -> None:
+    """Record which of DDP's parameters forward changed, and which new parameters forward created."""
     changes = changes_in_forward(reference.seen, reference.module)
     now = named_parameters(reference.module)
     for name, (kind, source) in changes.items():
@@ -245,7 +245,7 @@ def batch_again(step: int) -> tuple[int, ...]:
     return training_step.batch_fingerprint(rank_state().global_batch(step))
 
 
-def _states(state: RankState, reached: Sequence[bool]) -> dict[str, Any]:
+def _classify_parameters(state: RankState, reached: Sequence[bool]) -> dict[str, Any]:
     """Classify each parameter: "contributes", "zero", "lost" (a Function returned None) or "missing"."""
     states: dict[str, Any] = {}
     for (name, parameter), is_reached in zip(state.reference.trainable.items(), reached, strict=True):
@@ -260,8 +260,8 @@ def _states(state: RankState, reached: Sequence[bool]) -> dict[str, Any]:
     return states
 
 
-def _located(leaves: Iterable[steps.UnregisteredTensor], state: RankState) -> tuple[steps.UnregisteredTensor, ...]:
-    """Add to `leaves` the lines that created the tensor or assign its variable."""
+def _with_lines(leaves: Iterable[steps.UnregisteredTensor], state: RankState) -> tuple[steps.UnregisteredTensor, ...]:
+    """Return `leaves` with the line that created each tensor or assigns its variable."""
     lines = {name: state.origins.value_line(tensor) for name, tensor in unregistered_tensors(state.module)}
     loss = state.recipe.loss
     return tuple(
@@ -279,13 +279,13 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
     data, parameters = state.step, state.reference.trainable
     this_rank.set_status(f"step {step}: averaging local gradients")
     own_file = state.own_file(file, shared=shared)
-    consume = not state.training_model.is_split  # split models still need `local` in `_rounding_of`
+    consume = not state.training_model.is_split  # split models still need `local` in `_rounding_errors`
     local = [data.local.get(name) for name in parameters]
     data.local = {} if consume else data.local
     training_step.clear_gradients(state.reference.module, *parameters.values())
     names = list(parameters)
 
-    def averaged() -> Iterator[tuple[str, torch.Tensor]]:
+    def iterate_means() -> Iterator[tuple[str, torch.Tensor]]:
         means = averages_over_ranks(local, list(parameters.values()), group=state.group, consume=consume)
         for index, mean in means:
             local[index] = None
@@ -293,11 +293,11 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 
     with unlogged():
         if own_file is None:
-            data.averages = dict(averaged())
+            data.averages = dict(iterate_means())
         elif state.rank == 0 or not shared:
-            save(averaged(), own_file)
+            save(iterate_means(), own_file)
         else:
-            deque(averaged(), maxlen=0)
+            deque(iterate_means(), maxlen=0)
         sizes = rms_over_ranks([data.norms.get(name, 0.0) for name in parameters], state.device, state.group)
     data.averages_file = own_file
     data.scale = dict(zip(parameters, sizes, strict=True))
@@ -309,7 +309,7 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str, ...]] | str:
     """Repeat the local step with random numbers that match the global batch.
 
-    Returns the loss and the operations that drew random indices, or an error message, if such numbers do not fit.
+    Returns the loss and the operations that drew random indices, or the error message of a failed step.
     """
     state = rank_state()
     data = state.step
@@ -324,7 +324,7 @@ def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str
 
 
 def local_update(step: int) -> None:
-    """Update the reference module with averaged gradients if the wrapper cannot be used."""
+    """Step the reference module with averaged gradients, instead of an unusable wrapper."""
     state = rank_state()
     reference, data = state.reference, state.step
     this_rank.set_status(f"step {step}: optimizer")

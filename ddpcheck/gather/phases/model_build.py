@@ -193,8 +193,8 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> modul
         changed_attributes=changed_attributes(state.module, reference) if replica.splits_model else (),
     )
     count_calls(model)
-    _follow(state.reference)
-    return _evidence(options, seen, reshaped, trouble)
+    _register_hooks(state.reference)
+    return _wrapped_evidence(options, seen, reshaped, trouble)
 
 
 def _adapt_reference(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> tuple[bool, str]:
@@ -241,7 +241,7 @@ def _facts_and_replica(
     return facts, replica
 
 
-def _evidence(
+def _wrapped_evidence(
     options: Mapping[str, str], seen: Mapping[str, ddp_wrapper.SeenParameter], reshaped: bool, trouble: str
 ) -> modules.WrappedModule:
     state = rank_state()
@@ -275,7 +275,7 @@ def _evidence(
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
-    """Return a copy of a module that `wrap` changed, from before `fully_shard`."""
+    """Return a copy of the module after changes by `wrap`, before `fully_shard` sharded it."""
     if not (parts or sharding.is_sharded(module)):
         return module_state.copied_module(module)
     match = next((candidate for candidate in changed if not module_state.differs_in_structure(module, candidate)), None)
@@ -293,16 +293,16 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 @contextlib.contextmanager
 def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrapper.SeenParameter], dict[str, Part]]]:
-    """Compare options between ranks in the block before a DDP constructor communicates.
+    """Compare options between ranks before a DDP constructor in the block communicates.
 
-    Yields dicts that it fills: options, parameters, and placements of `DTensor`s that DDP replaced by local tensors.
+    Yields dicts that the constructor fills: options, parameters, placements of `DTensor`s that became local tensors.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}
     seen: dict[str, ddp_wrapper.SeenParameter] = {}
     parts: dict[str, Part] = {}
 
-    def constructed(wrapper: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def around_constructor(wrapper: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         options.clear()
         options.update(ddp_wrapper.constructor_options(ddp.__init__, wrapper, *args, **kwargs))
         ddp_wrapper.compare_options(options)
@@ -316,14 +316,14 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrappe
             {name: part for name, part in before.items() if name in seen and not is_shard(module.get_parameter(name))}
         )
 
-    with patched(ddp, "__init__", constructed):
+    with patched(ddp, "__init__", around_constructor):
         yield options, seen, parts
 
 
 def count_calls(model: TrainingModel) -> None:
-    """Start counting the calls of the wrapper and of its module."""
+    """Start counting forward passes of the wrapper and of its module."""
 
-    def count(key: str, _module: nn.Module, _inputs: Any) -> None:
+    def count_call(key: str, _module: nn.Module, _inputs: Any) -> None:
         model.calls[key] = model.calls.get(key, 0) + 1
         joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
         broadcasts = key == "wrapper" and ddp_wrapper.broadcasts_buffers(model.wrapper) and not joining
@@ -331,12 +331,12 @@ def count_calls(model: TrainingModel) -> None:
             mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
             note_collective("DistributedDataParallel.forward", mode)
 
-    model.counters = [before_forward(model.wrapper, partial(count, "wrapper"))]
+    model.counters = [before_forward(model.wrapper, partial(count_call, "wrapper"))]
     if model.module is not model.wrapper:
-        model.counters.append(before_forward(model.module, partial(count, "inner")))
+        model.counters.append(before_forward(model.module, partial(count_call, "inner")))
 
 
-def _follow(reference: ReferenceModule) -> None:
+def _register_hooks(reference: ReferenceModule) -> None:
     module = reference.module
     if reference.submodules.get("") is module:  # already followed: wrapped again with other options
         return

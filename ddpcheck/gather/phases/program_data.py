@@ -39,25 +39,25 @@ def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
     for prefix, module in state.module.named_modules():
         for key, value in vars(module).items():
             if key not in MODULE_INTERNALS and not key.startswith("_") and not _has_tensors(value):
-                texts.update(_spelled(f"{prefix}.{key}" if prefix else key, value, 0, most))
+                texts.update(_texts_in(f"{prefix}.{key}" if prefix else key, value, 0, most))
     for role in ("loss", "shard"):
         function = getattr(state.recipe, role, None)
         function = getattr(function, "__func__", function)
         for variable in function_variables(function) if isinstance(function, FunctionType) else ():
-            for key, text in _spelled(variable.name, variable.value, 0, most).items():
+            for key, text in _texts_in(variable.name, variable.value, 0, most).items():
                 texts.setdefault(key, text)
     return texts
 
 
-def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapping[str, str]:
-    """Return plain values in `value` as text, independent of set order."""
+def _texts_in(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapping[str, str]:
+    """Return the plain values in `value` as text by name, independent of set order."""
     if isinstance(value, bool):
         return {}  # usually an "is rank 0" flag
     if isinstance(value, (*PLAIN, *_CONTAINERS, torch.Tensor)):
-        text = _text(value, depth, most)
+        text = _text_of(value, depth, most)
         return {name: text} if text else {}
     if depth < 1 and is_user_object(value) and not callable(value):
-        inner = [_spelled(f"{name}.{key}", item, depth + 1, most) for key, item in vars(value).items()]
+        inner = [_texts_in(f"{name}.{key}", item, depth + 1, most) for key, item in vars(value).items()]
         return {key: text for texts in inner for key, text in texts.items()}
     return {}
 
@@ -68,7 +68,7 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(item, torch.Tensor) for item in items)
 
 
-def _text(value: Any, depth: int, most: int) -> str:
+def _text_of(value: Any, depth: int, most: int) -> str:
     """Return plain values or containers as text; '' if unsupported or too large."""
     if isinstance(value, PLAIN):
         return repr(value)
@@ -77,9 +77,9 @@ def _text(value: Any, depth: int, most: int) -> str:
         return "" if odd or value.numel() > _MOST_ELEMENTS else f"tensor({value.tolist()})"
     if depth > _DEEPEST or not isinstance(value, _CONTAINERS) or len(value) > most:
         return ""
-    items = [_text(item, depth + 1, most) for item in value]
+    items = [_text_of(item, depth + 1, most) for item in value]
     if isinstance(value, dict):
-        texts = [_text(item, depth + 1, most) for item in value.values()]
+        texts = [_text_of(item, depth + 1, most) for item in value.values()]
         items = [f"{key}: {text}" if key and text else "" for key, text in zip(items, texts, strict=True)]
     if not all(items):
         return ""

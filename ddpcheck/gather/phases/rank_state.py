@@ -39,7 +39,7 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(slots=True)
 class ReferenceModule:
-    """Second build of the module, never wrapped; runs the local steps."""
+    """Second build of the module, without a wrapper; runs the local steps."""
 
     module: nn.Module
     # Set once the wrapper cannot be used any more; this module is trained from then on.
@@ -147,7 +147,7 @@ class RankState:
         return training_step.step_seed(self.seed, step, self.training_model.replica.rank)
 
     def shard_of(self, batch: Any) -> Any:
-        """Return this rank's shard of a global batch; tensor-parallel ranks get the same."""
+        """Return this rank's shard of a global batch; tensor-parallel ranks share a shard."""
         replica = self.training_model.replica
         return self.recipe.local_batch(batch, replica.rank, replica.size)
 
@@ -162,13 +162,12 @@ class RankState:
         self.step.before.restore(self.reference.module, self.reference.mapped)
 
     def own_file(self, file: Path | None, *, shared: bool) -> Path | None:
-        """Return `file` if `shared`, else this rank's counterpart of it; None if not `large`."""
+        """Return `file` if `shared` or rank 0, else "file.<rank>"; None if not `large`."""
         if not self.large or file is None:
             return None
         return file if shared or not self.rank else this_rank.current().directory / f"{file.name}.{self.rank}"
 
     def global_batch(self, step: int) -> Any:
-        """Build and return the global batch of a step."""
         return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
 
     def gradients(
@@ -188,7 +187,6 @@ class RankState:
 
 
 def rank_state() -> RankState:
-    """Return the state of this rank."""
     state: RankState = this_rank.state["check"]
     return state
 

@@ -41,22 +41,22 @@ from ddpcheck.recipe.pytree import to_device, tree_tensors
 from ddpcheck.worlds import rank as this_rank
 
 _FACTOR = 2.0  # power of two: linear operations scale exactly
-_NOT_ROUNDING = 1e3  # tolerance in units of machine eps
+_TOLERANCE_IN_EPS = 1e3  # tolerance in units of machine eps
 
 
 @replays_step
 def repeat_step(step: int) -> RepeatedStep:
     """Repeat the local step with one seed: twice unchanged, then with doubled loss gradient."""
     state = rank_state()
-    gradients, node_names, _ = _run(state, step, 1.0)
+    gradients, node_names, _ = _run_scaled(state, step, 1.0)
     first: Mapping[str, torch.Tensor]
     if state.large:
         first = kept_in_file(gradients.items(), this_rank.current().directory / f"repeated.{state.rank}")
     else:
         first = {name: gradient.clone() for name, gradient in gradients.items()}
     del gradients
-    differences = _differences(first, _run(state, step, 1.0)[0])
-    doubled, _, feeds_others = _run(state, step, _FACTOR)
+    differences = _differences(first, _run_scaled(state, step, 1.0)[0])
+    doubled, _, feeds_others = _run_scaled(state, step, _FACTOR)
     nonlinear = [item.name for item in _differences(first, doubled, _FACTOR) if item.bad]
     return RepeatedStep(
         differences=differences,
@@ -65,7 +65,7 @@ def repeat_step(step: int) -> RepeatedStep:
     )
 
 
-def _run(state: RankState, step: int, factor: float) -> tuple[training_step.Gradients, frozenset[str], bool]:
+def _run_scaled(state: RankState, step: int, factor: float) -> tuple[training_step.Gradients, frozenset[str], bool]:
     """Run the local step with the gradient of the loss multiplied by `factor`.
 
     Returns the gradients, the node names of the graph, and True if backward reaches leaves that are not parameters.
@@ -78,9 +78,9 @@ def _run(state: RankState, step: int, factor: float) -> tuple[training_step.Grad
     param_ids = {id(p) for p in module.parameters()}
 
     @forwards_calls
-    def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def scaled_backward(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal node_names, feeds_others
-        arguments = {"grad_tensors": None, **kwargs, **dict(zip(_STARTS, args, strict=False))}
+        arguments = {"grad_tensors": None, **kwargs, **dict(zip(_ROOT_ARGUMENTS, args, strict=False))}
         roots, started = arguments["tensors"], arguments["grad_tensors"]
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         started = [started] if isinstance(started, torch.Tensor) else list(started or [None] * len(roots))
@@ -89,14 +89,14 @@ def _run(state: RankState, step: int, factor: float) -> tuple[training_step.Grad
         feeds_others |= any(id(leaf) not in param_ids for leaf in graph.leaves)
         del graph
         started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
-        return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
+        return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _ROOT_ARGUMENTS})
 
-    with backward_through(enlarged):
+    with backward_through(scaled_backward):
         training_step.run_backward(state.run_loss(step, "repeating, ").total)
     return training_step.gradients_of(named_parameters(module)), node_names, feeds_others
 
 
-_STARTS = ("tensors", "grad_tensors")
+_ROOT_ARGUMENTS = ("tensors", "grad_tensors")
 
 
 def _differences(
@@ -105,7 +105,7 @@ def _differences(
     """Return the differences of `second / factor` from `first`."""
     differences = []
     for name, gradient in first.items():
-        repeated, tolerance = second.get(name), _NOT_ROUNDING * eps_of(gradient.dtype)
+        repeated, tolerance = second.get(name), _TOLERANCE_IN_EPS * eps_of(gradient.dtype)
         if repeated is not None and factor != 1.0:
             repeated = repeated / factor
         differences.append(difference(name, repeated, gradient, scale=norm(gradient), tolerance=tolerance))
@@ -115,12 +115,12 @@ def _differences(
 # Random numbers drawn by a forward pass
 
 
-class _SeededOperations(TorchDispatchMode):
-    """Call `tell` with name and result of each operation that draws random numbers."""
+class _DrawRecorder(TorchDispatchMode):
+    """Mode that passes name and result of operations that draw random numbers to `sink`."""
 
-    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+    def __init__(self, record: Callable[[str, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
+        self._sink = record
 
     @forwards_calls
     def __torch_dispatch__(
@@ -128,22 +128,22 @@ class _SeededOperations(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._tell(func.overloadpacket.__name__, result)
+            self._sink(func.overloadpacket.__name__, result)
         return result
 
 
 @contextlib.contextmanager
 def random_choices(samples: int) -> Iterator[dict[str, None]]:
-    """Yield a dict that collects draws of permutations and indices, except one per sample."""
+    """Yield a dict of drawn permutations and indices, not per sample: "torch.randperm at a.py:3"."""
     choices: dict[str, None] = {}
 
-    def tell(name: str, drawn: Any) -> None:
+    def record(name: str, drawn: Any) -> None:
         indices = name in ("randint", "multinomial") and drawn.dim() == 1 and len(drawn) not in (1, samples)
         if indices or name == "randperm":
             location = user_location()
             choices[f"torch.{name}{f' at {location}' if location else ''}"] = None
 
-    with _SeededOperations(tell):
+    with _DrawRecorder(record):
         yield choices
 
 
@@ -155,7 +155,7 @@ def draws(step: int) -> list[SharedDraw]:
     entries: list[SharedDraw] = []
     running = [""]  # stack of module names
 
-    def tell(name: str, result: Any) -> None:
+    def record(name: str, result: Any) -> None:
         drawn = [t for t in tree_tensors(result) if t.dim() and t.shape[0] == samples]
         if drawn:  # dropout returns its mask last
             entries.append(SharedDraw(name, running[-1], seeded[-1], fingerprint(drawn[-1])))
@@ -163,22 +163,22 @@ def draws(step: int) -> list[SharedDraw]:
     modules = watched_modules(
         state.reference.module, lambda name, _inputs: running.append(name), lambda _name, _output: running.pop()
     )
-    with modules, _seeding_lines() as seeded, _SeededOperations(tell):
+    with modules, _seeding_lines() as seeded, _DrawRecorder(record):
         state.run_loss(step, "drawing, ")
     return entries
 
 
 @contextlib.contextmanager
 def _seeding_lines() -> Iterator[list[Location | None]]:
-    """Yield a list, after a first None, of user lines that call `torch.manual_seed`."""
+    """Yield a list: None, then each user line that called `torch.manual_seed`."""
     lines: list[Location | None] = [None]
 
-    def seeds(*_args: Any, **_kwargs: Any) -> None:
+    def record_line(*_args: Any, **_kwargs: Any) -> None:
         caller = sys._getframe(CALLER)
         if is_user_file(caller.f_code.co_filename):
             lines.append(user_location(caller))
 
-    with patched(torch, "manual_seed", seeds):
+    with patched(torch, "manual_seed", record_line):
         yield lines
 
 
@@ -191,7 +191,7 @@ _MOST_VALUES = 1 << 14
 
 @replays_step
 def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
-    """Return what this rank would reduce given rank 0's shard and random numbers.
+    """Return the inputs of this rank's reductions for rank 0's shard and random numbers.
 
     Nothing is communicated, so no rank can hang: each collective is answered by `answer_locally`. Inputs that still
     differ between ranks at the same call mean that the program itself depends on the rank.
@@ -199,15 +199,15 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     state, module = rank_state(), rank_state().reference.module
     payloads: list[ReductionInput] = []
 
-    def stub(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
+    def answer(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
-            payloads.append(ReductionInput(operation, call.location, _values(kwargs)))
+            payloads.append(ReductionInput(operation, call.location, _reduced_values(kwargs)))
         return answer_locally(operation, kwargs)
 
     try:
         shard = state.recipe.local_batch(state.global_batch(step), 0, state.training_model.replica.size)
         shard, seed = to_device(shard, state.device), training_step.step_seed(state.seed, step, 0)
-        with replaced_by(stub):
+        with replaced_by(answer):
             phase = "comparing what is sent, "
             training_step.compute_loss(state.recipe, module, shard, step=step, seed=seed, phase=phase)
     except (Exception, SystemExit):  # the program needs real results; compare the calls until then
@@ -217,7 +217,7 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     return tuple(payloads)
 
 
-def _values(kwargs: Mapping[str, Any]) -> tuple[float, ...]:
+def _reduced_values(kwargs: Mapping[str, Any]) -> tuple[float, ...]:
     tensor = kwargs.get("tensor", kwargs.get("self", kwargs.get("input")))
     if not isinstance(tensor, torch.Tensor) or tensor.is_complex() or not 1 < tensor.numel() <= _MOST_VALUES:
         return ()
@@ -228,8 +228,8 @@ def _values(kwargs: Mapping[str, Any]) -> tuple[float, ...]:
 def explain(step: int) -> dict[str, PathEnd]:
     """Return why each missing gradient of this rank is missing, by parameter.
 
-    Every rank replays, even without missing gradients, because forward may communicate. In that case each rank replays
-    once only, and causes that need a changed parameter value stay undetected.
+    Every rank replays, even without missing gradients, because forward may communicate. If forward communicates, each
+    rank replays only once, and causes that need a changed parameter value stay undetected.
     """
     state = rank_state()
     module = state.reference.module
@@ -248,16 +248,16 @@ def explain(step: int) -> dict[str, PathEnd]:
 def nonzero_when_perturbed(step: int, names: Sequence[str]) -> list[str]:
     """Return the `names` whose gradient is nonzero after perturbing every parameter."""
     state = rank_state()
-    _perturb(state, step)
+    _perturb_reference(state, step)
     gradients, _ = state.gradients(step, state.reference.module, state.step.batch, phase="looking again, ")
     return [name for name in names if name in gradients and bool(gradients[name].count_nonzero())]
 
 
 @replays_step
 def why_zero(step: int, names: Sequence[str]) -> dict[str, PathEnd]:
-    """Return where gradients of `names` become zero, if known, after perturbing every parameter."""
+    """Return the operations that zero gradients of `names`, after perturbing every parameter."""
     state = rank_state()
-    _perturb(state, step)
+    _perturb_reference(state, step)
     parameters = {name: state.reference.trainable[name] for name in names}
     try:
         return zero_ends(lambda: state.run_loss(step, "looking again, ").total, parameters)
@@ -267,7 +267,7 @@ def why_zero(step: int, names: Sequence[str]) -> dict[str, PathEnd]:
         training_step.clear_gradients(state.reference.module)
 
 
-def _perturb(state: RankState, step: int) -> None:
+def _perturb_reference(state: RankState, step: int) -> None:
     file = this_rank.current().directory / f"moved.{state.rank}"
     perturb(state.reference.module, training_step.step_seed(state.seed, step), state.reference.mapped, file)
 
@@ -277,7 +277,7 @@ def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(module.named_parameters())
 
-    def moved() -> Iterator[tuple[str, torch.Tensor]]:
+    def perturbed() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in parameters.items():
             if parameter.requires_grad and parameter.is_floating_point():
                 size = 0.02 + 0.1 * float(parameter.detach().abs().mean())
@@ -285,7 +285,7 @@ def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -
                 yield name, change.to(parameter.device, parameter.dtype).add_(parameter)
 
     with torch.no_grad():
-        for name, value in kept_in_file(moved(), file, keep=True).items() if mapped else moved():
+        for name, value in kept_in_file(perturbed(), file, keep=True).items() if mapped else perturbed():
             if name in mapped:
                 parameters[name].data = value
             else:
@@ -295,24 +295,24 @@ def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -
 def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
     """Run forward and backward; return the operations that turn gradients of `leaves` to zero.
 
-    Omitted are leaves whose gradient is zero all the way from the loss.
+    Leaves are omitted if no operation on the path from the loss receives a nonzero gradient.
     """
     with autograd_graph.recorded_lines():
         loss = forward()
     graph = autograd_graph.LossGraph([loss])
-    arrived: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient
+    received: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient
     passed: dict[Any, list[bool]] = {}  # node -> for each input, True if a nonzero gradient left
 
-    def note(node: Any, inputs: Any, outputs: Any) -> None:
-        arrived[node] = any(map(_is_nonzero, outputs))
+    def record_flow(node: Any, inputs: Any, outputs: Any) -> None:
+        received[node] = any(map(_is_nonzero, outputs))
         passed[node] = list(map(_is_nonzero, inputs))
 
     def turns_to_zero(node: Any, index: int) -> bool:
-        return arrived.get(node, False) and not any(passed[node][index : index + 1])
+        return received.get(node, False) and not any(passed[node][index : index + 1])
 
     with contextlib.ExitStack() as stack:
         for node in (node for node in graph.nodes if node.next_functions):
-            stack.enter_context(node.register_hook(partial(note, node)))
+            stack.enter_context(node.register_hook(partial(record_flow, node)))
         training_step.run_backward(loss)
     ends = {}
     for name, leaf in leaves.items():

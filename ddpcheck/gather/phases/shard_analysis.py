@@ -36,7 +36,7 @@ def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size:
     """Run each of `world_size` shards without a process group to explain a mismatch.
 
     The files have the ranks' averaged gradients, `exact_file` in float64. `threads`: number of threads of a rank, to
-    get its values bit by bit: sums split differently round differently, and a deep network can amplify this by 1000.
+    reproduce its bits: sums split over other threads round differently, and a deep network can amplify this by 1000.
     """
     single: SingleProcess = this_rank.state["single"]
     num_threads = torch.get_num_threads()
@@ -69,7 +69,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
         facts = replace(facts, rounded=(*facts.rounded, *_rounded_on_shards(run, compared, batch, shards)))
         if facts.rounded and mismatches <= set(facts.rounded):
             return facts
-    facts = replace(facts, against_global=_fit(compared, data.gradients))
+    facts = replace(facts, against_global=_fit_ratio(compared, data.gradients))
     size = sum(gradient.numel() for gradient in data.gradients.values())
     if world_size * size > shard_terms.MOST_ELEMENTS:
         return replace(facts, error="the gradients of all shards together are too large to be kept")
@@ -82,7 +82,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
     weights, residual = fit(compared, shard_gradients)
     facts = replace(
         facts,
-        against_shards=_fit(compared, mean),
+        against_shards=_fit_ratio(compared, mean),
         rank_weights=WeightedFit(tuple(weights), residual),
         shard_losses=tuple(loss for _, loss in results),
         other_parameters=tuple(sorted(set().union(*(grads for grads, _ in results)) ^ set(data.gradients))),
@@ -93,7 +93,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
 def _add_terms(
     run: ShardRun, facts: ShardAnalysis, compared: Gradients, mean: Gradients, batch: Any, shards: Sequence[Any]
 ) -> ShardAnalysis:
-    """Add the loss terms and the sample coupling; `mean`: mean gradient of the shards."""
+    """Return `facts` with loss terms and sample coupling; `mean`: mean gradient of the shards."""
     for terms_run in filter(None, (run.exact, run)):
         try:
             results = shard_terms.analyse_terms(terms_run, batch, shards)
@@ -103,7 +103,7 @@ def _add_terms(
     else:
         return replace(facts, error=message)
     if terms_run is not run:
-        facts = replace(facts, shard_rounding=_fit(mean, results.mean).residual)
+        facts = replace(facts, shard_rounding=_fit_ratio(mean, results.mean).residual)
     if len(results.whole) > 1:
         ratios, terms_residual = fit(compared, results.whole)
     else:
@@ -133,16 +133,16 @@ def _add_terms(
 def _with_statistics_of_shards(
     run: ShardRun, compared: Mapping[str, torch.Tensor], batch: Any, norms: Sequence[str], shards: int
 ) -> Fit:
-    """Fit `compared` by gradients with modules `norms` run shard by shard; return the best."""
+    """Return the best fit of `compared` by gradients with BatchNorm layers `norms` per shard."""
     best = Fit()
     for views in (False, True):
         with contextlib.suppress(Exception):  # rows may not be samples
             by_shard = replace(run, by_shard=norms, shards=shards, views=views)
-            best = min(best, _fit(compared, total_gradient(by_shard, batch)[0]), key=lambda f: f.residual)
+            best = min(best, _fit_ratio(compared, total_gradient(by_shard, batch)[0]), key=lambda f: f.residual)
     return best
 
 
-def _fit(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -> Fit:
+def _fit_ratio(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -> Fit:
     ratio, residual = fit(target, [part])
     return Fit(ratio[0], residual)
 
@@ -150,7 +150,7 @@ def _fit(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -
 def _mismatches(
     data: SingleStepData, averaged: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> set[str]:
-    """Return gradients that differ by more than the tolerance of the single-process step."""
+    """Return names of gradients that differ by more than the single-process tolerance."""
     return {
         name
         for name, gradient in expected.items()
@@ -161,7 +161,7 @@ def _mismatches(
 def _rounded(
     data: SingleStepData, averaged: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], whole: Gradients
 ) -> tuple[str, ...]:
-    """Return the gradients whose difference vanishes in float64, so is rounding.
+    """Return names of gradients whose difference is rounding, since it vanishes in float64.
 
     A scalar, e.g. the gradient of a bias, may lose far more precision on shards than on the global batch, and a deep
     model with statistics of few samples loses much everywhere. `exact` is the ranks' average in float64, `whole` the
@@ -188,7 +188,7 @@ def _rounded_on_shards(
 
 
 def _mean_of(run: ShardRun, shards: Sequence[Any]) -> Gradients:
-    """Return the mean of the shards' gradients, with one shard's in memory at once."""
+    """Return the mean of the shards' gradients; only one shard's gradients are in memory."""
     mean: Gradients = {}
     for shard in shards:
         for name, gradient in total_gradient(run, shard)[0].items():

@@ -35,8 +35,8 @@ _MOST_PRECISE = 1e-5  # resolution of weights fitted to float32 gradients
 
 
 @contextlib.contextmanager
-def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
-    """Make `module` process its input shard by shard; `samples`: rows per view, if concatenated."""
+def _forward_by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
+    """Make `module` process its input shard by shard; `samples`: rows per concatenated view."""
     original = module.forward
     override = vars(module).get("forward")
 
@@ -90,7 +90,7 @@ class ShardRun:
             stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.eval_modules])
             for name in self.by_shard:
                 count = batch_size(part) if self.views else None
-                stack.enter_context(_by_shard(self.module.get_submodule(name), self.shards, count))
+                stack.enter_context(_forward_by_shard(self.module.get_submodule(name), self.shards, count))
             seed = training_step.step_seed(self.single_process.seed, self.step)
             with recorded_lines(), self.activations or contextlib.nullcontext():
                 loss = training_step.compute_loss(
@@ -148,7 +148,7 @@ def weighted_sum(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradie
 
 @dataclass(slots=True)
 class Terms:
-    """Gradients of the loss terms."""
+    """Gradients of the loss terms, on the global batch and on each shard."""
 
     terms: list[LossTerm]  # evidence per term
     whole: list[Gradients]  # per term, on the global batch
@@ -169,23 +169,23 @@ class Terms:
         )
 
     def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
-        """Return per term the weights of shards in the ranks' average; None if unexplained."""
-        flat = [_scaled(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
-        weights, residual = fit(_scaled(averaged, self.scale), flat)
+        """Return per term the shard weights that fit the ranks' average, or None."""
+        flat = [_divide_by_scale(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
+        weights, residual = fit(_divide_by_scale(averaged, self.scale), flat)
         count = len(self.parts[0])
         if residual > _SAME:
             return None
         return [tuple(weights[start : start + count]) for start in range(0, len(weights), count)]
 
     def error(self, number: int, weights: Sequence[float]) -> float:
-        """Return a term's distance from its weighted shards, relative to the total gradient."""
+        """Return the norm of a term minus weighted shards, relative to the total."""
         residual = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
-        total = _length(self.total, self.scale)
-        return _length(residual, self.scale) / total if total else 0.0
+        total = _scaled_norm(self.total, self.scale)
+        return _scaled_norm(residual, self.scale) / total if total else 0.0
 
 
 def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
-    """Analyse each loss term on the global batch and on its shards."""
+    """Measure gradients, normalization and sample coupling of each loss term."""
     data = run.single_process.step
     size = sum(gradient.numel() for gradient in data.gradients.values())
     most = min(_MOST_TERMS, MOST_ELEMENTS // ((len(shards) + 1) * max(size, 1)))
@@ -196,11 +196,11 @@ def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
         like = {name: gradient.double() for name, gradient in like.items()}
     whole = [filled(gradients, like) for gradients in run.gradients(batch, paired)]
     by_shard = [[filled(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
-    parts = [[of_shard[index] for of_shard in by_shard] for index in range(len(whole))]
+    parts = [[shard_gradients[index] for shard_gradients in by_shard] for index in range(len(whole))]
     results = Terms([], whole, parts, {name: data.scale.get(name, 0.0) for name in like})
     for index, gradients in enumerate(whole):
         weights, residual = fit(
-            _scaled(gradients, results.scale), [_scaled(part, results.scale) for part in parts[index]]
+            _divide_by_scale(gradients, results.scale), [_divide_by_scale(part, results.scale) for part in parts[index]]
         )
         ends = paired.sort(edges[0])[index] if len(paired) else []
         count, counts = _matching_count(shards, weights, precision=min(max(_MOST_PRECISE, 100 * residual), _SAME))
@@ -232,33 +232,33 @@ def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
     return results
 
 
-def _scaled(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
+def _divide_by_scale(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
     return {name: gradient / scale[name] for name, gradient in gradients.items() if scale[name]}
 
 
-def _length(gradients: Gradients, scale: Mapping[str, float]) -> float:
-    return math.sqrt(sum(norm(gradient) ** 2 for gradient in _scaled(gradients, scale).values()))
+def _scaled_norm(gradients: Gradients, scale: Mapping[str, float]) -> float:
+    return math.sqrt(sum(norm(gradient) ** 2 for gradient in _divide_by_scale(gradients, scale).values()))
 
 
 def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequence[Gradients]) -> list[bool]:
-    """Detect terms that are sums: the gradient doubles if every sample is duplicated.
+    """Return True for terms that are sums: duplicated samples double the gradient.
 
     Means and BatchNorm statistics do not change with duplicated samples.
     """
     size = batch_size(batch)
 
-    def twice(leaf: Any) -> Any:
+    def duplicate(leaf: Any) -> Any:
         return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == size else leaf
 
     doubled = []
-    for single, double in zip(whole, run.gradients(tree_map(twice, batch), paired), strict=True):
+    for single, double in zip(whole, run.gradients(tree_map(duplicate, batch), paired), strict=True):
         ratio, residual = fit(filled(double, single), [single])
         doubled.append(abs(ratio[0] - 2) < _SAME and residual < _SAME)
     return doubled
 
 
 def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *, large: bool) -> list[bool | None]:
-    """Detect terms whose gradient for other samples depends on activations of `shard`."""
+    """Return True for terms whose gradient of other samples depends on `shard`'s activations."""
     part = FirstActivations()
     replace(run, activations=part).forward(shard)
 

@@ -75,7 +75,6 @@ class SingleProcess:
     step: SingleStepData = field(init=False)
 
     def global_batch(self, step: int) -> Any:
-        """Build and return the global batch of a step."""
         return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
 
     def rewind(self, module: nn.Module) -> None:
@@ -84,7 +83,6 @@ class SingleProcess:
         self.step.restore_external()
 
     def gradients(self, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Loss]:
-        """Return gradients and loss of `module` on `batch`."""
         seed, phase = step_seed(self.seed, step), "single process, "
         return compute_gradients(self.recipe, module, batch, step=step, seed=seed, numbers=self.numbers, phase=phase)
 
@@ -107,13 +105,13 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     if device.type == "cpu":
         stack.enter_context(synchronised_on_cpu())
     module = build()
-    mapped = _in_file(module)
+    mapped = _move_large_to_file(module)
     double, error = None, ""
     if any(p.dtype != torch.float64 for p in module.parameters() if p.is_floating_point()):
         try:
             double = build()
             shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
-            double = _in_double(module_state.copied_module(double) if shared else double, mapped)
+            double = _to_double(module_state.copied_module(double) if shared else double, mapped)
         except Exception as failure:
             error = error_summary(failure)
     external = _external_state(recipe, module, double)
@@ -122,12 +120,12 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     )
 
 
-def _in_file(module: nn.Module) -> frozenset[str]:
+def _move_large_to_file(module: nn.Module) -> frozenset[str]:
     file = this_rank.current().directory / "built"
     return module_state.move_to_file(module, file) if is_large(module) else frozenset()
 
 
-def _in_double(module: nn.Module, mapped: Collection[str]) -> nn.Module:
+def _to_double(module: nn.Module, mapped: Collection[str]) -> nn.Module:
     module_state.free_parameters(module, mapped, torch.float64)  # first: mapped parameters are read from a file
     return module.double()
 
@@ -146,9 +144,9 @@ def adopt(module_file: Path) -> None:
     """Replace the module and its float64 copy by rank 0's module after `wrap`."""
     single: SingleProcess = this_rank.state["single"]
     single.module = wire.loads(module_file.read_bytes()).to(single.device)
-    single.mapped = _in_file(single.module)
+    single.mapped = _move_large_to_file(single.module)
     if single.double is not None:
-        single.double = _in_double(module_state.copied_module(single.module), single.mapped)
+        single.double = _to_double(module_state.copied_module(single.module), single.mapped)
     single.after, single.external_state = None, _external_state(single.recipe, single.module, single.double)
 
 
@@ -172,7 +170,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     else:
         before = module_state.capture_state(single.module, into=last)
     single.step = SingleStepData(before, single.external_state.capture())
-    return _run(single, step)
+    return _measure_step(single, step)
 
 
 def _model_mismatch(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
@@ -190,10 +188,10 @@ def run_with_constants(step: int) -> SingleStep:
     single: SingleProcess = this_rank.state["single"]
     single.numbers = "constant"
     single.rewind(single.module)
-    return _run(single, step)
+    return _measure_step(single, step)
 
 
-def _run(single: SingleProcess, step: int) -> SingleStep:
+def _measure_step(single: SingleProcess, step: int) -> SingleStep:
     data = single.step
     batch = single.global_batch(step)
     rebuilt = batch_fingerprint(single.global_batch(step)) if step == 0 else ()
@@ -209,12 +207,12 @@ def _run(single: SingleProcess, step: int) -> SingleStep:
         gradients.clear()
     del gradients
     with single.external_state.restored():
-        noise = _rounding(single, on_device, step, single.mapped if backwards == 1 else ())
+        noise = _rounding_norms(single, on_device, step, single.mapped if backwards == 1 else ())
     data.scale = scales(data.gradients)
     data.tolerance = tolerances(data.gradients, data.scale, noise)
     if single.double_error:  # the only estimate without float64
         with single.external_state.restored():
-            measured = tolerances(data.gradients, data.scale, _rounding_by_change(single, on_device, step))
+            measured = tolerances(data.gradients, data.scale, _rounding_by_perturbation(single, on_device, step))
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
     if single.double is not None:
@@ -241,7 +239,7 @@ def _comparable_gradients(single: SingleProcess, batch: Any, step: int) -> tuple
         single.rewind(single.module)
 
 
-def _rounding(single: SingleProcess, batch: Any, step: int, streamed: Collection[str]) -> dict[str, float] | None:
+def _rounding_norms(single: SingleProcess, batch: Any, step: int, streamed: Collection[str]) -> dict[str, float] | None:
     """Return rounding error norms of the module's dtype by parameter; None if unknown.
 
     Only one float64 gradient of the parameters in `streamed` is in memory at a time.
@@ -269,7 +267,7 @@ def _exact_gradients(
     file = this_rank.current().directory / "exact"
     with TensorWriter(file) as writer, contextlib.ExitStack() as stack:
 
-        def leave(name: str, parameter: torch.Tensor) -> None:
+        def write_gradient(name: str, parameter: torch.Tensor) -> None:
             if parameter.grad is not None:  # may run more than once per backward
                 earlier, gradient = writer.get(name), dense(parameter.grad)
                 writer.add(name, gradient if earlier is None else earlier + gradient)
@@ -277,7 +275,7 @@ def _exact_gradients(
 
         for name, parameter in double.named_parameters():
             if name in streamed and parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(partial(leave, name)).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(partial(write_gradient, name)).remove)
         for name, gradient in single.gradients(double, batch, step)[0].items():
             writer.add(name, gradient)
     exact = TensorFile(file)
@@ -285,14 +283,14 @@ def _exact_gradients(
     return exact
 
 
-def _rounding_by_change(single: SingleProcess, batch: Any, step: int) -> dict[str, float]:
-    """Return how far gradients move if the last digit of parameters and batch changes.
+def _rounding_by_perturbation(single: SingleProcess, batch: Any, step: int) -> dict[str, float]:
+    """Return how far gradients move if parameters and batch change by machine epsilon.
 
-    All zeros if the change is too large for rounding. Rounding errors are equivalent to such input perturbations
+    All zeros if the gradients move too far for rounding. Rounding errors are equivalent to such input perturbations
     (backward error analysis: N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.5).
     """
     gradients = single.step.gradients
-    nothing = dict.fromkeys(gradients, 0.0)
+    zeros = dict.fromkeys(gradients, 0.0)
     generator = torch.Generator().manual_seed(step_seed(single.seed, step))
 
     def perturbed(leaf: Any) -> Any:
@@ -308,12 +306,12 @@ def _rounding_by_change(single: SingleProcess, batch: Any, step: int) -> dict[st
                 parameter.copy_(perturbed(parameter))
         changed, _ = single.gradients(single.module, tree_map(perturbed, batch), step)
     except Exception:  # the model may reject perturbed inputs
-        return nothing
+        return zeros
     finally:
         single.rewind(single.module)
     errors = {name: distance(gradient, changed[name]) for name, gradient in gradients.items() if name in changed}
     largest = _LARGEST_BY_CHANGE * math.hypot(*single.step.scale.values())
-    return nothing if len(errors) < len(gradients) or math.hypot(*errors.values()) > largest else errors
+    return zeros if len(errors) < len(gradients) or math.hypot(*errors.values()) > largest else errors
 
 
 def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:

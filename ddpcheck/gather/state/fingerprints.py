@@ -66,7 +66,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the storage has all elements; reading freed storage crashes."""
+    """Return True if the storage has all elements of `tensor`; reading freed storage crashes."""
     if tensor.is_meta:
         return False
     if type(tensor) not in PLAIN:
@@ -82,7 +82,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return the memory address (maybe shared), or the `id` of e.g. sparse tensors."""
+    """Return `data_ptr()` of a dense tensor, equal for some views, else the `id`."""
     has_address = type(tensor) in PLAIN and tensor.layout == torch.strided and has_memory(tensor)
     return tensor.data_ptr() if has_address else id(tensor)
 
@@ -106,13 +106,13 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-_kind = attrgetter("dtype", "layout", "is_nested", "is_meta")
+_storage_kind = attrgetter("dtype", "layout", "is_nested", "is_meta")
 _READABLE = {  # no quantized dtypes; no complex dtypes, which may be conjugated
     (getattr(torch, name), torch.strided, False, False)
     for name in "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool".split()
 }
 _SMALL = 1 << 16  # max bytes of a tensor that is batched with others
-_AT_ONCE = 1 << 22  # max bytes per batch
+_MOST_BYTES = 1 << 22  # max bytes per batch
 _NamedRows = tuple[Sequence[str], torch.Tensor]  # names, and one row of numbers per name
 
 
@@ -125,7 +125,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InRows:
-    """Tensors for several computations: small ones copied to `rows`, the rest in `others`."""
+    """Tensors for several computations: small tensors stacked in `rows`, the rest in `others`."""
 
     names: Sequence[str]
     rows: list[Rows]
@@ -133,7 +133,7 @@ class InRows:
 
 
 def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
-    """Put the small tensors into rows, unless already done."""
+    """Stack the small tensors into rows; return an `InRows` unchanged."""
     if isinstance(tensors, InRows):
         return tensors
     others = {name: tensor for name, tensor in tensors.items() if not is_small(tensor)}
@@ -149,7 +149,7 @@ def stack_rows(small: Mapping[str, torch.Tensor]) -> list[Rows]:
     rows = []
     with torch.no_grad():
         for group in groups.values():
-            count, rest = max(1, _AT_ONCE // group[0][1].nbytes), iter(group)
+            count, rest = max(1, _MOST_BYTES // group[0][1].nbytes), iter(group)
             while chunk := list(islice(rest, count)):
                 names, values = zip(*chunk, strict=True)
                 rows.append(Rows(names, torch.stack(values).reshape(len(chunk), -1)))
@@ -157,8 +157,8 @@ def stack_rows(small: Mapping[str, torch.Tensor]) -> list[Rows]:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor can be batched; hot path with few checks."""
-    if type(tensor) not in PLAIN or _kind(tensor) not in _READABLE or tensor.is_neg():
+    """Return True if `tensor` is dense, readable and at most 64 KiB: hot path."""
+    if type(tensor) not in PLAIN or _storage_kind(tensor) not in _READABLE or tensor.is_neg():
         return False
     size = tensor.nbytes
     if not 0 < size <= _SMALL:
@@ -169,9 +169,9 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
-    """Return each row's numbers by name; rows have one dtype and are transferred together."""
+    """Return each row's numbers by name, with one transfer per device and one dtype."""
     numbers: dict[str, tuple[Any, ...]] = {}
-    for names, values in _on_cpu(rows):
+    for names, values in _transfer_to_cpu(rows):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)
     return numbers
 
@@ -179,14 +179,14 @@ def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
 def floats_of(rows: Iterable[_NamedRows]) -> dict[str, array[float]]:
     """Return each row's numbers by name in a float32 `array`, without Python floats."""
     numbers: dict[str, array[float]] = {}
-    for names, values in _on_cpu((names, values.float()) for names, values in rows):
+    for names, values in _transfer_to_cpu((names, values.float()) for names, values in rows):
         flat, width = array("f", bytes(values.numel() * 4)), values.shape[1]
         torch.frombuffer(flat, dtype=torch.float32).copy_(values.reshape(-1))
         numbers |= {name: flat[index * width : (index + 1) * width] for index, name in enumerate(names)}
     return numbers
 
 
-def _on_cpu(rows: Iterable[_NamedRows]) -> Iterator[_NamedRows]:
+def _transfer_to_cpu(rows: Iterable[_NamedRows]) -> Iterator[_NamedRows]:
     by_device: dict[torch.device, list[_NamedRows]] = {}
     for names, values in rows:
         by_device.setdefault(values.device, []).append((names, values))
@@ -231,7 +231,7 @@ def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | InRows) -> dict[s
     hashes = {name: fingerprint(tensor) for name, tensor in grouped.others.items()}
     for names, values in grouped.rows:
         size = values.shape[1] * values.element_size()
-        hashes.update((name, _with_sum(size, *sums[name])) for name in names)
+        hashes.update((name, _add_to_hash(size, *sums[name])) for name in names)
     return {name: hashes[name] for name in grouped.names}
 
 
@@ -239,12 +239,12 @@ def _bit_digest(value: torch.Tensor) -> int:
     octets = value.contiguous().view(-1).view(torch.uint8)
     total = octets.numel()
     for start in range(0, octets.numel(), _CHUNK):
-        total = _with_sum(total, int(sums_of_rows(octets[start : start + _CHUNK].view(1, -1))))
+        total = _add_to_hash(total, int(sums_of_rows(octets[start : start + _CHUNK].view(1, -1))))
     return total
 
 
 def sums_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each row, as used by `fingerprint`."""
+    """Return the weighted sum of the 64-bit words of each row, as in `fingerprint`."""
     octets = rows.view(torch.uint8)
     missing = -octets.shape[1] % 8
     if missing or octets.storage_offset() % 8:  # e.g. a view into a bucket; 8-byte words must be aligned
@@ -257,7 +257,7 @@ def sums_of_rows(rows: torch.Tensor) -> torch.Tensor:
     return mixed.sum(1)
 
 
-def _with_sum(total: int, summed: int) -> int:
+def _add_to_hash(total: int, summed: int) -> int:
     return (total * 0x9E3779B97F4A7C15 + summed) & _MASK
 
 
@@ -266,10 +266,10 @@ _WEIGHTS: dict[torch.device, torch.Tensor] = {}
 
 def _weights(device: torch.device, count: int) -> torch.Tensor:
     """Return at least `count` pseudo-random odd numbers, the same in every process."""
-    known = _WEIGHTS.get(device)
-    if known is None or len(known) < count:
+    weights = _WEIGHTS.get(device)
+    if weights is None or len(weights) < count:
         index = torch.arange(1, (1 << max(count, 64).bit_length()) + 1, dtype=torch.int64, device=device)
         mixed = index * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
         mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # splitmix64 constants
-        known = _WEIGHTS[device] = ((mixed ^ (mixed >> 27)) * -7723592293110705685) | 1
-    return known
+        weights = _WEIGHTS[device] = ((mixed ^ (mixed >> 27)) * -7723592293110705685) | 1
+    return weights

@@ -37,13 +37,13 @@ class Origins:
 
     _lines: dict[int, Location] = field(default_factory=dict)
     _attributes: dict[tuple[int, str], Location] = field(default_factory=dict)
-    _alive: list[object] = field(default_factory=list)
+    _kept_objects: list[object] = field(default_factory=list)
 
     def note(self, module: object, name: str, location: Location | None, value: object = None) -> None:
         """Record that `location` set `name` of `module` to `value` or deleted it."""
         if location is not None:
             self._attributes[id(module), name] = location
-            self._alive += [module, value]
+            self._kept_objects += [module, value]
             if value is not None:
                 self._lines[id(value)] = location
 
@@ -56,7 +56,7 @@ class Origins:
         return self._lines.get(id(value))
 
     def line_by_name(self, module: nn.Module, name: str) -> Location | None:
-        """Return the line that created `name` in `module`, or its nearest known parent.
+        """Return the line that created `name` in `module`, or its nearest recorded parent.
 
         Copies made by `copy.deepcopy` (e.g. the layers of `nn.TransformerEncoder`) are not registered one by one; the
         line of the containing module is returned for them.
@@ -110,7 +110,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(module: nn.Module) -> Parts:
-    """Collect all parts of a module in one walk; torch needs several."""
+    """Return the submodules, parameters and buffers of a module, found in one walk."""
     modules, seen = {}, set()
     names: dict[int, list[str]] = {}
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
@@ -148,9 +148,9 @@ class KnownParts:
 
     def now(self) -> Parts:
         """Return the current parts."""
-        if self._parts is None or _marked(self._parts) != self._marks:
+        if self._parts is None or _change_marks(self._parts) != self._marks:
             self._parts = parts = parts_of(self.module)
-            self._marks = _marked(parts)
+            self._marks = _change_marks(parts)
             custom = any(type(part).named_modules is not nn.Module.named_modules for part in parts.modules.values())
             if custom or type(self.module).named_parameters is not nn.Module.named_parameters:  # cannot detect changes
                 self._parts = None
@@ -159,20 +159,20 @@ class KnownParts:
 
     def structure(self, parts: Parts) -> ModuleDescription:
         """Return `structure_of` the module; `parts` must be current."""
-        looks = _description_inputs(parts)
+        inputs = _description_inputs(parts)
         known = self._structure
-        if known is None or known[0] is not parts or known[1] != looks or looks is None:
-            known = self._structure = parts, looks, structure_of(self.module, parts)
+        if known is None or known[0] is not parts or known[1] != inputs or inputs is None:
+            known = self._structure = parts, inputs, structure_of(self.module, parts)
         return known[2]
 
 
-_HELD, _KEYS, _VALUES = attrgetter("_modules", "_parameters", "_buffers"), methodcaller("keys"), methodcaller("values")
-_LOOKS = attrgetter("shape", "dtype", "requires_grad", "device", "layout")
+_DICTS, _KEYS, _VALUES = attrgetter("_modules", "_parameters", "_buffers"), methodcaller("keys"), methodcaller("values")
+_TENSOR_PROPERTIES = attrgetter("shape", "dtype", "requires_grad", "device", "layout")
 _IN_TRAINING = attrgetter("training")
 
 
-def _marked(parts: Parts) -> tuple[list[str], list[int]]:
-    dicts = [*filter(None, chain.from_iterable(map(_HELD, parts.modules.values())))]
+def _change_marks(parts: Parts) -> tuple[list[str], list[int]]:
+    dicts = [*filter(None, chain.from_iterable(map(_DICTS, parts.modules.values())))]
     names, values = (chain.from_iterable(map(every, dicts)) for every in (_KEYS, _VALUES))
     return [*names], [*map(id, dicts), *map(len, dicts), *map(id, values)]
 
@@ -181,7 +181,7 @@ def _description_inputs(parts: Parts) -> Any:
     """Return the properties on which a description depends, or None if unknown."""
     tensors, modules = [*parts.parameters.values(), *parts.buffers.values()], parts.modules.values()
     try:
-        shown = [*map(_LOOKS, tensors)], [*map(torch.Tensor.stride, tensors)]
+        shown = [*map(_TENSOR_PROPERTIES, tensors)], [*map(torch.Tensor.stride, tensors)]
     except (RuntimeError, AttributeError, TypeError):
         return None
     return shown, [*map(type, modules)], [*map(_IN_TRAINING, modules)], [*map(_options, modules)]
@@ -200,7 +200,7 @@ def describe(module: nn.Module) -> ModuleDescription:
 
 
 def structure_of(module: nn.Module, parts: Parts | None = None) -> ModuleDescription:
-    """Return `describe` without values and without unregistered tensors."""
+    """Describe `module` like `describe`, without values and unregistered tensors."""
     parts = parts or parts_of(module)
     tensors = *parts.parameters.items(), *parts.buffers.items()
     return replace(
@@ -221,12 +221,12 @@ def layout_of(module: nn.Module) -> ModuleDescription:
 
 def _layout(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> ModuleDescription:
     return ModuleDescription(
-        parameters=tuple(_record(n, p) for n, p in parameters.items() if not issubclass(type(p), _LAZY)),
-        buffers=tuple(_record(n, b) for n, b in buffers.items() if not issubclass(type(b), _LAZY)),
+        parameters=tuple(_tensor_record(n, p) for n, p in parameters.items() if not issubclass(type(p), _LAZY)),
+        buffers=tuple(_tensor_record(n, b) for n, b in buffers.items() if not issubclass(type(b), _LAZY)),
     )
 
 
-def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
+def _tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
     dense = tensor.layout == torch.strided and not tensor.is_nested
     return TensorRecord(
         name=name,
@@ -259,5 +259,5 @@ def class_name(module: nn.Module) -> str:
 
 
 def _options(module: nn.Module) -> str:
-    """Return `extra_repr` of a torch layer; not of user classes: it may contain ranks."""
+    """Return `extra_repr` of a torch layer; '' for user classes, which may print ranks."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""

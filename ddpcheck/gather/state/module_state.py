@@ -50,23 +50,23 @@ class ModuleState:
         """
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
-        registered = dict(_registered(module))
+        registered = dict(_registered_tensors(module))
         dtypes = {name: registered[name].dtype for name in mapped if name in registered}
-        fresh = _mapped(self.file, dtypes) if self.file is not None and dtypes else {}
-        unregistered = dict(_unregistered(module)) if self.unregistered else {}  # expensive: searches the whole module
+        mapped_tensors = _mapped_parameters(self.file, dtypes) if self.file is not None and dtypes else {}
+        unregistered = dict(_unregistered_state(module)) if self.unregistered else {}  # slow: searches the whole module
         with torch.no_grad():
             for targets, source in ((registered, self.tensors), (unregistered, self.unregistered)):
                 for name, saved in source.items():
                     if name not in targets or shape_of(targets[name]) != shape_of(saved):
                         continue
-                    if name in fresh:
-                        targets[name].data = fresh[name]
+                    if name in mapped_tensors:
+                        targets[name].data = mapped_tensors[name]
                     else:
                         with contextlib.suppress(RuntimeError):  # expanded tensor: elements share memory
                             targets[name].detach().copy_(saved)
 
 
-def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+def _mapped_parameters(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
     plain = TensorFile(file, keep=True)
     tensors = {name: plain[name] for name in dtypes if name in plain}
     others = [name for name, tensor in tensors.items() if tensor.dtype != dtypes[name]]
@@ -86,7 +86,7 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
 
 def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
     """Move `module` to `device`, except meta tensors, which have no values."""
-    if not any(tensor.is_meta for _, tensor in _registered(module)):
+    if not any(tensor.is_meta for _, tensor in _registered_tensors(module)):
         return module.to(device)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     return module
@@ -98,12 +98,12 @@ def capture_state(
     """Copy the state of `module`, reusing the tensors of `into` if they match."""
     old = into.tensors if into is not None else {}
     registered = chain(module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
-    tensors = {name: _copied(tensor.detach(), old.get(name)) for name, tensor in registered}
-    unregistered = {name: tensor.detach().clone() for name, tensor in _unregistered(module)}
-    return ModuleState(tensors, unregistered, [_plain(vars(submodule), 0) for submodule in module.modules()])
+    tensors = {name: _copy_into(tensor.detach(), old.get(name)) for name, tensor in registered}
+    unregistered = {name: tensor.detach().clone() for name, tensor in _unregistered_state(module)}
+    return ModuleState(tensors, unregistered, [_copied_values(vars(submodule), 0) for submodule in module.modules()])
 
 
-def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+def _copy_into(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     if into is not None and not tensor.is_nested and not into.is_nested:
         if (into.shape, into.dtype, into.stride()) == (tensor.shape, tensor.dtype, tensor.stride()):
             with contextlib.suppress(RuntimeError):
@@ -111,12 +111,12 @@ def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     return tensor.clone()
 
 
-def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _registered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _unregistered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _unregistered_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in unregistered_tensors(module):
         if tensor.is_leaf or not tensor.requires_grad:
             yield name, tensor
@@ -124,7 +124,7 @@ def _unregistered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def unshared_parameters(module: nn.Module) -> frozenset[str]:
     """Return the names of parameters that share memory with no other tensor."""
-    tensors = [tensor for named in (_registered(module), unregistered_tensors(module)) for _, tensor in named]
+    tensors = [tensor for named in (_registered_tensors(module), unregistered_tensors(module)) for _, tensor in named]
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if is_dense(tensor))
     return frozenset(
         name
@@ -159,7 +159,7 @@ _MOST_PLAIN = 200  # per container; larger ones, e.g. a vocabulary, are not stat
 _DEEPEST_PLAIN = 3
 
 
-def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
+def _copied_values(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """Return copies of attributes that a step may change, except parameters and buffers."""
     saved: dict[str, Any] = {}
     for key, value in attributes.items():
@@ -174,19 +174,19 @@ def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
         elif reachable.is_small_array(value):
             saved[key] = value.copy()
         elif (generator := user_generator(value)) is not None:
-            saved[key] = _Drawn(generator.read())
+            saved[key] = _GeneratorState(generator.read())
         elif reachable.is_user_object(value) and depth < _DEEPEST_PLAIN:
-            saved[key] = _Helper(_plain(vars(value), depth + 1))
+            saved[key] = _HelperState(_copied_values(vars(value), depth + 1))
     return saved
 
 
 @dataclass(slots=True)
-class _Helper:
+class _HelperState:
     attributes: dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Drawn:
+class _GeneratorState:
     """State of a random generator in a module."""
 
     state: Any
@@ -204,10 +204,10 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
         if key not in attributes and type(saved) not in reachable.NUMBERS:
             continue
         value = attributes.get(key)
-        if isinstance(saved, _Helper):
+        if isinstance(saved, _HelperState):
             if reachable.is_user_object(value):
                 _restore_plain(value, saved.attributes)
-        elif isinstance(saved, _Drawn):
+        elif isinstance(saved, _GeneratorState):
             if (generator := user_generator(value)) is not None:
                 generator.write(saved.state)
         elif isinstance(saved, torch.Tensor):
@@ -232,7 +232,7 @@ def copied_module(module: nn.Module) -> nn.Module:
 def differs_in_structure(first: nn.Module, second: nn.Module, wholes: Mapping[str, torch.Size] | None = None) -> bool:
     """Return True if classes or parameter names or shapes differ.
 
-    If `wholes` has the full shapes of parameters of which `first` has a part, order is ignored: DDP reorders.
+    `wholes`: full shapes of parameters of which `first` has a part; then order is ignored, since DDP reorders.
     """
     shapes = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(first).items()]
     others = [(name, p.shape) for name, p in named_parameters(second).items()]
@@ -279,9 +279,9 @@ class ExternalState:
         self._ignore = frozenset(ignore)
 
     def capture(self) -> Restore:
-        """Return a function that restores the current state; may be called repeatedly."""
+        """Return a function that restores the current state any number of times."""
         visited = set(self._ignore)
-        steps = [step for root in self._roots for step in _remember(root, reachable.unbindable, 0, visited)]
+        steps = [step for root in self._roots for step in _restorers_of(root, reachable.unbindable, 0, visited)]
 
         def restore() -> None:
             with torch.no_grad():
@@ -300,8 +300,8 @@ class ExternalState:
             restore()
 
 
-def _remember(value: Any, put: Callable[[Any], None], depth: int, visited: set[int]) -> Iterator[Restore]:
-    """Yield functions that restore `value` and its contents; `put` rebinds its name."""
+def _restorers_of(value: Any, put: Callable[[Any], None], depth: int, visited: set[int]) -> Iterator[Restore]:
+    """Yield functions that restore `value` and its contents; `put` rebinds the variable."""
     if isinstance(value, reachable.PLAIN):
         yield lambda: put(value)
         return
@@ -330,15 +330,15 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, visited: set[i
         for namespace in (value.__globals__, vars(value)):
             if id(namespace) not in visited:
                 visited.add(id(namespace))
-                yield _restore_without_new_counters(namespace, namespace.pop)
+                yield _remover_of_new_numbers(namespace, namespace.pop)
         for variable in reachable.function_variables(value):
-            yield from _remember(variable.value, variable.bind, depth + 1, visited)
+            yield from _restorers_of(variable.value, variable.bind, depth + 1, visited)
     elif isinstance(value, MethodType):
-        yield from _remember(value.__func__, reachable.unbindable, depth, visited)
-        yield from _remember(value.__self__, reachable.unbindable, depth + 1, visited)
+        yield from _restorers_of(value.__func__, reachable.unbindable, depth, visited)
+        yield from _restorers_of(value.__self__, reachable.unbindable, depth + 1, visited)
     elif isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
-            yield from _remember(part, reachable.unbindable, depth + 1, visited)
+            yield from _restorers_of(part, reachable.unbindable, depth + 1, visited)
     elif type(value) in _CONTAINERS or reachable.is_small_array(value):
         # Skip the items of subclasses: item access may be overridden.
         content = list(value.values() if isinstance(value, dict) else value) if type(value) in _CONTAINERS else []
@@ -346,36 +346,36 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, visited: set[i
             return
         items = copy.copy(value)
 
-        def undo_items() -> None:
+        def restore_items() -> None:
             put(value)
             reachable.refill(value, items)
 
-        yield undo_items
+        yield restore_items
         for item in content:
             if not isinstance(item, reachable.PLAIN):
-                yield from _remember(item, reachable.unbindable, depth + 1, visited)
+                yield from _restorers_of(item, reachable.unbindable, depth + 1, visited)
     elif isinstance(value, type | ModuleType) or reachable.is_user_object(value):
-        yield from _holder_variables(value, depth, visited)
+        yield from _restorers_of_holder(value, depth, visited)
 
 
-def _holder_variables(holder: Any, depth: int, visited: set[int]) -> Iterator[Restore]:
+def _restorers_of_holder(holder: Any, depth: int, visited: set[int]) -> Iterator[Restore]:
     bind: Callable[[str, Any], None] = functools.partial(setattr, holder)
     if isinstance(holder, type | ModuleType):
         if not reachable.is_user_namespace(holder):
             return
     else:
         bind = vars(holder).__setitem__  # bypass a user-defined `__setattr__`
-        yield from _remember(type(holder), reachable.unbindable, depth + 1, visited)
-    yield _restore_without_new_counters(vars(holder), functools.partial(delattr, holder))
+        yield from _restorers_of(type(holder), reachable.unbindable, depth + 1, visited)
+    yield _remover_of_new_numbers(vars(holder), functools.partial(delattr, holder))
     for name, value in list(vars(holder).items()):
         if isinstance(value, property | classmethod | staticmethod) or (
             name.startswith("__") and not isinstance(value, FunctionType)
         ):
             continue
-        yield from _remember(value, functools.partial(bind, name), depth + 1, visited)
+        yield from _restorers_of(value, functools.partial(bind, name), depth + 1, visited)
 
 
-def _restore_without_new_counters(namespace: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
+def _remover_of_new_numbers(namespace: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
     """Return a function that deletes numbers added to `namespace` from now on."""
     before = frozenset(namespace)
 

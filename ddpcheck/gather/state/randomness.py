@@ -36,10 +36,10 @@ def seed_everything(seed: int) -> None:
 
 @functools.cache
 def _has_only_cpu() -> bool:
-    """Return True if only the CPU has a generator; `torch.manual_seed` is slow then.
+    """Return True if no accelerator exists, so that seeding the CPU generator is enough.
 
-    For each uninitialized device type it queues a call with a formatted stack (torch/cuda/__init__.py, `_lazy_call`), 5
-    ms in total, and a check seeds a dozen times per rank.
+    For each uninitialized device type `torch.manual_seed` queues a call with a formatted stack (torch/cuda/__init__.py,
+    `_lazy_call`), 5 ms in total, and a check seeds a dozen times per rank.
     """
     if torch.cuda.device_count():  # does not initialize CUDA, so a rank can still fork workers
         return False
@@ -59,7 +59,7 @@ def settle_device(device: torch.device) -> None:
 
 
 def mixed_seed(seed: int, *parts: int) -> int:
-    """Derive a seed for one purpose (splitmix64 finalizer, Steele et al. 2014)."""
+    """Return a seed derived from `seed` and `parts` (splitmix64 finalizer, Steele et al. 2014)."""
     value = seed & 0xFFFFFFFFFFFFFFFF
     for part in parts:
         value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & 0xFFFFFFFFFFFFFFFF
@@ -79,7 +79,7 @@ class UserGenerator:
 
 
 def user_generator(value: Any) -> UserGenerator | None:
-    """Return access to `value` and record it in `_watched`, if a random generator."""
+    """Return access to a random generator, also recorded in `_watched`; None for other values."""
     if isinstance(value, torch.Generator):
         source = UserGenerator("torch", lambda: value.get_state().clone(), value.set_state)
     elif isinstance(value, random.Random):
@@ -96,7 +96,7 @@ def user_generator(value: Any) -> UserGenerator | None:
 
 
 def _numpy_classes(name: str) -> tuple[type, ...]:
-    """Return a class of numpy.random, or () if not imported."""
+    """Return a tuple with a class of numpy.random, or () if not imported."""
     return (getattr(sys.modules["numpy.random"], name),) if "numpy.random" in sys.modules else ()
 
 
@@ -137,7 +137,7 @@ _MOST_DRAWS = 10_000
 
 
 class QuietRandomness(TorchDispatchMode):
-    """Replace results of torch's random operations by constants while active.
+    """Mode that replaces results of torch's random operations by constants.
 
     A sharded run and a run of the global batch cannot draw the same numbers for a sample. With constants (dropout keeps
     everything) both compute the same deterministic function, in forward, backward and checkpoint recomputation. Scalars
@@ -155,27 +155,27 @@ class QuietRandomness(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if func.namespace != "aten" or not (name in _QUIET or name in _UNDRAWN) or self._remaining <= 0:
+        if func.namespace != "aten" or not (name in _QUIET or name in _DETERMINISTIC) or self._remaining <= 0:
             return func(*args, **(kwargs or {}))
         self._remaining -= 1
-        return self._answer(name, func, args, dict(kwargs or {}))
+        return self._replaced_result(name, func, args, dict(kwargs or {}))
 
     @forwards_calls
-    def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in _UNDRAWN:
-            return _UNDRAWN[name](func, args, kwargs)
-        return _QUIET[name](func(*args, **kwargs), _arguments(func, args, kwargs))
+    def _replaced_result(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in _DETERMINISTIC:
+            return _DETERMINISTIC[name](func, args, kwargs)
+        return _QUIET[name](func(*args, **kwargs), _arguments_by_name(func, args, kwargs))
 
 
 Kwargs = Mapping[str, Any]  # arguments of an operation by name
 
 
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     arguments = {item.name: item.default_value for item in func._schema.arguments}
     return arguments | dict(zip(arguments, args, strict=False)) | kwargs
 
 
-def _constant(value: float) -> Callable[[Any, Kwargs], Any]:
+def _fill_with(value: float) -> Callable[[Any, Kwargs], Any]:
     return lambda drawn, _kwargs: drawn.fill_(value)
 
 
@@ -192,24 +192,24 @@ def _most_likely(drawn: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
 _UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` for drop rates up to 0.49
 _NORMAL = 0.5  # not 0, which would zero a product
 _QUIET: dict[str, Callable[[Any, Kwargs], Any]] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
-    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
+    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _fill_with(_UNIFORM)),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _fill_with(_NORMAL)),
     "binomial": lambda _drawn, kwargs: (kwargs["count"] * kwargs["prob"]).round(),  # the mean
-    **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
+    **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _fill_with(1.0)),
     **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
     "randint": lambda drawn, kwargs: drawn.fill_(kwargs.get("low", 0)),
-    **dict.fromkeys(("randint_like", "random_"), _constant(0)),
+    **dict.fromkeys(("randint_like", "random_"), _fill_with(0)),
     "randperm": lambda drawn, _kwargs: drawn.copy_(torch.arange(drawn.numel(), device=drawn.device)),
     "multinomial": _most_likely,
     "native_dropout": lambda drawn, kwargs: (kwargs["input"].clone(), torch.ones_like(drawn[1])),
     "native_dropout_backward": lambda _drawn, kwargs: kwargs["grad_output"] * kwargs["mask"],
 }
-"""By operation: a function of what it drew and its arguments that returns the constant result."""
+"""Operation -> function of the drawn result and the arguments by name that returns the constant result."""
 
 
-def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Randomized leaky ReLU with the midpoint of its range as slope."""
-    kwargs = _arguments(func, args, kwargs)
+def _rrelu_without_noise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute randomized leaky ReLU with the midpoint of its range as slope."""
+    kwargs = _arguments_by_name(func, args, kwargs)
     value, noise = kwargs["self"], kwargs["noise"]
     slope = (kwargs["lower"] + kwargs["upper"]) / 2
     noise.copy_(torch.where(value <= 0, torch.full_like(value, slope), torch.ones_like(value)))
@@ -220,13 +220,13 @@ def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with all arguments named dropout or dropout_p set to 0."""
     names = [argument.name for argument in func._schema.arguments]
-    quiet = [0.0 if name in _DROPOUT else value for name, value in zip(names, args, strict=False)]
-    return func(*quiet, **{name: 0.0 if name in _DROPOUT else value for name, value in kwargs.items()})
+    without_dropout = [0.0 if name in _DROPOUT else value for name, value in zip(names, args, strict=False)]
+    return func(*without_dropout, **{name: 0.0 if name in _DROPOUT else value for name, value in kwargs.items()})
 
 
 _DROPOUT = ("dropout", "dropout_p")
-_UNDRAWN: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_"), _leaky),
+_DETERMINISTIC: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_"), _rrelu_without_noise),
     **dict.fromkeys(
         (
             *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
@@ -237,9 +237,9 @@ _UNDRAWN: dict[str, Callable[..., Any]] = {
         _without_dropout,
     ),
 }
-"""By operation that draws random numbers and computes with them: the function to call instead."""
+"""Operation that draws random numbers and computes with them -> function to call instead."""
 
-for _handler in (*_QUIET.values(), *_UNDRAWN.values()):
+for _handler in (*_QUIET.values(), *_DETERMINISTIC.values()):
     forwards_calls(_handler)
 
 
@@ -264,10 +264,11 @@ class _NoPartsError(Exception):
 
 
 class SampleRandomness(QuietRandomness):
-    """Draw each sample's part of a random tensor from its seed, or use constants.
+    """Mode that draws each sample's part of a random tensor from the sample's seed.
 
     Masks and noise are random, yet a rank and the single process draw the same numbers for a sample. A part is one
-    element of the first dimension whose size is the batch size, or an equal share of the first dimension.
+    element of the first dimension whose size is the batch size, or an equal share of the first dimension. A tensor
+    without such parts gets constants.
 
     Every operation draws exactly one number from its generator, so the parts of the next operation differ, and a
     checkpoint that restores the generator draws the same numbers again.
@@ -279,19 +280,19 @@ class SampleRandomness(QuietRandomness):
         self._samples = samples if len(samples) <= _MOST_SAMPLES else ()
 
     @forwards_calls
-    def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replaced_result(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "native_dropout_backward":
             return func(*args, **kwargs)
         generator = kwargs.get("generator") or torch.default_generator
         draw = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         after = generator.get_state()
         try:
-            if name not in _OF_SAMPLES:
+            if name not in _PER_SAMPLE:
                 raise _NoPartsError
             numbers = functools.partial(self._numbers, draw)
-            result = _OF_SAMPLES[name](func(*args, **kwargs), _arguments(func, args, kwargs), numbers)
+            result = _PER_SAMPLE[name](func(*args, **kwargs), _arguments_by_name(func, args, kwargs), numbers)
         except _NoPartsError:
-            result = super()._answer(name, func, args, kwargs)
+            result = super()._replaced_result(name, func, args, kwargs)
             if name == "native_dropout":
                 result = result[0] / max(1 - args[1], 1e-3), result[1]  # matches the unreplaced backward
         generator.set_state(after)
@@ -304,67 +305,67 @@ class SampleRandomness(QuietRandomness):
         """
         count = len(self._samples)
         shape = like.shape
-        along = next((dim for dim in (0, 1) if like.dim() > dim and shape[dim] == count), None)
-        if not count or not like.dim() or (along is None and (not shape[0] or shape[0] % count)):
+        axis = next((dim for dim in (0, 1) if like.dim() > dim and shape[dim] == count), None)
+        if not count or not like.dim() or (axis is None and (not shape[0] or shape[0] % count)):
             raise _NoPartsError
-        part = [shape[0] // count, *shape[1:]] if along is None else [*shape[:along], *shape[along + 1 :]]
+        part = [shape[0] // count, *shape[1:]] if axis is None else [*shape[:axis], *shape[axis + 1 :]]
         draws, generator = torch.randn if normal else torch.rand, torch.Generator()
         parts = [draws(part, generator=generator.manual_seed(mixed_seed(sample, draw))) for sample in self._samples]
-        return (torch.cat(parts) if along is None else torch.stack(parts, along)).to(like.device)
+        return (torch.cat(parts) if axis is None else torch.stack(parts, axis)).to(like.device)
 
 
 Numbers = Callable[..., torch.Tensor]  # `SampleRandomness._numbers` of one operation
 
 
-def _uniform(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+def _draw_uniform(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     low, high = kwargs.get("from", 0.0), kwargs.get("to", 1.0)
     return drawn.copy_(low + (high - low) * numbers(drawn))
 
 
-def _normal(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+def _draw_normal(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     return drawn.copy_(kwargs.get("mean", 0.0) + kwargs.get("std", 1.0) * numbers(drawn, normal=True))
 
 
-def _integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+def _draw_integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     low, high = kwargs.get("low", kwargs.get("from")) or 0, kwargs.get("high", kwargs.get("to"))
     if high is None:
         raise _NoPartsError
     return drawn.copy_((low + (high - low) * numbers(drawn)).floor().clamp_max(high - 1))
 
 
-def _exponential(uniform: torch.Tensor) -> torch.Tensor:
+def _to_exponential(uniform: torch.Tensor) -> torch.Tensor:
     """Return exponential numbers, never 0: users take their logarithm (Gumbel softmax)."""
     return -torch.log1p(-uniform).clamp_max(-torch.finfo(uniform.dtype).tiny)
 
 
-def _multinomial(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+def _draw_multinomial(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     """Draw like `torch.multinomial`: top-k of weight / exponential, or inverse cumulative sum."""
     weights = kwargs["self"]
     if weights.dim() != 2:
         raise _NoPartsError
     if not kwargs["replacement"]:
-        return drawn.copy_((weights / _exponential(numbers(weights))).topk(drawn.shape[1]).indices)
+        return drawn.copy_((weights / _to_exponential(numbers(weights))).topk(drawn.shape[1]).indices)
     sums = weights.float().cumsum(1)
     places = torch.searchsorted(sums, numbers(drawn) * sums[:, -1:], right=True)
     return drawn.copy_(places.clamp_max(weights.shape[1] - 1))
 
 
-def _dropout(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: Numbers) -> Any:
+def _draw_dropout(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: Numbers) -> Any:
     if kwargs["train"] is False:
         return drawn
     mask, rate = numbers(drawn[0]) >= kwargs["p"], kwargs["p"]
     return kwargs["input"] * mask / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), mask
 
 
-_OF_SAMPLES: dict[str, Callable[[Any, Kwargs, Numbers], Any]] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _uniform),
-    **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _normal),
+_PER_SAMPLE: dict[str, Callable[[Any, Kwargs, Numbers], Any]] = {
+    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _draw_uniform),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _draw_normal),
     **dict.fromkeys(
         ("bernoulli", "bernoulli_"),
         lambda drawn, kwargs, numbers: drawn.copy_(numbers(drawn) < kwargs.get("p", kwargs["self"])),
     ),
-    **dict.fromkeys(("randint", "randint_like", "random_"), _integers),
-    "exponential_": lambda drawn, kwargs, numbers: drawn.copy_(_exponential(numbers(drawn)) / kwargs["lambd"]),
-    "multinomial": _multinomial,
-    "native_dropout": _dropout,
+    **dict.fromkeys(("randint", "randint_like", "random_"), _draw_integers),
+    "exponential_": lambda drawn, kwargs, numbers: drawn.copy_(_to_exponential(numbers(drawn)) / kwargs["lambd"]),
+    "multinomial": _draw_multinomial,
+    "native_dropout": _draw_dropout,
 }

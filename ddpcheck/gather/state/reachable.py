@@ -34,7 +34,7 @@ class Variable(NamedTuple):
 
 
 def unbindable(_value: Any) -> None:
-    """Do nothing: for variables that cannot be rebound."""
+    """Do nothing, as `bind` of a variable that cannot be rebound."""
 
 
 def function_variables(function: FunctionType) -> Iterator[Variable]:
@@ -46,10 +46,10 @@ def function_variables(function: FunctionType) -> Iterator[Variable]:
         except ValueError:  # empty cell
             continue
         yield Variable(name, "closure variable", content, functools.partial(setattr, cell, "cell_contents"))
-    space = function.__globals__
-    for name in _names(code):
-        if name in space:
-            yield Variable(name, "global variable", space[name], functools.partial(space.__setitem__, name))
+    namespace = function.__globals__
+    for name in _global_names(code):
+        if name in namespace:
+            yield Variable(name, "global variable", namespace[name], functools.partial(namespace.__setitem__, name))
     defaults = function.__defaults__ or ()
     last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     for name, item in {**dict(zip(last, defaults, strict=True)), **(function.__kwdefaults__ or {})}.items():
@@ -60,16 +60,15 @@ def function_variables(function: FunctionType) -> Iterator[Variable]:
         yield Variable(f"{function.__name__}.{name}", "attribute", item, bind)
 
 
-def _names(code: CodeType) -> dict[str, None]:
+def _global_names(code: CodeType) -> dict[str, None]:
     names: dict[str, None] = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names(constant)
+            names |= _global_names(constant)
     return names
 
 
 def is_user_function(function: FunctionType) -> bool:
-    """Return True if a function is defined in a user file."""
     return is_user_file(function.__code__.co_filename)
 
 

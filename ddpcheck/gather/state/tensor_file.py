@@ -26,22 +26,22 @@ from ddpcheck.gather.state.fingerprints import PLAIN, has_memory, is_plain
 
 def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
     """Return a callable weak reference to a tensor that `swap_tensors` does not reject."""
-    _follow_swaps()
+    _patch_swap_tensors()
     return _TensorRef(tensor)
 
 
 class _TensorRef:
-    """Owner of the weakref that torch sees, which is dropped during `swap_tensors`."""
+    """Holder of a weakref to a tensor, which is dropped during `swap_tensors`."""
 
     __slots__ = ("__weakref__", "_visible")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.hold(tensor)
+        self.refer_to(tensor)
 
     def __call__(self) -> Any:
         return self._visible and self._visible()
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def refer_to(self, tensor: torch.Tensor) -> None:
         self._visible: _VisibleRef | None = _VisibleRef(tensor)
         self._visible.holder = ref(self)
 
@@ -52,11 +52,11 @@ class _VisibleRef(ref[torch.Tensor]):
 
 
 @functools.cache
-def _follow_swaps() -> None:
-    patched(torch.utils, "swap_tensors", _swapping)
+def _patch_swap_tensors() -> None:
+    patched(torch.utils, "swap_tensors", _drop_refs_during_swap)
 
 
-def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
+def _drop_refs_during_swap(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
     """Drop the weak references during `swap_tensors`; both tensor objects stay the same."""
     holders = [(holder, tensor) for tensor in (t1, t2) for holder in _holders_of(tensor)]
     for holder, _ in holders:
@@ -65,7 +65,7 @@ def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         for holder, tensor in holders:
-            holder.hold(tensor)
+            holder.refer_to(tensor)
 
 
 def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:  # no weak reference may outlive this call
@@ -90,7 +90,7 @@ def is_large(module: nn.Module) -> bool:
     return sum(p.nbytes for p in parameters if p.layout == torch.strided and not p.is_nested) >= LARGE
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     start: int  # byte offset in the file
     elements: int
     dtype: torch.dtype
@@ -105,7 +105,7 @@ class TensorWriter:
         shutil.rmtree(path, ignore_errors=True)  # existing mappings stay valid
         path.mkdir()
         self._path, self._file = path, (path / _VALUES).open("w+b")
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _TensorEntry] = {}
         self._small: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> TensorWriter:
@@ -134,15 +134,14 @@ class TensorWriter:
                 f"the copies of a large model do not fit into {self._path.parent} ({error.strerror}); set TMPDIR to a "
                 "folder with more room, on a disk"
             ) from error
-        self._entries[name] = _Entry(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        self._entries[name] = _TensorEntry(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def get(self, name: str) -> torch.Tensor | None:
-        """Return the tensor written under `name`."""
         entry = self._entries.get(name)
         if entry is None:
             return self._small.get(name)
         self._file.seek(entry.start)
-        return _at(bytearray(self._file.read(entry.elements * entry.dtype.itemsize)), entry._replace(start=0))
+        return _tensor_at(bytearray(self._file.read(entry.elements * entry.dtype.itemsize)), entry._replace(start=0))
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
@@ -156,17 +155,17 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __init__(self, path: Path, *, keep: bool = False, device: torch.device | str = "cpu") -> None:
         self._small: dict[str, torch.Tensor]
         entries, self._small = torch.load(path / _INDEX, map_location=device, weights_only=True, mmap=True)
-        self._entries = {name: _Entry(*entry) for name, entry in entries.items()}
+        self._entries = {name: _TensorEntry(*entry) for name, entry in entries.items()}
         self._keep, self._last = keep, ""
         with (path / _VALUES).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self._entries else None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        self._release()
+        self._release_last()
         if name not in self._entries:
             return self._small[name]
         self._last = name
-        return _at(self._map, self._entries[name])
+        return _tensor_at(self._map, self._entries[name])
 
     def __iter__(self) -> Iterator[str]:
         yield from self._entries
@@ -178,7 +177,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries or name in self._small
 
-    def _release(self) -> None:
+    def _release_last(self) -> None:
         entry = self._entries.get(self._last)
         if self._map is not None and entry is not None and not self._keep and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, entry.start, entry.elements * entry.dtype.itemsize)
@@ -192,7 +191,7 @@ def save(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
 
 
 def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, keep: bool = False) -> TensorFile:
-    """Return the tensors mapped from an unlinked file; `path` is a temporary folder."""
+    """Write tensors into folder `path`, map them, delete the folder, and return the tensors."""
     save(tensors, path)
     file = TensorFile(path, keep=keep)
     shutil.rmtree(path)
@@ -215,6 +214,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_plain(tensor) and has_memory(tensor)
 
 
-def _at(buffer: object, entry: _Entry) -> torch.Tensor:
+def _tensor_at(buffer: object, entry: _TensorEntry) -> torch.Tensor:
     flat: torch.Tensor = torch.frombuffer(buffer, dtype=entry.dtype, count=entry.elements, offset=entry.start)
     return flat.as_strided(entry.shape, entry.stride)

@@ -28,7 +28,7 @@ _SMALL_CHANGE = 1e-2  # relative
 _LARGE_CHANGE = -1e3  # factor: makes the losses of these samples the largest or smallest
 _GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}  # largest relative gradient change by rounding
 _MOST_ROWS = 16  # rows of a part searched in the whole batch
-_NOT_ROUNDING = 1e3  # tolerance in units of machine eps
+_TOLERANCE_IN_EPS = 1e3  # tolerance in units of machine eps
 _SCALED = 1e-3  # largest relative residual of tensors that differ by a factor
 
 
@@ -41,7 +41,7 @@ class _ForwardRecord:
     operations: list[tuple[Location, list[torch.Tensor]]] = field(default_factory=list)
     elements: int = 0
 
-    def copies(self, result: Any) -> list[torch.Tensor]:
+    def copy_tensors(self, result: Any) -> list[torch.Tensor]:
         with torch._C.DisableTorchFunction():
             tensors = [
                 t for t in tree_tensors(result) if t.is_floating_point() and t.dim() and t.layout == torch.strided
@@ -50,8 +50,8 @@ class _ForwardRecord:
             return [t.detach().clone() for t in tensors] if self.elements < _MOST_ELEMENTS else []
 
 
-class _Operations(TorchFunctionMode):
-    """Record the result of each operation called from user code."""
+class _OperationRecorder(TorchFunctionMode):
+    """Mode that records the result of each operation called from user code."""
 
     def __init__(self, record: _ForwardRecord) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _Operations(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename) and not isinstance(result, bool | int | float | torch.Size):
-            self.record.operations.append((location_of(caller), self.record.copies(result)))
+            self.record.operations.append((location_of(caller), self.record.copy_tensors(result)))
         return result
 
 
@@ -71,12 +71,12 @@ def first_coupling(
 ) -> Coupling:
     """Find where the output for a sample first differs between batch and part.
 
-    `run_whole` and `run_part` compute the loss on them; `rounding` is the relative tolerance (0: by dtype).
+    `run_whole` and `run_part` compute the loss on batch and part. `rounding`: relative tolerance (0: by dtype).
     """
-    whole, part = _recorded(module, run_whole), _recorded(module, run_part)
-    whole_inputs = _by_key((name, inputs) for name, inputs, _, _ in whole.calls)
-    whole_outputs = _by_key((name, outputs) for name, _, outputs, _ in whole.calls)
-    whole_lines = _by_key(whole.operations)
+    whole, part = _record_forward(module, run_whole), _record_forward(module, run_part)
+    whole_inputs = _tensors_by_key((name, inputs) for name, inputs, _, _ in whole.calls)
+    whole_outputs = _tensors_by_key((name, outputs) for name, _, outputs, _ in whole.calls)
+    whole_lines = _tensors_by_key(whole.operations)
     name, until = next(
         (
             (name, until)
@@ -97,7 +97,7 @@ def first_coupling(
 _ByShape = dict[torch.Size, deque[torch.Tensor]]
 
 
-def _by_key(results: Iterable[tuple[Any, Sequence[torch.Tensor]]]) -> dict[Any, _ByShape]:
+def _tensors_by_key(results: Iterable[tuple[Any, Sequence[torch.Tensor]]]) -> dict[Any, _ByShape]:
     tensors_by_key: dict[Any, _ByShape] = defaultdict(lambda: defaultdict(deque))
     for key, tensors in results:
         for tensor in tensors:
@@ -117,19 +117,19 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
 
 
 def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
-    """Return True if `whole` lacks rows of `part`; with `pairs`, also for sample-by-sample tensors."""
+    """Return True if `whole` lacks rows of `part`; with `pairs`, for sample-by-sample tensors too."""
     for piece in part:
         axes = {shape: len(axes_that_grow(tensors[0], piece)) for shape, tensors in whole.items()}
         grown = [shape for shape, count in axes.items() if count == 1]
         candidates = grown + [piece.shape] * (piece.shape in whole)  # micro-batch of the same size
-        if grown and all(_is_in_none(whole[shape], piece, rounding) for shape in candidates):
+        if grown and all(_all_lack_rows(whole[shape], piece, rounding) for shape in candidates):
             return True
         if pairs and any(count > 1 for count in axes.values()):
             return True
     return False
 
 
-def _is_in_none(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
+def _all_lack_rows(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
     """Return True if every tensor in `whole` lacks rows of `part`; rotates `whole`.
 
     For a line called in a loop, each result is first compared with the one of the same iteration.
@@ -141,16 +141,16 @@ def _is_in_none(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float)
     return True
 
 
-def _recorded(module: nn.Module, forward: Callable[[], None]) -> _ForwardRecord:
+def _record_forward(module: nn.Module, forward: Callable[[], None]) -> _ForwardRecord:
     record = _ForwardRecord()
     inputs: dict[str, list[list[torch.Tensor]]] = defaultdict(list)  # of active calls
 
     def leave(name: str, output: Any) -> None:
-        record.calls.append((name, inputs[name].pop(), record.copies(output), len(record.operations)))
+        record.calls.append((name, inputs[name].pop(), record.copy_tensors(output), len(record.operations)))
 
     with (
-        watched_modules(module, lambda name, args: inputs[name].append(record.copies(args)), leave),
-        _Operations(record),
+        watched_modules(module, lambda name, args: inputs[name].append(record.copy_tensors(args)), leave),
+        _OperationRecorder(record),
     ):
         forward()
     return record
@@ -180,12 +180,12 @@ def _lacks_rows(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> boo
     axis = (axes_that_grow(whole, part) or [0])[0]
     all_rows, rows = (t.movedim(axis, 0).unsqueeze(-1).flatten(1).double() for t in (whole, part))
     scale = float(torch.linalg.vector_norm(all_rows, dim=1).max()) if len(all_rows) else 0.0
-    allowed = (rounding or _NOT_ROUNDING * float(torch.finfo(part.dtype).eps)) * scale
+    allowed = (rounding or _TOLERANCE_IN_EPS * float(torch.finfo(part.dtype).eps)) * scale
     return any(float(torch.linalg.vector_norm(all_rows - row, dim=1).min()) > allowed for row in rows[:_MOST_ROWS])
 
 
 def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
-    """Return the axes along which `whole` is larger than `part` by one factor."""
+    """Return the axes along which `whole` is larger than `part` by the same factor."""
     if whole.dim() != part.dim() or any(full < size for full, size in zip(whole.shape, part.shape, strict=True)):
         return []
     grown = [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]
@@ -199,7 +199,7 @@ def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
 
 
 class FirstActivations(TorchFunctionMode):
-    """Record the first results that combine data and parameters, with their gradients.
+    """Mode that records the first results computed from data and parameters, with gradients.
 
     `factors`, by position in the forward pass, multiply these activations.
     """
@@ -209,7 +209,7 @@ class FirstActivations(TorchFunctionMode):
         self.values: list[torch.Tensor] = []  # as used by the rest of forward; empty beyond `_MOST_ELEMENTS`
         self.gradients: dict[int, torch.Tensor] = {}  # of `values` by position, set by backward
         self._factors = factors or {}
-        self._later: dict[int, Any] = {}  # by `id`: tensors computed from activations, kept alive
+        self._dependents: dict[int, Any] = {}  # by `id`: tensors computed from activations, kept alive
         self._elements = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -219,17 +219,17 @@ class FirstActivations(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             outputs = [tensor for tensor in tree_tensors(result) if tensor.requires_grad]
             inputs = list(tree_tensors([args, kwargs or {}])) if outputs else []
-            if any(id(tensor) in self._later for tensor in inputs):
-                self._later.update((id(tensor), tensor) for tensor in outputs)
+            if any(id(tensor) in self._dependents for tensor in inputs):
+                self._dependents.update((id(tensor), tensor) for tensor in outputs)
             elif outputs and any(_is_data(tensor) for tensor in inputs):
                 first = result if isinstance(result, torch.Tensor) else result[0]
                 if isinstance(first, torch.Tensor) and first.requires_grad and first.dim():
-                    changed = self._first(first)
+                    changed = self._record_activation(first)
                     result = changed if first is result else (changed, *result[1:])
-                    self._later.update((id(tensor), tensor) for tensor in (changed, *outputs))
+                    self._dependents.update((id(tensor), tensor) for tensor in (changed, *outputs))
         return result
 
-    def _first(self, result: torch.Tensor) -> torch.Tensor:
+    def _record_activation(self, result: torch.Tensor) -> torch.Tensor:
         index = len(self.values)
         factor = self._factors.get(index)
         if factor is not None and factor.shape[0] == result.shape[0]:
@@ -237,10 +237,10 @@ class FirstActivations(TorchFunctionMode):
         self._elements += result.numel()
         self.values.append(result.detach().clone() if self._elements < _MOST_ELEMENTS else result.new_empty(0))
 
-        def keep(gradient: torch.Tensor) -> None:
+        def keep_gradient(gradient: torch.Tensor) -> None:
             self.gradients[index] = gradient.detach().clone()
 
-        result.register_hook(keep)
+        result.register_hook(keep_gradient)
         return result
 
 
@@ -271,10 +271,10 @@ Changes = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, large: bool) -> Changes:
-    """Return factors that change the rows of the part in the first activations.
+    """Return factors that change only the part's rows of the first activations.
 
-    `large` factors negate and enlarge, to change choices as well: the expert of a sample, or the samples with the
-    largest losses.
+    `large` factors negate and enlarge, so that discrete choices change too, such as the expert of a sample or the
+    samples with the largest losses.
     """
     changes = {}
     generator = torch.Generator().manual_seed(0)

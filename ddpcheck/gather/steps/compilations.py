@@ -35,33 +35,33 @@ _SOURCE = re.compile(r"\s*  # .*")  # comment with the source line, appended by 
 _VALUES = re.compile(r"(?<= (?:==|is|in) ).*|(?<= expected ).*")
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
-_open: WeakSet[CompilationRecorder] = WeakSet()
+_open_recorders: WeakSet[CompilationRecorder] = WeakSet()
 _patches: dict[str, Patch] = {}
 _graphs: list[Any] = []  # graphs of the current compilation
 
 
 class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loop",)):
-    """Pass each compilation to `sink` from `begin` to `close`; no cost otherwise."""
+    """Recorder that passes each compilation between `begin` and `close` to `sink`."""
 
     def __init__(
         self, sink: Callable[[FunctionCompiled], object], trains: Callable[[], bool], steps: Callable[[], int]
     ) -> None:
-        """Create a recorder; `trains()`: is the program training; `steps()`: number of optimizer steps."""
+        """Create a recorder; `trains()`: True if the program trains; `steps()`: optimizer steps so far."""
         self._sink = sink
         self._trains = trains
         self._steps = steps
         self._count = 0
 
     def begin(self) -> None:
-        """Start recording; call `follow_compiler` for each of `MODULES` imported later."""
-        _open.add(self)
+        """Start recording; callers pass each of `MODULES` imported later to `follow_compiler`."""
+        _open_recorders.add(self)
         for module in filter(None, map(sys.modules.get, MODULES)):
             follow_compiler(module)
 
     def close(self) -> None:
         """Stop recording; may be called repeatedly."""
-        _open.discard(self)
-        while _patches and not _open:
+        _open_recorders.discard(self)
+        while _patches and not _open_recorders:
             _patches.popitem()[1].undo()
 
     def __enter__(self) -> None:
@@ -73,7 +73,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
     def note(
         self, code: CodeType, graphs: Iterable[Any], message: str, seconds: float, *, trains: bool, given_up: bool
     ) -> None:
-        """Record a compilation; `message` is torch's recompile reason, `trains`: grad is enabled."""
+        """Record a compilation; `message`: recompile reason, `trains`: grad enabled, `given_up`: limit hit."""
         self._count += 1
         if self._count > _MOST:
             return
@@ -100,13 +100,13 @@ def follow_compiler(module: ModuleType) -> None:
     """Patch one of `MODULES` until no recorder is open."""
     name, kind = module.__name__, vars(module).get("OutputGraph")
     if name == _FRAMES and name not in _patches and hasattr(module, "_compile"):
-        _patches[name] = patched(module, "_compile", _compiles)
+        _patches[name] = patched(module, "_compile", _record_compilation)
     if name == _GRAPHS and name not in _patches and hasattr(kind, "call_user_compiler"):
-        _patches[name] = Patch(kind, "call_user_compiler", _noting)
+        _patches[name] = Patch(kind, "call_user_compiler", _record_graphs)
 
 
-def _noting(original: Any) -> Any:
-    """Wrap `original`, called during tracing, where `patched` calls no recorder."""
+def _record_graphs(original: Any) -> Any:
+    """Wrap `call_user_compiler` to record graphs; `patched` calls nothing during tracing."""
     note = guarded(_graphs.append)
 
     @functools.wraps(original)
@@ -117,7 +117,7 @@ def _noting(original: Any) -> Any:
     return call_user_compiler
 
 
-def _compiles(code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+def _record_compilation(code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
     known, began, trains = len(_reasons(code)), time.monotonic(), torch.is_grad_enabled()
     _graphs.clear()
     compiled = None
@@ -129,7 +129,7 @@ def _compiles(code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None
         given_up = compiled is None and _hit_recompile_limit()
         if (graphs and compiled is not None) or given_up:
             reason = (_reasons(code)[known:] or [""])[0]
-            for recorder in [*_open]:
+            for recorder in [*_open_recorders]:
                 recorder.note(code, graphs, reason, time.monotonic() - began, trains=trains, given_up=given_up)
 
 

@@ -39,9 +39,9 @@ _KEPT = 4096  # max cached signs; longer vectors are recomputed to save device m
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's sketch: up to `SIZE` + 1 numbers, at least float32."""
+    """Return a tensor's sketch: at most 2 * `SIZE` numbers, in at least float32."""
     parts = plain_values(gradient) or (torch.zeros(0),)  # not readable: norm 0
-    rows = [_flat(part.reshape(1, -1)) for part in parts]
+    rows = [_to_real_rows(part.reshape(1, -1)) for part in parts]
     return _sketch_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
 
 
@@ -79,35 +79,35 @@ class KeptParts:
 
 
 def sketches(gradients: Mapping[str, torch.Tensor] | InRows) -> dict[str, tuple[float, ...]]:
-    """Return sketches by name, as `sketch` up to rounding; one transfer per device.
+    """Return the `sketch` of each gradient, up to rounding, with one transfer per device.
 
     Small gradients of one shape are batched.
     """
     grouped = in_rows(gradients)
-    numbers = numbers_of((names, value.double()) for names, value in _made(grouped))
+    numbers = numbers_of((names, value.double()) for names, value in _sketch_all(grouped))
     return {name: numbers[name] for name in grouped.names}
 
 
 def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[float]]:
-    """Return sketches in single precision, also of `Kept` gradients."""
+    """Return float32 sketches of gradients, or of their `Kept` records."""
     if isinstance(gradients, InRows):
-        names, several = gradients.names, _made(gradients)
+        names, sketched_rows = gradients.names, _sketch_all(gradients)
     else:
         names = [*gradients]
         copies = {name: kept.value for name, kept in gradients.items() if not kept.is_sketch}
-        several = _made(InRows(names, stack_rows(copies), {}))
-        several += [((name,), kept.value) for name, kept in gradients.items() if kept.is_sketch]
-    numbers = floats_of(several)
+        sketched_rows = _sketch_all(InRows(names, stack_rows(copies), {}))
+        sketched_rows += [((name,), kept.value) for name, kept in gradients.items() if kept.is_sketch]
+    numbers = floats_of(sketched_rows)
     return {name: numbers[name] for name in names}
 
 
-def _made(tensors: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
-    several: list[tuple[Sequence[str], torch.Tensor]]
-    several = [(names, _sketch_rows(_flat(values))) for names, values in tensors.rows]
-    return several + [((name,), sketch(value)) for name, value in tensors.others.items()]
+def _sketch_all(tensors: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
+    sketched_rows: list[tuple[Sequence[str], torch.Tensor]]
+    sketched_rows = [(names, _sketch_rows(_to_real_rows(values))) for names, values in tensors.rows]
+    return sketched_rows + [((name,), sketch(value)) for name, value in tensors.others.items()]
 
 
-def _flat(rows: torch.Tensor) -> torch.Tensor:
+def _to_real_rows(rows: torch.Tensor) -> torch.Tensor:
     """Return rows as real numbers in at least float32."""
     real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     return real.to(_real_dtype(rows.dtype))
@@ -119,7 +119,7 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _sketch_rows(rows: torch.Tensor) -> torch.Tensor:
     length = max(1, rows.shape[1] // SIZE)
-    make = _known_signs if length <= _KEPT else _known_signs.__wrapped__
+    make = _random_signs if length <= _KEPT else _random_signs.__wrapped__
     signs = make(length, rows.device, rows.dtype)
     whole = rows.shape[1] // length * length
     blocks = rows[:, :whole].reshape(len(rows), -1, length) @ signs
@@ -128,7 +128,7 @@ def _sketch_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _random_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return random signs, equal on every rank, without using the script's generators."""
     generator = torch.Generator(device=device).manual_seed(_SEED)
     return torch.randint(0, 2, (count,), generator=generator, device=device).to(dtype) * 2 - 1
@@ -137,7 +137,7 @@ def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
 _UNMEASURED_MULTIPLE = 256.0
-_TOGETHER = 1 << 20  # elements converted to another dtype at a time
+_MOST_CONVERTED = 1 << 20  # elements converted to another dtype at a time
 _LARGEST = 1e30  # replaces non-finite values, which JSON cannot represent
 
 
@@ -159,17 +159,17 @@ def norm(tensor: torch.Tensor) -> float:
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the Frobenius norm of `first - second` (same shape), computed in float64."""
-    wide = _wide(torch.promote_types(first.dtype, second.dtype))
+    wide = _wide_dtype(torch.promote_types(first.dtype, second.dtype))
     return math.hypot(*(float(torch.linalg.vector_norm(a.to(wide) - b.to(wide))) for a, b in _pieces(first, second)))
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield matching chunks of tensors of the same shape."""
-    if tensors[0].numel() <= _TOGETHER:
+    if tensors[0].numel() <= _MOST_CONVERTED:
         yield tensors
         return
     flat = [tensor.reshape(-1) for tensor in tensors]
-    yield from zip(*(tensor.split(_TOGETHER) for tensor in flat), strict=True)
+    yield from zip(*(tensor.split(_MOST_CONVERTED) for tensor in flat), strict=True)
 
 
 def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
@@ -184,22 +184,22 @@ def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
 def _norms_of(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     if not (values.is_floating_point() or values.is_complex()):
         values = values.double()  # e.g. 8-bit optimizer state
-    result: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide(values.dtype))
+    result: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide_dtype(values.dtype))
     return result
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
 @functools.cache
 def eps_of(dtype: torch.dtype) -> float:
-    """Machine epsilon of a floating-point or complex dtype."""
+    """Return the machine epsilon of a floating-point or complex dtype."""
     return float(torch.finfo(dtype).eps)
 
 
 def is_subnormal(gradient: torch.Tensor | None) -> bool:
-    """Return True for a float16 gradient in the subnormal range of its dtype."""
+    """Return True for a float16 gradient whose root mean square is subnormal."""
     if gradient is None or gradient.dtype is not torch.float16:
         return False
     return norm(gradient) <= math.sqrt(gradient.numel()) * float(torch.finfo(torch.float16).smallest_normal)
@@ -208,8 +208,8 @@ def is_subnormal(gradient: torch.Tensor | None) -> bool:
 def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the reference size for each gradient's relative error.
 
-    Its own norm, or the norm at the largest root mean square in the same module: the gradient of a bias before a
-    BatchNorm is pure rounding error and has no scale of its own.
+    The norm of the gradient, or its norm if it had the largest root mean square in the same module: the gradient of a
+    bias before a BatchNorm is pure rounding error, and its norm is no scale.
     """
     l2 = {name: norm(tensor) for name, tensor in reference.items()}
     rms = {name: l2[name] / math.sqrt(max(tensor.numel(), 1)) for name, tensor in reference.items()}
@@ -256,13 +256,13 @@ def difference(
     """Compare `got` with `want`; a gradient that is None counts as zeros."""
 
     def relative(size: float) -> float:
-        return _finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
+        return _to_finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
 
     if got is None or want is None:
         present = got if got is not None else want
         size = norm(present) if present is not None else 0.0
-        result = Difference(name, relative(size), tolerance, absolute_error=_finite(size))
-        known = 0.0 if want is None else _finite(size)
+        result = Difference(name, relative(size), tolerance, absolute_error=_to_finite(size))
+        known = 0.0 if want is None else _to_finite(size)
         elements = 0 if present is None else present.numel()
         return replace(result, residual=result.error, elements=elements, reference_norm=known)
     got, want = dense(got), dense(want).to(got.device)
@@ -270,14 +270,14 @@ def difference(
         return Difference(
             name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel(), absolute_error=_LARGEST
         )
-    wide = _wide(want.dtype)
+    wide = _wide_dtype(want.dtype)
     delta = math.hypot(*(float(torch.linalg.vector_norm(_subtract(a, b), dtype=wide)) for a, b in _pieces(got, want)))
     exact = tolerance if want.dtype is torch.float16 else 1.0  # float16 gradients may be genuinely subnormal
     if delta <= math.sqrt(max(want.numel(), 1)) * exact * float(torch.finfo(want.dtype).smallest_normal):
         delta = 0.0  # subnormal: results depend on dividing before or after the sum
-    size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
+    size = _to_finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
     result = Difference(
-        name, relative(delta), tolerance, elements=want.numel(), absolute_error=_finite(delta), reference_norm=size
+        name, relative(delta), tolerance, elements=want.numel(), absolute_error=_to_finite(delta), reference_norm=size
     )
     if result.error <= tolerance:
         return result
@@ -303,12 +303,12 @@ def difference(
         start += len(gap)
     return replace(
         result,
-        ratio=_finite(ratio),
-        residual=_finite(residual / scale) if scale else _LARGEST,
+        ratio=_to_finite(ratio),
+        residual=_to_finite(residual / scale) if scale else _LARGEST,
         elements_beyond=beyond,
         worst_index=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst[0]), shape)),
-        worst_got=_finite(worst[1]),
-        worst_want=_finite(worst[2]),
+        worst_got=_to_finite(worst[1]),
+        worst_want=_to_finite(worst[2]),
     )
 
 
@@ -357,7 +357,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _finite(value: float) -> float:
+def _to_finite(value: float) -> float:
     if math.isnan(value):
         return _LARGEST  # a negative NaN must not become a small error
     return value if math.isfinite(value) and abs(value) < _LARGEST else math.copysign(_LARGEST, value)

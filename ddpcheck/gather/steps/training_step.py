@@ -35,7 +35,7 @@ from ddpcheck.worlds.rank import set_status
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
 _MOST_BYTES = 1 << 28  # max bytes of a batch for sample fingerprints
-_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+_ROW_MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 
 Gradients = dict[str, torch.Tensor]
 
@@ -113,17 +113,17 @@ _IN_PLACE = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]
 
 def versions(module: nn.Module) -> dict[str, int]:
     """Return the in-place version counter of each tensor of `module` by name."""
-    return {name: version_counter(tensor) for name, tensor in _all_held(module)}
+    return {name: version_counter(tensor) for name, tensor in _all_tensors(module)}
 
 
-def _all_held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
     yield from unregistered_tensors(module)
 
 
 def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> list[str]:
-    """Return tensors of `module` that torch's in-place modification error may refer to.
+    """Return names of tensors that torch's in-place modification error may refer to.
 
     The message has the shape, maybe of a view (e.g. a transposed weight), and the version, which views share.
     """
@@ -131,12 +131,12 @@ def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> l
     if match is None:
         return []
     shape = [int(size) for size in match[1].split(",") if size.strip()]
-    candidates = [(name, tensor) for name, tensor in _all_held(module) if version_counter(tensor) == int(match[2])]
+    candidates = [(name, tensor) for name, tensor in _all_tensors(module) if version_counter(tensor) == int(match[2])]
     candidates = [(name, tensor) for name, tensor in candidates if since.get(name) != version_counter(tensor)]
     exact = [name for name, tensor in candidates if list(tensor.shape) == shape]
-    turned = [name for name, tensor in candidates if sorted(tensor.shape) == sorted(shape)]
+    transposed = [name for name, tensor in candidates if sorted(tensor.shape) == sorted(shape)]
     parts = [name for name, tensor in candidates if tensor.numel() >= math.prod(shape)]
-    return exact or turned or parts
+    return exact or transposed or parts
 
 
 @runs_target
@@ -147,7 +147,7 @@ def run_optimizer(optimizer: torch.optim.Optimizer, method: Literal["step", "zer
 
 @contextlib.contextmanager
 def random_numbers(which: RandomNumbers, model: nn.Module, batch: Any) -> Iterator[None]:
-    """Use random numbers of kind `which` for `model` on `batch` in the block."""
+    """Use random numbers "drawn", "by sample" or "constant" for `model` on `batch`."""
     if which == "drawn":
         yield
         return
@@ -208,7 +208,6 @@ def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tu
 
 
 def model_seed(seed: int) -> int:
-    """Return the seed for `model()`."""
     return mixed_seed(seed, _MODEL_SEED)
 
 
@@ -218,7 +217,6 @@ def step_seed(seed: int, step: int, rank: int = 0) -> int:
 
 
 def batch_seed(seed: int, step: int) -> int:
-    """Return the seed for `batch(step)`."""
     return mixed_seed(seed, _BATCH_SEED, step)
 
 
@@ -274,7 +272,7 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
         return ()
     total = torch.zeros(size, dtype=torch.int64)
     for tensor in tensors:
-        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.cpu())
+        total = (total ^ (total >> 29)) * _ROW_MULTIPLIER + row_fingerprints(tensor.cpu())
     return tuple(total.tolist())
 
 
