@@ -34,7 +34,7 @@ class NotTogetherError(Exception):
 
 
 class SampleWriter:
-    """File of a rank's values, in the order of use in the script."""
+    """Writer of a rank's batches and draws, in the order of their use."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._size = 0
@@ -84,7 +84,7 @@ class SampleReader:
         self._offsets = [_offsets_in(path) for path in self._paths]
 
     def get(self, key: str) -> list[Any]:
-        """Return the values of a key in rank order, except of ranks without one."""
+        """Return the values of a key in rank order, skipping ranks without a value."""
         values = []
         for path, offsets in zip(self._paths, self._offsets, strict=True):
             if key in offsets:
@@ -195,7 +195,7 @@ def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_padded(value: Any, part: Any) -> bool:
-    """Return True if a concatenated value is padded, compared to one rank's value."""
+    """Return True if concatenated `value` is padded, compared to one rank's `part`."""
     if isinstance(value, Mapping | UserDict):
         return any(is_padded(value[key], part[key]) for key in value)
     if isinstance(value, list | tuple) and isinstance(part, list | tuple):
@@ -237,18 +237,20 @@ def scale_batch_size(size: int, scaled: int) -> Iterator[str]:
     """Assign `scaled` to batch-size variables on the stack; yield their names."""
     seen = set[int]()
     for frame in program_frames():
-        yield from _scale(frame.f_globals, size, scaled, "", seen)
+        yield from _scale_variables(frame.f_globals, size, scaled, "", seen)
         if frame.f_code.co_name == "<module>":
             continue
         for name, value in [*frame.f_locals.items()]:
             if _has_size(name, value, size):
-                _assign(frame, name, scaled)
+                _assign_local(frame, name, scaled)
                 yield name
             else:
                 yield from _scale_inside(value, size, scaled, name, seen)
 
 
-def _scale(variables: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
+def _scale_variables(
+    variables: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]
+) -> Iterator[str]:
     if id(variables) in seen or len(variables) > _MOST:
         return
     seen.add(id(variables))
@@ -262,21 +264,21 @@ def _scale(variables: MutableMapping[Any, Any], size: int, scaled: int, path: st
 
 
 def _scale_inside(value: Any, size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
-    """Recurse into mappings, option namespaces, and modules and objects of the program."""
+    """Scale batch sizes in a mapping, namespace, or the program's own module or object."""
     kind = type(value)
     if issubclass(kind, MutableMapping):
-        yield from _scale(value, size, scaled, path, seen)
+        yield from _scale_variables(value, size, scaled, path, seen)
     elif issubclass(kind, Namespace | SimpleNamespace) or is_of_program(
         file_of_module(value) if kind is ModuleType else file_of_class(kind)
     ):
-        yield from _scale(getattr(value, "__dict__", {}), size, scaled, path, seen)
+        yield from _scale_variables(getattr(value, "__dict__", {}), size, scaled, path, seen)
 
 
 def _has_size(name: object, value: Any, size: int) -> bool:
     return type(value) is int and value == size and isinstance(name, str) and _BATCH_SIZE_NAME.search(name) is not None
 
 
-def _assign(frame: FrameType, name: str, value: int) -> None:
+def _assign_local(frame: FrameType, name: str, value: int) -> None:
     """Assign to a local variable (writes `f_locals` back before Python 3.13, PEP 667)."""
     frame.f_locals[name] = value
     ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

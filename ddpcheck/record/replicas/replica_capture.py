@@ -17,7 +17,7 @@ _PLAIN: frozenset[type] = frozenset(PLAIN)
 
 
 class ReplicaCapture:
-    """Values of one replica."""
+    """Fingerprints of one replica at construction, in the first forward, and per step."""
 
     def __init__(
         self,
@@ -29,17 +29,17 @@ class ReplicaCapture:
         shards: Mapping[str, nn.Parameter] | None,  # by name; the module may replace a shard temporarily
         with_shards: bool,  # True to capture shards; two ranks may hold different shards of a parameter
     ) -> None:
-        """Begin right after the construction of the wrapper."""
+        """Keep fingerprints right after the construction of the wrapper, if `keeps_start`."""
         self._shards = shards or {}
         self._with_shards = with_shards
         self.count = 0  # number of captures
         self._with_parameters = with_parameters
         self._known = known
         self._rank = rank
-        self._constructed = self.parameters() if keeps_start else {}
+        self._at_construction = self.parameters() if keeps_start else {}
         self._at_first_forward: dict[str, int] = {}
         # True if values before the first forward pass are still to be kept
-        self.awaits_forward = bool(self._constructed)
+        self.awaits_forward = bool(self._at_construction)
         self._in_step: dict[str, int] | None = None
 
     def forward_begins(self) -> None:
@@ -49,7 +49,7 @@ class ReplicaCapture:
             self.awaits_forward = not self._at_first_forward
 
     def forward_returned(self) -> None:
-        """Keep fingerprints after the step's first forward; scripts may move parameters before backward."""
+        """Keep fingerprints after the step's first forward: scripts may perturb parameters before backward."""
         if self._with_parameters and self._in_step is None:
             self._in_step = self.parameters()
 
@@ -72,9 +72,9 @@ class ReplicaCapture:
         parts: Parts | None = None,
         reduced: tuple[Mapping[str, torch.Tensor], InRows] | None = None,
     ) -> ReplicaState:
-        """Capture the replica after `step` steps, or after the next backward pass (`after_backward`).
+        """Return the state of the replica in step `step`, with gradients if `after_backward`.
 
-        `parts`: named parts of the module, if known. `reduced`: (parameters, gradients in rows), if known.
+        `parts`: named parts of the module, if known. `reduced`: (parameters, gradients from `in_rows`), if known.
         """
         parts = parts or self._known.now()
         parameters, self._in_step = self._in_step, None
@@ -97,7 +97,7 @@ class ReplicaCapture:
         part_names = {name for name, p in parts.parameters.items() if is_part(p)}
         before = (
             {name: value for name, value in digests.items() if name not in part_names}
-            for digests in (self._constructed, self._at_first_forward)
+            for digests in (self._at_construction, self._at_first_forward)
         )
         return ReplicaState(description, values, *before)
 
@@ -105,7 +105,7 @@ class ReplicaCapture:
 def _gradients(
     trained: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor], rows: InRows
 ) -> dict[str, int]:
-    """Return the fingerprints of gradients; 0 for a missing gradient."""
+    """Return the fingerprint of each parameter's gradient; 0 for a missing gradient."""
     grads = {name: p.grad for name, p in trained.items() if p.grad is not None}
     others = {name: gradient for name, gradient in grads.items() if reduced.get(name) is not trained[name]}
     digests = {**fingerprints(rows), **fingerprints(others.items())}
