@@ -46,7 +46,7 @@ class ParameterHistory:
         self._module = module
         self._parameters = parameters
         self._wrapper = wrapper
-        self._at_start = SeenParameter.current_params(module.named_parameters())
+        self._start_params = SeenParameter.current_params(module.named_parameters())
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._has_noticed_unfrozen = False
         self._never_used = set(parameters)
@@ -131,7 +131,7 @@ class ParameterHistory:
 
     def changed(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, str]:
         """Return changes of parameters since wrapping, by name: "added", "replaced", ..."""
-        changed = changes(self._at_start, self._module, parameters)
+        changed = changes(self._start_params, self._module, parameters)
         if self._wrapper.sharded:  # `fully_shard` adopts other changes in the next forward pass
             changed = {name: kind for name, kind in changed.items() if kind in ("added", "replaced")}
             parameters = dict(self._module.named_parameters()) if changed else {}

@@ -167,14 +167,14 @@ class RankLayers(Recorder, subjects=("parity",)):
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._process = os.getpid()
-        self._last_backward, self._calls = -1, 0  # forward calls since the last backward pass
+        self._backwards, self._calls = -1, 0  # forward calls since the last backward pass
         for name in DROPOUTS:
             Patch(functional, name, self._patched_dropout)
         Patch(functional, "scaled_dot_product_attention", self._patched_attention)
         if samples.replays:
             Patch(functional, "batch_norm", self._patched_batch_norm)
 
-    def _rows_by_rank(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _rank_rows(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split rows by the rank to which the rows belong; () if unknown."""
         owners = self._samples.owners(len(inputs)) if inputs.dim() else None
         if owners is None:
@@ -217,20 +217,17 @@ class RankLayers(Recorder, subjects=("parity",)):
 
     def _draw_by_rank(self, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Compute each rank's rows with its generator state; on a rank, record the state."""
-        if self._last_backward != self._samples.backwards:
-            self._last_backward, self._calls = self._samples.backwards, 0
+        if self._backwards != self._samples.backwards:
+            self._backwards, self._calls = self._samples.backwards, 0
         key, generator = f"dropout {self._calls}", torch.default_generator
         if inputs[0].is_cuda:
             generator = torch.cuda.default_generators[inputs[0].device.index or 0]
         self._calls += 1
         if not self._samples.replays:
             entry = generator.get_state(), *(tuple(tensor.shape) for tensor in inputs)
-            self._samples.keep(f"{key}#{self._last_backward}", entry)
+            self._samples.keep(f"{key}#{self._backwards}", entry)
             return compute(*inputs)
-        states, parts = (
-            self._samples.rank_values(key, self._last_backward),
-            [self._rows_by_rank(tensor) for tensor in inputs],
-        )
+        states, parts = self._samples.rank_values(key, self._backwards), [self._rank_rows(tensor) for tensor in inputs]
         if not states or any(len(input_parts) != len(states) for input_parts in parts):
             return compute(*inputs)
         saved_state, outputs = generator.get_state(), []
@@ -253,7 +250,7 @@ class RankLayers(Recorder, subjects=("parity",)):
             **named: Any,
         ) -> torch.Tensor:
             layer = sys._getframe(1).f_locals.get("self")
-            parts = self._rows_by_rank(inputs) if training and not isinstance(layer, nn.SyncBatchNorm) else ()
+            parts = self._rank_rows(inputs) if training and not isinstance(layer, nn.SyncBatchNorm) else ()
             outputs: list[torch.Tensor] = []
             for part in parts or (inputs,):
                 statistics = (None, None) if outputs else (mean, variance)
@@ -287,10 +284,7 @@ class Frameworks(Recorder, subjects=("parity",)):
         self.steps_schedules = False  # True if a schedule is stepped once per rank, as accelerate does
         if is_single_process:
             when_imported(_LIGHTNING, self._patch_lightning)
-        when_imported(
-            ("accelerate.scheduler",),
-            lambda home: patched(home.AcceleratedScheduler, "step", self._record_schedule_step),
-        )
+        when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._on_step))
         Patch(torch.jit, "script", functools.partial(scripting_in, _without_patches))
 
     def _patch_lightning(self, module: Any) -> None:
@@ -298,7 +292,7 @@ class Frameworks(Recorder, subjects=("parity",)):
             if hasattr(module, name):
                 Patch(getattr(module, name), "__init__", _on_one_device)
 
-    def _record_schedule_step(self, scheduler: Any, *_arguments: Any, **_named: Any) -> None:
+    def _on_step(self, scheduler: Any, *_arguments: Any, **_named: Any) -> None:
         self.steps_schedules |= scheduler.step_with_optimizer and not scheduler.split_batches
 
 
@@ -344,7 +338,7 @@ class Noise:
             Patch(module, "manual_seed" if module is torch else "seed", self._patched_seed)
 
     def begin(self) -> None:
-        """Reseed the generators once, when the first optimizer or wrapper is in use."""
+        """Reseed the generators once, at an optimizer's construction or a wrapper's forward."""
         if self._has_begun:
             return
         self._has_begun = True

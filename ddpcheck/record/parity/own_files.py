@@ -38,7 +38,7 @@ from ddpcheck.record.rank.environment import when_imported
 
 _NEW, _MAKE, _UPDATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_RDWR | os.O_CREAT
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_FROM_ARGUMENT = -1  # flags come from an argument, or from the `shared` argument of a mapping
+_DYNAMIC = -1  # flags come from an argument, or from the `shared` argument of a mapping
 _NOT_FOLLOWING = ("lstat", "readlink", "lchown", "mkdir", "mkfifo", "mknod", "unlink", "remove", "rmdir")
 _C_FUNCTIONS = {  # function, index and name of its path argument, open flags
     "torch": (
@@ -48,8 +48,8 @@ _C_FUNCTIONS = {  # function, index and name of its path argument, open flags
         ("_C.import_ir_module", 1, "", os.O_RDONLY),
         ("_C._autograd._ProfilerResult.save", 1, "", _NEW),
         ("_C._distributed_c10d.FileStore.__init__", 1, "file_name", _UPDATE),
-        ("UntypedStorage.from_file", 0, "filename", _FROM_ARGUMENT),
-        ("from_file", 0, "filename", _FROM_ARGUMENT),
+        ("UntypedStorage.from_file", 0, "filename", _DYNAMIC),
+        ("from_file", 0, "filename", _DYNAMIC),
     ),
     "safetensors": (("serialize_file", 1, "filename", _NEW), ("safe_open", 0, "filename", os.O_RDONLY)),
     "sqlite3": (("connect", 0, "database", _UPDATE), ("dbapi2.connect", 0, "database", _UPDATE)),
@@ -252,20 +252,20 @@ class _Functions:
             (make, ("mkdir", "mkfifo", "mknod")),
             (overlay.remove, ("unlink", "remove")),
             (functools.partial(overlay.remove, of_folder=True), ("rmdir",)),
-            (_FROM_ARGUMENT, ("open",)),
+            (_DYNAMIC, ("open",)),
         ):
             for name in names:
-                self._patch_function(os, name, (0, "path", use), follow=name not in _NOT_FOLLOWING)
-        self._patch_function(os, "symlink", (1, "dst", make), follow=False)
-        self._patch_function(os, "link", (0, "src", overlay.copy), (1, "dst", make), follow=False)
+                self._patch(os, name, (0, "path", use), follow=name not in _NOT_FOLLOWING)
+        self._patch(os, "symlink", (1, "dst", make), follow=False)
+        self._patch(os, "link", (0, "src", overlay.copy), (1, "dst", make), follow=False)
         for name in ("rename", "replace"):
-            self._patch_function(os, name, (0, "src", overlay.take), (1, "dst", overlay.replace), follow=False)
+            self._patch(os, name, (0, "src", overlay.take), (1, "dst", overlay.replace), follow=False)
         Patch(
             os,
             "listdir",
-            lambda original: self._patched_listing(original, lambda *args: [entry.name for entry in _Scandir(*args)]),
+            lambda original: self._listing(original, lambda *args: [entry.name for entry in _Scandir(*args)]),
         )
-        Patch(os, "scandir", lambda original: self._patched_listing(original, _Scandir))
+        Patch(os, "scandir", lambda original: self._listing(original, _Scandir))
         Patch(os, "getcwd", lambda original: lambda: overlay.script_path(original()))
         Patch(os, "getcwdb", lambda _: lambda: os.fsencode(os.getcwd()))
         Patch(shutil, "_use_fd_functions", lambda _: False)  # an open folder is only one of two places
@@ -274,11 +274,11 @@ class _Functions:
         self._replace_references({id(builtins.open): io.open})
         when_imported(_C_FUNCTIONS, self._patch_module)
 
-    def _patch_function(self, owner: Any, name: str, *paths: tuple[int, str, _Use | int], follow: bool = True) -> None:
+    def _patch(self, owner: Any, name: str, *paths: tuple[int, str, _Use | int], follow: bool = True) -> None:
         def make(original: Any) -> Any:
             @functools.wraps(original)
             def call(*arguments: Any, **named: Any) -> Any:
-                return self._call_redirected(original, paths, follow, [*arguments], named)
+                return self._call(original, paths, follow, [*arguments], named)
 
             call.__module__ = owner.__name__  # for pickling
             return call
@@ -287,9 +287,7 @@ class _Functions:
             Patch(owner, name, make)
 
     @passes_on
-    def _call_redirected(
-        self, original: Any, paths: Any, follow: bool, arguments: list[Any], named: dict[str, Any]
-    ) -> Any:
+    def _call(self, original: Any, paths: Any, follow: bool, arguments: list[Any], named: dict[str, Any]) -> Any:
         """Call `original` with redirected paths; `paths`: (index, keyword, use) of path arguments."""
         folder = None
         for index, keyword, use in paths:
@@ -298,14 +296,10 @@ class _Functions:
                 follow = named.get("follow_symlinks", follow)
                 folder = named.get("dir_fd", named.get(f"{keyword}_dir_fd"))
             if isinstance(use, int):
-                flags = (
-                    use
-                    if use != _FROM_ARGUMENT
-                    else named.get("flags", named.get("shared", [*arguments, 0, 0][1])) or 0
-                )
+                flags = use if use != _DYNAMIC else named.get("flags", named.get("shared", [*arguments, 0, 0][1])) or 0
                 flags = _UPDATE if flags is True else flags
                 use = functools.partial(self._overlay.open, flags) if flags & _WRITES else self._overlay.read
-            holder[key] = self._redirected(holder[key], use, follow, folder)
+            holder[key] = self._redirect(holder[key], use, follow, folder)
             if holder[key] is None:
                 return None
         try:
@@ -316,7 +310,7 @@ class _Functions:
             raise
 
     @passes_on
-    def _redirected(self, path: Any, use: _Use, follow: bool, folder: int | None) -> Any:
+    def _redirect(self, path: Any, use: _Use, follow: bool, folder: int | None) -> Any:
         try:
             if (file := self._overlay.locate(path, follow, folder)) is None:
                 return path
@@ -331,14 +325,14 @@ class _Functions:
             text = os.strerror(code) if code else f"ddpcheck cannot keep this file apart: {error}"
             raise OSError(code or errno.EIO, text, path) from (None if code else error)
 
-    def _patched_listing(self, original: Any, result: Callable[[dict[str, os.DirEntry[str]], Any], Any]) -> Any:
+    def _listing(self, original: Any, result: Callable[[dict[str, os.DirEntry[str]], Any], Any]) -> Any:
         def call(path: Any = ".") -> Any:
             file = None
             with contextlib.suppress(Exception):
                 file = self._overlay.locate(path or ".")
             if file is not None and file.is_folder:
                 return result(self._overlay.entries(file.path), os.fspath(path or "."))
-            return self._call_redirected(original, ((0, "path", self._overlay.read),), True, [path], {})
+            return self._call(original, ((0, "path", self._overlay.read),), True, [path], {})
 
         return functools.wraps(original)(call)
 
@@ -370,9 +364,7 @@ class _Functions:
         for path, index, keyword, flags in _C_FUNCTIONS[module.__name__]:
             owner, _, name = path.rpartition(".")
             with contextlib.suppress(AttributeError):  # not in this build of torch
-                self._patch_function(
-                    operator.attrgetter(owner)(module) if owner else module, name, (index, keyword, flags)
-                )
+                self._patch(operator.attrgetter(owner)(module) if owner else module, name, (index, keyword, flags))
 
 
 def _patched_open(original: Any) -> Any:
@@ -418,10 +410,10 @@ class _DirEntry(os.PathLike[Any]):
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self.path) if follow_symlinks and self.is_symlink() else self._entry.stat(follow_symlinks=False)
 
-    def _is(self, kind: Callable[[int], bool], *, follow_symlinks: bool = True) -> bool:
+    def _has_type(self, kind: Callable[[int], bool], *, follow_symlinks: bool = True) -> bool:
         with contextlib.suppress(FileNotFoundError):
             return kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
         return False
 
-    is_dir = functools.partialmethod(_is, S_ISDIR)
-    is_file = functools.partialmethod(_is, S_ISREG)
+    is_dir = functools.partialmethod(_has_type, S_ISDIR)
+    is_file = functools.partialmethod(_has_type, S_ISREG)

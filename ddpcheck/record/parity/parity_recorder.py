@@ -75,16 +75,16 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._optimizer_numbers = itertools.count()
         self._names: Any = WeakIdKeyDictionary()  # parameter names
         self._losses: list[torch.Tensor] = []
-        self._loss_at: Location | None = None
+        self._loss_location: Location | None = None
         self._clip: tuple[float, float] | None = None  # (norm, max_norm) of the last clip since the step
         self._input_features = torch.zeros(_FEATURES + 1, dtype=torch.float64)
         self._steps = 0
         self._backwards_until_full = 0
-        self._in_closure: ParityStep | None = None  # pending step, if the optimizer was called with a closure
+        self._pending_step: ParityStep | None = None  # pending step, if the optimizer was called with a closure
         self._recorded_steps = self._last_backward_with_step = 0
         self._rates: list[float] | None = None  # the single process's own rates while the ranks' rates are set
         self._trace = ValueTrace(self.write, lambda: self.samples.loads)
-        self._shows = ShownRecorder(self.write, self.samples, lambda: self._steps, self._known_rates)
+        self._shown_recorder = ShownRecorder(self.write, self.samples, lambda: self._steps, self._known_rates)
         self._evaluation_count = 0
         self.samples.on_pass = self._begin_evaluation
         self._noise = Noise() if options.is_noise else None
@@ -149,7 +149,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         """Keep the program's numbers, and start to trace a possible evaluation."""
         if not self.samples.evaluates and self._evaluation_count < _MOST_EVALUATIONS:
             self._evaluation_count += 1
-            self._shows.look()
+            self._shown_recorder.look()
         self._trace.begin()
 
     def _record_inputs(self, wrapper: Any, *inputs: Any, **named: Any) -> None:
@@ -174,7 +174,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
             self._losses.append(tensors.detach())
             frame = user_frame(sys._getframe(1))
-            self._loss_at = None if frame is None else _loss_line(frame.f_code.co_filename, frame.f_lineno)
+            self._loss_location = None if frame is None else _loss_line(frame.f_code.co_filename, frame.f_lineno)
 
     def _record_clip(self, *arguments: Any, **named: Any) -> None:
         limit, norm = named.get("max_norm", arguments[1:2]), norm_before_clip(arguments, named)
@@ -211,7 +211,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         step = self._step_entry(optimizer, number, count, rates)
         if has_closure:
-            self._in_closure = step
+            self._pending_step = step
         else:
             self._write_step(optimizer, step)
         key = f"rates {number} {count}"
@@ -232,8 +232,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self._exit_process(IN_TURN)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
-        if (step := self._in_closure) is not None:
-            self._in_closure = None
+        if (step := self._pending_step) is not None:
+            self._pending_step = None
             self._write_step(optimizer, step)
         if self._rates is not None:
             _set_rates(optimizer, self._rates)
@@ -273,7 +273,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             norms=tuple(sizes.get(f"{index}", -1.0) for index in parameters),
             gradient=() if step.sharded else _sum_of_sketches(sketches(gradients)),
             losses=tuple(float(loss) for loss in self._losses[:_FEW]),
-            loss_at=self._loss_at,
+            loss_at=self._loss_location,
             clip=self._clip,
             backwards=self.samples.backwards,
             samples=tuple((self._input_features * (not self.samples.is_padded)).tolist()),  # padded rows differ

@@ -105,11 +105,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized:
             plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
-            return _tensor, (plain.reshape(-1).view(torch.uint8).numpy().tobytes(), plain.dtype, tuple(plain.shape))
+            return _tensor_of, (plain.reshape(-1).view(torch.uint8).numpy().tobytes(), plain.dtype, tuple(plain.shape))
         return NotImplemented
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 
@@ -137,10 +137,10 @@ def join_ranks(values: Sequence[Any], *, is_whole: bool = False) -> Any:
         NotTogetherError: The values have no batch dimension, or their other dimensions differ.
     """
     are_equal = not is_whole and all(is_same(values[0], value) for value in values[1:])
-    return values[0] if are_equal else _joined(values)
+    return values[0] if are_equal else _concatenate(values)
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
     if len({type(value) for value in values}) > 1:
         raise NotTogetherError("their types differ")
@@ -154,7 +154,7 @@ def _joined(values: Sequence[Any]) -> Any:
     elif isinstance(first, Mapping | UserDict):
         if any(value.keys() != first.keys() for value in values):
             raise NotTogetherError("their keys differ")
-        parts = {key: _joined([value[key] for value in values]) for key in first}
+        parts = {key: _concatenate([value[key] for value in values]) for key in first}
         kind: Any = type(first)
         return kind(parts)
     elif isinstance(first, list) and first and isinstance(first[0], str | bytes | int | float | dict):
@@ -162,7 +162,7 @@ def _joined(values: Sequence[Any]) -> Any:
     elif isinstance(first, list | tuple):
         if len({len(value) for value in values}) > 1:
             raise NotTogetherError("their lengths differ")
-        items = [_joined(elements) for elements in zip(*values, strict=True)]
+        items = [_concatenate(elements) for elements in zip(*values, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if all(is_same(first, value) for value in values[1:]):
         return first
@@ -237,7 +237,7 @@ def scale_batch_size(size: int, scaled: int) -> Iterator[str]:
     """Assign `scaled` to batch-size variables on the stack; yield their names."""
     seen = set[int]()
     for frame in program_frames():
-        yield from _scale_variables(frame.f_globals, size, scaled, "", seen)
+        yield from _scale_all(frame.f_globals, size, scaled, "", seen)
         if frame.f_code.co_name == "<module>":
             continue
         for name, value in [*frame.f_locals.items()]:
@@ -248,9 +248,7 @@ def scale_batch_size(size: int, scaled: int) -> Iterator[str]:
                 yield from _scale_inside(value, size, scaled, name, seen)
 
 
-def _scale_variables(
-    variables: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]
-) -> Iterator[str]:
+def _scale_all(variables: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
     if id(variables) in seen or len(variables) > _MOST:
         return
     seen.add(id(variables))
@@ -267,11 +265,11 @@ def _scale_inside(value: Any, size: int, scaled: int, path: str, seen: set[int])
     """Scale batch sizes in a mapping, namespace, or the program's own module or object."""
     kind = type(value)
     if issubclass(kind, MutableMapping):
-        yield from _scale_variables(value, size, scaled, path, seen)
+        yield from _scale_all(value, size, scaled, path, seen)
     elif issubclass(kind, Namespace | SimpleNamespace) or is_of_program(
         file_of_module(value) if kind is ModuleType else file_of_class(kind)
     ):
-        yield from _scale_variables(getattr(value, "__dict__", {}), size, scaled, path, seen)
+        yield from _scale_all(getattr(value, "__dict__", {}), size, scaled, path, seen)
 
 
 def _has_size(name: object, value: Any, size: int) -> bool:

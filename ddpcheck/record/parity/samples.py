@@ -85,7 +85,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self.loads = False  # True while a loader makes a batch, whose draws are not recorded
         self.backwards = 0  # number of backward passes begun
         self.on_pass: Callable[[], object] = lambda: None  # called before each pass over a loader
-        self._evaluated = -1  # number of backward passes at the end of the last evaluation
+        self._backwards_at_evaluation = -1  # number of backward passes at the end of the last evaluation
         self._refused = set[str]()
         for kind in _BATCH_SIZE_INDEX:
             Patch(kind, "__init__", functools.partial(self._patched_init, kind=kind))
@@ -336,12 +336,12 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
     def note_evaluation(self) -> None:
         """Record that the script evaluates until the next backward pass."""
-        self._evaluated = self.backwards
+        self._backwards_at_evaluation = self.backwards
 
     @property
     def evaluates(self) -> bool:
         """Return True between an evaluation (or `eval()`) and the next backward pass."""
-        return self._evaluated == self.backwards
+        return self._backwards_at_evaluation == self.backwards
 
     @property
     def is_under_way(self) -> bool:

@@ -57,7 +57,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         self._process = os.getpid()
         self._shown_count = self._saved_count = 0
         self._last_record: Any = None  # last record of `logging`
-        self._known: set[float] = set()  # the program's numbers at the begin of the last evaluation
+        self._known_numbers: set[float] = set()  # the program's numbers at the begin of the last evaluation
         patched(builtins, "print", self._record_print)
         patched(logging.Handler, "handle", self._record_log)
         patched(torch, "save", self._record_save)
@@ -76,7 +76,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         known = program_numbers.numbers_of_program()
         counts = [(name.partition(".")[0], value) for name, value in known.items() if value > 1 and value == value // 1]
         shares = {v / n for name, v in known.items() for function, n in counts if name.startswith(f"{function}.")}
-        self._known = {*known.values(), *shares}
+        self._known_numbers = {*known.values(), *shares}
 
     def _record_print(self, *texts: Any, sep: str | None = None, **_named: Any) -> None:
         self._add_numbers("printed", (" " if sep is None else sep).join(map(str, texts)))
@@ -128,7 +128,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         evaluates = self._samples.evaluates
         rates, known = (
             tuple(index for index, number in enumerate(numbers) if program_numbers.like(number, values))
-            for values in (self._rates(), self._known)
+            for values in (self._rates(), self._known_numbers)
         )
         location = program_numbers.line_of_output()
         entry = NumbersShown(how, location, _NUMBER.sub("#", text), numbers, self._steps(), evaluates, during)
@@ -193,7 +193,7 @@ class ValueTrace(Recorder, subjects=("parity",)):
         self._is_loading = is_loading  # returns True while a loader makes a batch, which is not traced
         self._process = os.getpid()
         self._loops: set[CodeType] = set()  # functions that iterate over data loaders
-        self._is_on = False
+        self._is_tracing = False
         self._started_count = self._evaluation_count = self._lines = 0
         self._values: list[TracedValue] = []
         self._frames: dict[FrameType, tuple[int, dict[str, _Numbers]]] = {}  # last line, and variables before it
@@ -202,12 +202,12 @@ class ValueTrace(Recorder, subjects=("parity",)):
     def begin(self) -> None:
         """Start tracing a possible evaluation, for example a pass over a loader."""
         self._loops |= {frame.f_code for frame in program_numbers.program_frames()}
-        if self._is_on or sys.gettrace() is not None or self._evaluation_count >= _MOST_EVALUATIONS:
+        if self._is_tracing or sys.gettrace() is not None or self._evaluation_count >= _MOST_EVALUATIONS:
             return
         if self._started_count >= _MOST_STARTED:
             return
         self._started_count += 1
-        self._is_on = True
+        self._is_tracing = True
         self._lines = 0
         self._values = []
         for frame in program_numbers.program_frames():
@@ -217,9 +217,9 @@ class ValueTrace(Recorder, subjects=("parity",)):
 
     def end(self, *, evaluates: bool, steps: int) -> None:
         """Stop tracing; write the traced values if the script evaluates."""
-        if not self._is_on:
+        if not self._is_tracing:
             return
-        self._is_on = False
+        self._is_tracing = False
         if sys.gettrace() is self._call_tracer:
             sys.settrace(None)
         for frame in self._frames:

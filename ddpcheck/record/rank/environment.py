@@ -151,7 +151,7 @@ class _CallbackLoader(Loader):
 
     def __init__(self, loader: Loader, follow: _Callback) -> None:
         self._loader = loader
-        self._follow = follow
+        self._callback = follow
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -161,4 +161,4 @@ class _CallbackLoader(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        errors_to_folder(self._follow)(module)
+        errors_to_folder(self._callback)(module)

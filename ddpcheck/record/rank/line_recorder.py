@@ -177,7 +177,6 @@ class ConstructionRecorder(Recorder):
     """Recorder of lines that register parameters, buffers and submodules; sizes of variables in scope."""
 
     def __init__(self) -> None:
-        """Install torch's public registration hooks."""
         # by id(): `torch.compile` would trace into a WeakKeyDictionary, and a module may define __eq__
         self._lines: dict[int, tuple[ref[nn.Module], dict[str, Location]]] = {}
         self._sizes: dict[SizedVariable, None] = {}

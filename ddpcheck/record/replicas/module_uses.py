@@ -53,10 +53,10 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
     def __init__(self, run: Recording) -> None:
         self.stepping = False  # True during an optimizer step, which may write parameters. Set by `step`.
         self._run = run
-        self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # (parameter, wrapper, name), by `id()`
+        self._parameters: dict[int, tuple[Callable[[], Any], int, str]] = {}  # (parameter, wrapper, name), by `id()`
         self._lines: dict[tuple[Any, int], int] = {}  # number of checks, by code and line
         self.seen: dict[_Key, ModuleChanged] = {}  # writes since the start of the last step, by wrapper and line
-        self._reported: set[_Key] = set()
+        self._reported_keys: set[_Key] = set()
         self._early_writes: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # (parameter, method), by line
         self._patches: dict[tuple[Any, str], Patch] = {}  # by class and method
         self._step_patches: dict[tuple[Any, str], Patch] = {}  # patches of methods that optimizers call
@@ -82,12 +82,12 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
 
     def sharded(self, shard: torch.Tensor) -> None:
         """Record writes to a shard before its module's first forward pass (not yet watched)."""
-        self._wrapped[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
+        self._parameters[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
 
     def wrapped(self, watch: WrapperRecorder) -> None:
         """Record writes to a new wrapper's parameters; log the earlier writes to its shards."""
         for name, parameter in watch.module_parameters():  # frozen parameters, too
-            self._wrapped[id(parameter)] = tensor_ref(parameter), watch.number, name
+            self._parameters[id(parameter)] = tensor_ref(parameter), watch.number, name
         name_of = {id(parameter): name for name, parameter in watch.module_parameters()}
         for location, writes in self._early_writes.items():
             ops = {name_of[id(part)]: op for ref, op in writes if (part := ref()) is not None and id(part) in name_of}
@@ -97,21 +97,21 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
     def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Record writes to parameters of a model copy (variable `name`), even if wrapped."""
         for tensor in tensors:
-            entry = self._wrapped.get(id(tensor))
+            entry = self._parameters.get(id(tensor))
             if entry is None or entry[0]() is not tensor or entry[1] != OF_A_COPY:
-                self._wrapped[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
+                self._parameters[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
 
     def write(self) -> None:
         """Add the recorded writes to the log, before an optimizer step or at exit."""
         if self.seen:
             for key, change in self.seen.items():
-                if key not in self._reported:
-                    self._reported.add(key)
+                if key not in self._reported_keys:
+                    self._reported_keys.add(key)
                     self._run.add(change)
             self.seen.clear()
 
     def _patched_method(self, kind: Any, name: str, original: Any) -> Any:
-        note, wrapped = guarded(self._record_write), self._wrapped
+        note, wrapped = guarded(self._record_write), self._parameters
 
         @functools.wraps(original)
         def method(*arguments: Any, **named: Any) -> Any:
@@ -126,7 +126,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         return method
 
     def _patched_data(self, original: Any) -> Any:
-        note, wrapped = guarded(self._record_write), self._wrapped
+        note, wrapped = guarded(self._record_write), self._parameters
 
         def get(parameter: Any) -> Any:
             if id(parameter) in wrapped and not self.stepping:
@@ -141,11 +141,8 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         return property(get, put)
 
     def _record_write(self, how: str, parameter: Any) -> None:
-        """Record a write to `parameter` by method `how`; "" for a read of `.data`.
-
-        After the read, the line may call an in-place method (`p.data.mul_(2)`).
-        """
-        param_ref, number, name = self._wrapped[id(parameter)]
+        """Record a write by `how`: method, `_IGNORED`, or "" (a read of `.data`)."""
+        param_ref, number, name = self._parameters[id(parameter)]
         caller = sys._getframe(_CALLER)
         line = caller.f_code, caller.f_lineno
         count = self._lines.get(line, 0)
@@ -163,7 +160,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         if number == _NOT_WATCHED:
             self._early_writes.setdefault(location, []).append((param_ref, how))
             return
-        if (key := (number, location)) in self._reported:
+        if (key := (number, location)) in self._reported_keys:
             return
         before = self.seen.get(key)
         names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
@@ -225,7 +222,7 @@ class LoadRecorder(Recorder, subjects=("files",)):
     def __init__(self, sink: Callable[[NothingLoaded], object]) -> None:
         self._sink = sink
         self.waits = False  # True if `hand_over` may have an entry to report
-        self._ineffective: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
+        self._no_effect: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
         patched(nn.Module, "load_state_dict", self._record_load)
 
     def _record_load(self, module: nn.Module, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
@@ -233,18 +230,18 @@ class LoadRecorder(Recorder, subjects=("files",)):
         result = yield
         missing, unexpected = list(result.missing_keys), set(result.unexpected_keys)
         if isinstance(module, torch.jit.ScriptModule) or not missing or not unexpected.issuperset(state):
-            for related in [m for m in self._ineffective if _contains_module(module, m) or _contains_module(m, module)]:
-                del self._ineffective[related]
-        elif (prefix := common_prefix(missing, list(state))) is not None and len(self._ineffective) < _MOST_LOADED:
+            for related in [m for m in self._no_effect if _contains_module(module, m) or _contains_module(m, module)]:
+                del self._no_effect[related]
+        elif (prefix := common_prefix(missing, list(state))) is not None and len(self._no_effect) < _MOST_LOADED:
             name, has_prefix, keys = type(module).__name__, prefix[0], prefix[1]
             self.waits = True
-            self._ineffective[module] = NothingLoaded(name, user_location(), keys, has_prefix, len(missing))
+            self._no_effect[module] = NothingLoaded(name, user_location(), keys, has_prefix, len(missing))
 
     def hand_over(self) -> None:
         """Pass loads without effect to `sink`, before an optimizer step or at exit."""
-        for entry in list(self._ineffective.values()):
+        for entry in list(self._no_effect.values()):
             self._sink(entry)
-        self._ineffective.clear()
+        self._no_effect.clear()
         self.waits = False
 
 
@@ -288,7 +285,7 @@ class _FollowedModule:
     wrapped: bool
     loaded: int | None = None  # digest of the parameters loaded since the last optimizer step
     step: int = -1  # optimizer step of the last use
-    fresh: set[tuple[str, ...]] = field(default_factory=set)  # lines that used the module since that step
+    recent_lines: set[tuple[str, ...]] = field(default_factory=set)  # lines that used the module since that step
     uses: Counter[tuple[str, ...]] = field(default_factory=Counter)  # number of steps with a use, by line
 
 
@@ -302,7 +299,7 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         self._run = run
         self._params = params  # returns the parameters of all optimizers
         self._followed_modules: WeakKeyDictionary[nn.Module, _FollowedModule] = WeakKeyDictionary()
-        self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # line that reset a layer
+        self._resets: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # line that reset a layer
         patched(nn.Module, "load_state_dict", self._record_load)
         for kind in _NORMS:
             patched(kind, "reset_running_stats", self._record_reset)
@@ -328,8 +325,8 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         yield
         if not self._run.steps or isinstance(module, torch.jit.ScriptModule):
             return
-        for layer in module.modules() if self._reset else ():
-            self._reset.pop(layer, None)
+        for layer in module.modules() if self._resets else ():
+            self._resets.pop(layer, None)
         self.follow_wrapped()
         shapes = _shapes(module)
         if not shapes or all(_shapes(watch.module) != shapes for watch in list(self._run.watches)):
@@ -340,7 +337,7 @@ class UseRecorder(Recorder, subjects=("replicas",)):
 
     def _record_reset(self, layer: nn.Module) -> None:
         if self._run.steps:
-            self._reset[layer] = user_location()
+            self._resets[layer] = user_location()
 
     def _record_evaluation(self, module: nn.Module, *_arguments: Any) -> None:
         use, step = self._followed_modules.get(module), self._run.steps
@@ -348,19 +345,19 @@ class UseRecorder(Recorder, subjects=("replicas",)):
             return
         if use.step != step:
             use.loaded = use.loaded if use.step == -1 else None
-            use.step, use.fresh = step, set()
+            use.step, use.recent_lines = step, set()
         lines = lines_of_program(sys._getframe(1))
-        if lines in use.fresh or not lines or (lines not in use.uses and len(use.uses) >= _MOST_CALLING_LINES):
+        if lines in use.recent_lines or not lines or (lines not in use.uses and len(use.uses) >= _MOST_CALLING_LINES):
             return
-        use.fresh.add(lines)
+        use.recent_lines.add(lines)
         use.uses[lines] += 1
         if use.uses[lines] > _MOST_CONSECUTIVE and not is_probed(use.uses[lines]):
             return
         if not use.wrapped and not {id(p) for p in self._params()}.isdisjoint(map(id, nn.Module.parameters(module))):
             return  # trained by an optimizer
         digest = _digest(module)
-        reset = next((layer for layer in module.modules() if layer in self._reset), None) if self._reset else None
-        statistics, line = ((), None) if reset is None else (_statistics(reset), self._reset[reset])
+        reset = next((layer for layer in module.modules() if layer in self._resets), None) if self._resets else None
+        statistics, line = ((), None) if reset is None else (_statistics(reset), self._resets[reset])
         self._run.add(
             StateUsed(step, use.name, lines, digest, use.wrapped, digest == use.loaded, use.location, statistics, line)
         )

@@ -31,27 +31,27 @@ class ReplicaCapture:
     ) -> None:
         """Keep fingerprints right after the construction of the wrapper, if `keeps_start`."""
         self._shards = shards or {}
-        self._with_shards = with_shards
+        self._captures_shards = with_shards
         self.count = 0  # number of captures
-        self._with_parameters = with_parameters
+        self._captures_parameters = with_parameters
         self._known = known
         self._rank = rank
-        self._at_construction = self.parameters() if keeps_start else {}
-        self._at_first_forward: dict[str, int] = {}
+        self._start_fingerprints = self.parameters() if keeps_start else {}
+        self._forward_fingerprints: dict[str, int] = {}
         # True if values before the first forward pass are still to be kept
-        self.awaits_forward = bool(self._at_construction)
-        self._in_step: dict[str, int] | None = None
+        self.awaits_forward = bool(self._start_fingerprints)
+        self._step_fingerprints: dict[str, int] | None = None
 
     def forward_begins(self) -> None:
         """Keep fingerprints before the first forward pass, if `keeps_start`."""
         if self.awaits_forward:
-            self._at_first_forward = self.parameters()
-            self.awaits_forward = not self._at_first_forward
+            self._forward_fingerprints = self.parameters()
+            self.awaits_forward = not self._forward_fingerprints
 
     def forward_returned(self) -> None:
         """Keep fingerprints after the step's first forward: scripts may perturb parameters before backward."""
-        if self._with_parameters and self._in_step is None:
-            self._in_step = self.parameters()
+        if self._captures_parameters and self._step_fingerprints is None:
+            self._step_fingerprints = self.parameters()
 
     def parameters(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, int]:
         """Return current fingerprints of `parameters`, or of the module's parameters."""
@@ -62,7 +62,7 @@ class ReplicaCapture:
         if not self._shards and not has_parts() and _PLAIN.issuperset(map(type, params.values())):  # usual case
             return {**params}
         unsharded = {n: p for n, p in params.items() if not (n in self._shards or is_shard(p) or is_part(p))}
-        return {**unsharded, **self._shards} if self._with_shards else unsharded
+        return {**unsharded, **self._shards} if self._captures_shards else unsharded
 
     def capture(
         self,
@@ -77,8 +77,8 @@ class ReplicaCapture:
         `parts`: named parts of the module, if known. `reduced`: (parameters, gradients from `in_rows`), if known.
         """
         parts = parts or self._known.now()
-        parameters, self._in_step = self._in_step, None
-        if self._with_parameters and (parameters is None or not after_backward):
+        parameters, self._step_fingerprints = self._step_fingerprints, None
+        if self._captures_parameters and (parameters is None or not after_backward):
             parameters = self.parameters()
         trained = {n: p for n, p in self._tensors(parts.parameters).items() if p.requires_grad and after_backward}
         values = DdpStepEvidence(
@@ -97,7 +97,7 @@ class ReplicaCapture:
         part_names = {name for name, p in parts.parameters.items() if is_part(p)}
         before = (
             {name: value for name, value in digests.items() if name not in part_names}
-            for digests in (self._at_construction, self._at_first_forward)
+            for digests in (self._start_fingerprints, self._forward_fingerprints)
         )
         return ReplicaState(description, values, *before)
 

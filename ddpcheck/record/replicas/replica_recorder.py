@@ -42,7 +42,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         self._log = log
         self._number, self._world_size = number, dist.get_world_size()
         self._mesh = mesh_of(self._module) if recorder.is_sharded else None
-        self._captured: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
+        self._captured_state: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
         self.reduced: InRows | None = None  # gradients after the last reduction, until the backward pass has ended
         parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
@@ -54,7 +54,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
         Called at an optimizer step: some scripts perturb parameters temporarily between forward and backward.
         """
-        pending, self._captured = self._captured, None
+        pending, self._captured_state = self._captured_state, None
         if pending is not None:
             captured, parameters = pending
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
@@ -108,7 +108,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
                 hooked = probe.hooked.location, probe.hooked.changed, probe.hooked.factors
                 self._log.add(GradientsHooked(self._number, step, *hooked))
         self.write()
-        self._captured, self._captured_step, self.waits = (captured, parts.parameters), step, True
+        self._captured_state, self._captured_step, self.waits = (captured, parts.parameters), step, True
 
     def write_statistics(self, step: int) -> None:
         """Write the last running statistics of normalization layers.

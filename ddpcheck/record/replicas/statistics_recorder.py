@@ -73,21 +73,19 @@ class _Snapshot:
     counts: dict[str, float] = field(default_factory=dict)
     inputs: list[_Numbers] = field(default_factory=list)
     samples: list[_Numbers] = field(default_factory=list)  # inputs before normalization, possibly
-    whole: list[_Numbers] = field(default_factory=list)  # larger tables of inputs or samples: a rollout
+    tables: list[_Numbers] = field(default_factory=list)  # larger tables of inputs or samples: a rollout
     offsets: dict[str, torch.Tensor] = field(default_factory=dict)  # means of samples, by name of the subtrahend
-    rollout_calls: int = -1  # number of rollout calls so far
+    calls: int = -1  # number of rollout calls so far
 
     def without_rows(self) -> _Snapshot:
-        return replace(self, inputs=[replace(x, rows=x.rows[:0]) for x in self.inputs], samples=[], whole=[])
+        return replace(self, inputs=[replace(x, rows=x.rows[:0]) for x in self.inputs], samples=[], tables=[])
 
 
 @dataclass(slots=True)
 class _Tally:
     """Moves of a variable since the last recorded call of the wrapper."""
 
-    moves: list[int] = field(
-        default_factory=list
-    )  # number of equations per move; 0 if the move does not fit the inputs
+    moves: list[int] = field(default_factory=list)  # number of equations per move; 0 if no inputs fit
     features: int = 0  # features of a found statistic; 0 if none
     scale: torch.Tensor = field(default_factory=torch.Tensor)  # divisor of the normalization
     fits_between: bool | None = None  # False if ranks may synchronize the statistic between rollouts; None if unknown
@@ -97,12 +95,12 @@ class _Tally:
 
 
 @dataclass(slots=True)
-class _WrapperState:
+class _State:
     number: int
     without: set[int]
     forwards: int = 0
-    last_wrapper_call: _Snapshot = field(default_factory=_Snapshot)  # in the last recorded call of the wrapper
-    last_rollout_call: _Snapshot = field(default_factory=_Snapshot)  # in the last recorded call of a rollout
+    last_forward: _Snapshot = field(default_factory=_Snapshot)  # in the last recorded call of the wrapper
+    last_rollout: _Snapshot = field(default_factory=_Snapshot)  # in the last recorded call of a rollout
     tallies: dict[str, _Tally] = field(default_factory=dict)
     entry: int = 0  # `id()` of the submodule that a rollout calls; 0 for none
     rollouts: int = 0
@@ -115,18 +113,16 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 
     def __init__(self, run: Recording) -> None:
         self._run = run
-        self._states: list[_WrapperState] = []
+        self._states: list[_State] = []
         self._collectives = Counter[str]()
         self._calls = 0
 
     def follow(self, wrapper: nn.Module, number: int) -> None:
-        state = _WrapperState(number, {id(part) for part in wrapper.modules()})
+        state = _State(number, {id(part) for part in wrapper.modules()})
         self._states.append(state)
-        wrapper.register_forward_pre_hook(
-            UnpickledHook(functools.partial(self._wrapper_called, state)), with_kwargs=True
-        )
+        wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._on_forward, state)), with_kwargs=True)
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            hook = OutsideOfTraining(UnpickledHook(functools.partial(self._submodule_called, state)))
+            hook = OutsideOfTraining(UnpickledHook(functools.partial(self._on_rollout, state)))
             for part in (wrapper.module, *wrapper.module.children()):
                 user = part is wrapper.module or type(part) is nn.Sequential or is_of_program(file_of_class(type(part)))
                 if user and not isinstance(part, nn.TransformerEncoderLayer):  # a hook disables the fast path
@@ -141,11 +137,11 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         if not (inputs := [t for t in tensors if t is not None and t.numel() >= min(sizes.values())]):
             return
         self._calls += 1
-        variables = _variables_of_sizes(set(sizes.values()), lambda _: False)[0].variables
+        variables = _variables_of(set(sizes.values()), lambda _: False)[0].variables
         names = sizes.keys() & variables.keys()
         self._collectives.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
 
-    def _submodule_called(self, state: _WrapperState, part: nn.Module, *inputs: Any) -> None:
+    def _on_rollout(self, state: _State, part: nn.Module, *inputs: Any) -> None:
         """Compare the call with earlier recorded calls, if a rollout calls a submodule directly."""
         if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
@@ -154,42 +150,26 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         if state.entry == id(part):
             count, rollout_calls = state.calls, state.rollout_calls
             state.calls, state.rollout_calls = count + 1, rollout_calls + 1
-            if (
-                _is_recorded_call(state.rollouts)
-                and _is_recorded_call(count)
-                and (snapshot := self._snapshot(state, inputs))
-            ):
-                if state.last_wrapper_call.rollout_calls == rollout_calls:
-                    _compare(state, snapshot, state.last_wrapper_call, begins=True)
-                if state.last_rollout_call.rollout_calls == rollout_calls:
-                    _compare(state, snapshot, state.last_rollout_call)
-                state.last_rollout_call = snapshot.without_rows()
+            if _is_recorded(state.rollouts) and _is_recorded(count) and (current := self._snapshot(state, inputs)):
+                if state.last_forward.calls == rollout_calls:
+                    _compare(state, current, state.last_forward, begins=True)
+                if state.last_rollout.calls == rollout_calls:
+                    _compare(state, current, state.last_rollout)
+                state.last_rollout = current.without_rows()
 
-    def _wrapper_called(self, state: _WrapperState, _module: nn.Module, *inputs: Any) -> None:
+    def _on_forward(self, state: _State, _module: nn.Module, *inputs: Any) -> None:
         count, state.forwards = state.forwards, state.forwards + 1
-        ends_rollout, state.entry = state.entry != 0 and _is_recorded_call(state.rollouts), 0
-        if not (ends_rollout or is_probed(count) or is_probed(count - 1)) or not (
-            snapshot := self._snapshot(state, inputs)
-        ):
+        ends_rollout, state.entry = state.entry != 0 and _is_recorded(state.rollouts), 0
+        if not (ends_rollout or _is_recorded(count)) or not (current := self._snapshot(state, inputs)):
             return
-        is_incomplete = state.rollout_calls > max(
-            state.last_rollout_call.rollout_calls, state.last_wrapper_call.rollout_calls, 0
-        )
-        _compare(
-            state,
-            snapshot,
-            state.last_wrapper_call,
-            counts=state.last_wrapper_call.rollout_calls == state.rollout_calls and _is_recorded_call(count - 1),
-        )
-        state.last_wrapper_call = snapshot.without_rows()
+        has_skipped = state.rollout_calls > max(state.last_rollout.calls, state.last_forward.calls, 0)
+        counts = state.last_forward.calls == state.rollout_calls and _is_recorded(count - 1)
+        _compare(state, current, state.last_forward, counts=counts)
+        state.last_forward = current.without_rows()
         for name, tally in state.tallies.items():
-            if (
-                not tally.features
-                or (is_incomplete and not tally.moves)
-                or (mean := snapshot.variables.get(name)) is None
-            ):
+            if not tally.features or (has_skipped and not tally.moves) or (mean := current.variables.get(name)) is None:
                 continue
-            tally.is_trained_on |= any(_contalast_rollout_call_row(tally, x, mean) for x in snapshot.inputs)
+            tally.is_trained_on |= any(_contain_rollout_row(tally, x, mean) for x in current.inputs)
             fits = tally.is_trained_on and tally.fits_between is not False
             values, scales = (tuple(t[:_SHOWN].tolist()) for t in (mean.mean, tally.scale))
             line, equations = updating_line(name.partition(" / ")[0], mean.holder), sum(tally.moves) if fits else 0
@@ -197,49 +177,44 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             tally.moves = []
             self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, *moves))
 
-    def _snapshot(self, state: _WrapperState, inputs: Sequence[Any]) -> _Snapshot | None:
+    def _snapshot(self, state: _State, inputs: Sequence[Any]) -> _Snapshot | None:
         tensors = [t for t in tree_tensors(inputs) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
-        return (
-            replace(_snapshot(tensors, self._run.samples, state.without), rollout_calls=state.rollout_calls)
-            if tensors
-            else None
-        )
+        current = _snapshot(tensors, self._run.samples, state.without) if tensors else None
+        return current and replace(current, calls=state.rollout_calls)
 
 
-def _compare(
-    state: _WrapperState, snapshot: _Snapshot, last: _Snapshot, *, counts: bool = True, begins: bool = False
-) -> None:
+def _compare(state: _State, current: _Snapshot, last: _Snapshot, *, counts: bool = True, begins: bool = False) -> None:
     """Add the moves of variables since the last snapshot to `state.tallies`.
 
-    `counts`: True to count moves that fit no inputs, too. `begins`: True if `snapshot` is from the first call of a
+    `counts`: True to count moves that fit no inputs, too. `begins`: True if `current` is from the first call of a
     rollout, and `last` from a call of the wrapper.
     """
-    _add_quotients(snapshot, last)
-    both = [(name, now, last.variables[name]) for name, now in snapshot.variables.items() if name in last.variables]
+    _add_quotients(current, last)
+    both = [(name, now, last.variables[name]) for name, now in current.variables.items() if name in last.variables]
     pairs = [(name, now, before) for name, now, before in both if now.features == before.features]
     changed = [name for name, now, before in pairs if bool(((now.mean - before.mean).abs() > now.rounding).any())]
     finders = (_fits_of_inputs, _fits_of_samples, _fits_of_table)
-    fits = {name: fit for finder in finders for name, fit in finder(snapshot, last, changed).items()}
+    fits = {name: fit for finder in finders for name, fit in finder(current, last, changed).items()}
     for name in changed if counts else fits:
-        tally, mean = state.tallies.setdefault(name, _Tally()), snapshot.variables[name]
+        tally, mean = state.tallies.setdefault(name, _Tally()), current.variables[name]
         if begins:
             tally.fits_between = name in fits or tally.fits_between is True
         tally.moves.append(fits[name][0] if name in fits else 0)
         if name in fits:
             tally.features, tally.scale = mean.features, fits[name][1]
-            batches = [x.rows for x in snapshot.inputs if x.features == mean.features]
+            batches = [x.rows for x in current.inputs if x.features == mean.features]
             tally.rows += [(rows.clone(), rows * tally.scale + mean.mean) for rows in batches]
 
 
 _Fits = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by name of a statistic
 
 
-def _is_recorded_call(count: int) -> bool:
+def _is_recorded(count: int) -> bool:
     """Return True if call or rollout `count`, or the one before, is probed."""
     return is_probed(count) or is_probed(count - 1)
 
 
-def _contalast_rollout_call_row(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
+def _contain_rollout_row(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
     """Return True if `inputs` contain a rollout row, as given or normalized by `mean`."""
     if inputs.features != mean.features:
         return False
@@ -248,20 +223,16 @@ def _contalast_rollout_call_row(tally: _Tally, inputs: _Numbers, mean: _Numbers)
     return any(bool(((new - old).abs() <= _SAME).all(2).any()) for pair in pairs for old in pair)
 
 
-def _fits_of_inputs(snapshot: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
+def _fits_of_inputs(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
     """Find variables whose move is a multiple of the inputs' mean times another variable."""
     fits: _Fits = {}
     for name in changed:
-        now, before = snapshot.variables[name], last.variables[name]
+        now, before = current.variables[name], last.variables[name]
         best = _FITS
-        for src, scaled_by in (
-            (snapshot, snapshot),
-            (last, last),
-            (snapshot, last),
-        ):  # updated before, later, right after
+        for src, scaled_by in ((current, current), (last, last), (current, last)):  # updated before, later, right after
             inputs = [x for x in src.inputs if x.features == now.features > 1]
             inputs = [x for x in inputs if _may_fit(now, before, x)]
-            scales = _possible_scales(scaled_by, name) if inputs else torch.empty(0)
+            scales = _divisors(scaled_by, name) if inputs else torch.empty(0)
             for x in inputs if len(scales) else ():
                 moved, mask = _scaled_moves(now, before, scales)
                 mask &= x.rounding <= _ROUNDED * x.mean.norm()
@@ -282,15 +253,15 @@ def _may_fit(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
     return not bool((mask & (moved * inputs.mean < 0) & (inputs.mean.abs() > 2 * _FITS * size)).any())
 
 
-def _fits_of_samples(snapshot: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
+def _fits_of_samples(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
     """Find variables that are subtracted from known samples and moved towards the samples' mean."""
     fits: _Fits = {}
-    for x in snapshot.inputs if changed else ():
-        for samples in snapshot.samples:
+    for x in current.inputs if changed else ():
+        for samples in current.samples:
             for (offset, scale), name in itertools.product(_normalization(x, samples), changed):
-                now, before = snapshot.variables[name], last.variables[name]
+                now, before = current.variables[name], last.variables[name]
                 if now.features == x.features and _is_offset(offset, scale, now):
-                    snapshot.offsets[name] = samples.mean
+                    current.offsets[name] = samples.mean
                 elif now.features != x.features or not _is_offset(offset, scale, before):
                     continue
                 moved, mask = _scaled_moves(now, before, scale[None])
@@ -305,26 +276,26 @@ def _is_offset(offset: torch.Tensor, scale: torch.Tensor, numbers: _Numbers) -> 
     return bool(((numbers.mean - offset).abs() <= _SAME * scale).all())
 
 
-def _fits_of_table(snapshot: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
+def _fits_of_table(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
     """Find variables that moved towards the mean of a table of inputs before normalization."""
     fits: _Fits = {}
-    for whole in snapshot.whole if changed else ():
-        for name in (name for name in changed if snapshot.variables[name].features == whole.features > 1):
-            now, before = snapshot.variables[name], last.variables[name]
-            scales = torch.cat([torch.ones_like(now.mean)[None], _possible_scales(snapshot, name)])
+    for table in current.tables if changed else ():
+        for name in (name for name in changed if current.variables[name].features == table.features > 1):
+            now, before = current.variables[name], last.variables[name]
+            scales = torch.cat([torch.ones_like(now.mean)[None], _divisors(current, name)])
             moved, mask = _scaled_moves(now, before, scales)
-            shares = _are_shares(moved * mask, (whole.mean - before.mean) / scales * mask) & (mask.sum(1) > 1)
-            inputs = [x for x in snapshot.inputs if x.features == whole.features]
+            shares = _are_shares(moved * mask, (table.mean - before.mean) / scales * mask) & (mask.sum(1) > 1)
+            inputs = [x for x in current.inputs if x.features == table.features]
             for number in shares.nonzero().flatten().tolist():
-                if any(_table_contains(x.rows * scales[number] + now.mean, whole, scales[number]) for x in inputs):
+                if any(_table_contains(x.rows * scales[number] + now.mean, table, scales[number]) for x in inputs):
                     fits[name] = int(mask[number].sum()) - 1, scales[number]
     return fits
 
 
-def _table_contains(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor | float) -> bool:
+def _table_contains(rows: torch.Tensor, table: _Numbers, scale: torch.Tensor | float) -> bool:
     """Return True if a table contains the first, middle and last of `rows`."""
     few = [rows[0], rows[len(rows) // 2], rows[-1]]
-    return all(bool(((whole.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
+    return all(bool(((table.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
 
 
 def _scaled_moves(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,10 +305,10 @@ def _scaled_moves(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tupl
     return moved, now.rounding <= _ROUNDED * scales * size
 
 
-def _possible_scales(snapshot: _Snapshot, name: str) -> torch.Tensor:
+def _divisors(current: _Snapshot, name: str) -> torch.Tensor:
     """Return possible divisors of the inputs, one per row: variables, and roots of variances."""
-    mean = snapshot.variables[name]
-    means = [x.mean for x in snapshot.variables.values() if x.features == mean.features]
+    mean = current.variables[name]
+    means = [x.mean for x in current.variables.values() if x.features == mean.features]
     positive = [t for t in means if bool((t >= 0).all()) and bool((t > 0).any())][:_MOST_SCALES]
     divisors = torch.stack(positive or [mean.mean.abs()])
     variances = torch.cat([divisors, divisors - mean.mean.square()])
@@ -377,24 +348,24 @@ def _snapshot(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], 
     totals = {tensor.numel() for tensor in tensors}
     rows = {tensor[0].numel() for tensor in tensors if tensor.dim() > 1}
     sizes = {size for tensor in tensors for size in _feature_counts(tensor)}
-    snapshot, variables = _variables_of_sizes(sizes, lambda t: t.numel() in totals or _row_size(t) in rows, without)
+    current, variables = _variables_of(sizes, lambda t: t.numel() in totals or _row_size(t) in rows, without)
     candidates = [tensor for tensor in (*variables, *samples) if tensor.numel() in totals]
-    wanted = {x.features for x in snapshot.variables.values() if x.features > 1 or candidates}
+    wanted = {x.features for x in current.variables.values() if x.features > 1 or candidates}
     tables = [t.reshape(-1, _row_size(t)) for t in variables if max(totals) < t.numel() and _row_size(t) in wanted]
-    snapshot.inputs = [layout for tensor in tensors for layout in _layouts(tensor, wanted)]
-    snapshot.samples = [layout for tensor in candidates for layout in _layouts(tensor, wanted)]
-    snapshot.whole = [_numbers_of(table, most=_MOST_ROWS) for table in tables if len(table) <= _MOST_ROWS]
-    pairs = [(whole, [x for x in snapshot.inputs if x.features == whole.features]) for whole in snapshot.whole]
-    snapshot.inputs += [whole for whole, inputs in pairs if any(_table_contains(x.rows, whole, 1.0) for x in inputs)]
-    return snapshot
+    current.inputs = [layout for tensor in tensors for layout in _layouts(tensor, wanted)]
+    current.samples = [layout for tensor in candidates for layout in _layouts(tensor, wanted)]
+    current.tables = [_numbers_of(table, most=_MOST_ROWS) for table in tables if len(table) <= _MOST_ROWS]
+    pairs = [(table, [x for x in current.inputs if x.features == table.features]) for table in current.tables]
+    current.inputs += [table for table, inputs in pairs if any(_table_contains(x.rows, table, 1.0) for x in inputs)]
+    return current
 
 
-def _add_quotients(snapshot: _Snapshot, last: _Snapshot) -> None:
+def _add_quotients(current: _Snapshot, last: _Snapshot) -> None:
     """Add the means of variables: divided by a changed count of the same object."""
-    counts = [name for name, number in snapshot.counts.items() if last.counts.get(name, number) != number]
-    for src in (snapshot, last) if counts else ():
+    counts = [name for name, number in current.counts.items() if last.counts.get(name, number) != number]
+    for src in (current, last) if counts else ():
         for name, numbers in list(src.variables.items()):
-            for count in [count for count in counts if _holder_name(count) == _holder_name(name)][:_MOST_COUNTS]:
+            for count in [count for count in counts if _holder(count) == _holder(name)][:_MOST_COUNTS]:
                 for minus, divisor in ((0, count), (1, f"({count} - 1)")):  # - 1 for a variance
                     if (number := src.counts[count] - minus) > 0 and numbers.features > 1:
                         mean, rounding = numbers.mean / number, numbers.rounding / number
@@ -436,12 +407,12 @@ def _sample_indices(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | sl
     return slice(min(count, most)) if count <= most or not most else torch.linspace(0, count - 1, most).long()
 
 
-def _variables_of_sizes(
+def _variables_of(
     sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
 ) -> tuple[_Snapshot, list[torch.Tensor]]:
     """Return program variables (with a size in `sizes`) and counts, and possible samples."""
-    snapshot = _Snapshot()
-    items = snapshot.variables
+    current = _Snapshot()
+    items = current.variables
     samples: list[torch.Tensor] = []
     ids: dict[str, int] = {}  # `id()` by name
     kinds: dict[str, type] = {}
@@ -453,17 +424,15 @@ def _variables_of_sizes(
         if tensor is None or name in items or len(items) >= _MOST_HELD:
             continue
         if tensor.numel() == 1 and (number := float(tensor)) >= 1 and number.is_integer():
-            snapshot.counts[name] = number
+            current.counts[name] = number
         elif tensor.numel() in sizes and bool(tensor.isfinite().all()):
-            items[name] = replace(
-                _numbers_of(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder_name(name), NoneType)
-            )
+            items[name] = replace(_numbers_of(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder(name), NoneType))
         if tensor.dim() and len(samples) < _MOST_SAMPLES and are_samples(tensor):
             samples.append(tensor)
-    return snapshot, samples
+    return current, samples
 
 
-def _holder_name(name: str) -> str:
+def _holder(name: str) -> str:
     return name[: max(name.rfind("."), name.rfind("["))] if "." in name or "[" in name else ""
 
 
@@ -475,7 +444,5 @@ def _contains(inputs: torch.Tensor, statistic: _Numbers) -> bool:
     windows = numbers.unfold(0, statistic.features, 1)
     if statistic.features == 1:
         return bool(((windows - statistic.mean).abs() <= 1e-6 * statistic.mean.abs()).any())
-    cosines = windows @ statistic.mean
-    return bool(
-        (cosines.abs() >= (1 - 1e-6) * statistic.mean.norm() * windows.norm(dim=1)).logical_and(cosines != 0).any()
-    )
+    dots = windows @ statistic.mean
+    return bool((dots.abs() >= (1 - 1e-6) * statistic.mean.norm() * windows.norm(dim=1)).logical_and(dots != 0).any())

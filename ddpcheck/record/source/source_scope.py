@@ -138,7 +138,6 @@ def returns(body: ast.AST) -> Iterator[ast.expr]:
 
 
 def parameter_names(body: ast.AST) -> set[str]:
-    """Return the parameter names of a function."""
     if not isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return set()
     return {arg.arg for arg in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
@@ -204,7 +203,6 @@ def scopes_from(frame: FrameType | None) -> Iterator[tuple[Scope, FrameType]]:
 
 
 def location_in(scope: Scope, line: int) -> Location:
-    """Return a line in the file of a scope."""
     return Location(relative_path(scope.file), line)
 
 
