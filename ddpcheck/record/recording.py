@@ -107,14 +107,14 @@ class UnpickledHook:
     def __init__(self, method: Any, recorder: Recorder | None = None) -> None:
         self.method = method
         self._recorder = recorder or recorder_of(method)
-        self._not_compiled = _not_compiled()
+        self._uncompiled_call = _uncompiled_call()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self._recorder.is_off:
             return
         try:
             if _is_traced() or _callback_of_compiler() is not None:
-                self._not_compiled(self.method, args, kwargs)
+                self._uncompiled_call(self.method, args, kwargs)
             else:  # cheaper than calling a function under `torch.compiler.disable`
                 self.method(*args, **kwargs)
         except FindingsError as error:  # hide frames of ddpcheck in the traceback
@@ -134,7 +134,7 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 
 @functools.cache
-def _not_compiled() -> Any:
+def _uncompiled_call() -> Any:
     """Return a function that calls a method without compilation by `torch.compile`.
 
     Created with the first hook, not on import: `torch._dynamo` is imported, as DDP's constructor has done by then.

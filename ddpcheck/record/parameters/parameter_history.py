@@ -33,7 +33,7 @@ _ZERO_FROM = 4  # first step in which always-zero gradients are reported
 
 
 class ParameterHistory:
-    """Missing gradients, zeros and changes of the parameters of one wrapper."""
+    """History of missing gradients, zero gradients and changes of one wrapper's parameters."""
 
     def __init__(
         self, rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter], wrapper: WrapperFacts
@@ -87,7 +87,7 @@ class ParameterHistory:
         self._path_ends |= self._explain_missing(set(names) - self._path_ends.keys(), snapshot)
 
     def is_reported(self, names: Iterable[str]) -> bool:
-        """Return True if reports have named all of these parameters as missing."""
+        """Return True if reports have named all parameters in `names` as missing."""
         return self._reported.issuperset(names)
 
     def note_reported(self, reports: Iterable[RankReport]) -> None:

@@ -335,7 +335,7 @@ def _is_first_replica(parameter: Any) -> bool:
 
 
 def _sum_of_sketches(parts: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the sum of the tensors' sketches, permuted and with signs by tensor."""
+    """Return the sum of the sketches, permuted and with signs that differ per tensor."""
     size = max(map(len, parts.values()), default=0)
     total = [0.0] * size
     for index, part in enumerate(parts.values()):

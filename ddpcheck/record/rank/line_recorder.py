@@ -162,7 +162,7 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
 
 
 def _path_in(watch: WrapperRecorder, module: nn.Module) -> str | None:
-    """Return the path of `module` in the wrapped module; "" for a parent, too."""
+    """Return the path of `module` in the wrapped module; "" if `module` contains it."""
     path = watch.path_of(module)
     return "" if path is None and any(part is watch.module for part in module.modules()) else path
 

@@ -151,11 +151,11 @@ class _RankRecorder:
         pass_over_packages()
         read_named_functions()  # a forked rank got the environment after the import
         if not self._records_all:
-            self._record_end()
+            self._patch_endings()
             atexit.register(guarded(self._write_end))
             return
         self._record_calls(replacements)
-        self._record_end()
+        self._patch_endings()
         run, add = self._run, self._log.add
         self._lines = lines = LineRecorder(run)
         self._writes = writes = WriteRecorder(run)
@@ -240,7 +240,7 @@ class _RankRecorder:
         yield
         self._log.waited = True
 
-    def _record_end(self) -> None:
+    def _patch_endings(self) -> None:
         """Patch exits and excepthooks, and register stack dumps on request and fatal signals."""
         self._log.hold_stacks(_write_stacks_to)
         os.register_at_fork(after_in_child=_unregister_stacks)

@@ -104,7 +104,7 @@ _PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store
 
 @contextlib.contextmanager
 def noted_joining(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
-    """Keep a file with the arguments during `init_process_group`; write an error to it."""
+    """Keep a file with the arguments during `init_process_group`, and a file with its error."""
     options, file = options_of_run(os.environ), None
     if options is not None:
         with contextlib.suppress(Exception):  # invalid arguments: torch raises its own error

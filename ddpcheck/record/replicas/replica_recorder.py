@@ -127,7 +127,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
 
 def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return gradients by name, and gradients split by shard by "0/name", "1/name"."""
+    """Return gradients by "name", or (if split by shard) by "0/name", "1/name"."""
     by_shard: dict[str, Any] = {}
     for name, kept in local.items():
         is_split = isinstance(kept, KeptParts)

@@ -417,7 +417,7 @@ def lines_after() -> dict[str, Location]:
 
 @functools.cache
 def _line_after(file: str, line: int) -> int:
-    """Return the line after the innermost `for` that begins at `line`, or 0."""
+    """Return the line after the innermost `for` whose header is at `line`, or 0."""
     for node in ast.walk(parsed_source(file)):
         for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             for stmt, following in itertools.pairwise(body if isinstance(body, list) else []):

@@ -307,20 +307,20 @@ def _statements(tree: ast.AST, *, repeats: bool, of_class: str = "") -> Iterator
 def _is_update(node: ast.stmt, name: str, holder: type) -> bool | None:
     """Return True if `node` updates `name`, False if `node` overwrites it, else `None`."""
     if isinstance(node, ast.AugAssign):
-        return True if _refers_to(_changed(node.target, name), name, holder) else None
+        return True if _refers_to(_object_of(node.target, name), name, holder) else None
     if isinstance(node, ast.Assign):
         targets = [element for target in node.targets for element in getattr(target, "elts", [target])]
-        changed = {ast.unparse(base) for target in targets if _refers_to(base := _changed(target, name), name, holder)}
-        return any(ast.unparse(part) in changed for part in ast.walk(node.value)) if changed else None
+        bases = {ast.unparse(base) for target in targets if _refers_to(base := _object_of(target, name), name, holder)}
+        return any(ast.unparse(part) in bases for part in ast.walk(node.value)) if bases else None
     call = node.value if isinstance(node, ast.Expr) else None
     while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        if call.func.attr.endswith("_") and _refers_to(_changed(call.func.value, name), name, holder):
+        if call.func.attr.endswith("_") and _refers_to(_object_of(call.func.value, name), name, holder):
             return True  # in place
         call = call.func.value
     return None
 
 
-def _changed(node: ast.expr, name: str) -> ast.expr:
+def _object_of(node: ast.expr, name: str) -> ast.expr:
     """Return the changed object: "mean" for "mean[:]"."""
     if isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) and node.slice.value == name):
         return node.value
