@@ -119,7 +119,7 @@ def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
     same = max(_SAME, 8 * torch.finfo(before.dtype).eps)
     old, new = before.flatten().double(), after.flatten().double()
     finite = old.isfinite() & new.isfinite() & (old.abs() > 1e-30)
-    whole = bool(finite.all())
+    are_finite = bool(finite.all())
     old, new = old[finite], new[finite]
     if len(old) < _FEWEST:
         return HookedGradient()
@@ -128,7 +128,7 @@ def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
     if len(factors) and float(factors.max() - factors.min()) <= same * float(factors.abs().mean()):
         if not bool(zero.any()):
             return HookedGradient("scaled", float(factors.mean()))
-        return HookedGradient("masked", float(factors.mean()), fingerprint(zero)) if whole else HookedGradient()
+        return HookedGradient("masked", float(factors.mean()), fingerprint(zero)) if are_finite else HookedGradient()
     cut = (new - old).abs() > same * old.abs()
     sizes, limits = old[cut].abs(), new[cut].abs()
     if len(limits) >= _FEWEST and bool((new[cut] * old[cut] > 0).all()) and bool((limits < sizes).all()):

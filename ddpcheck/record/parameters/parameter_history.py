@@ -138,8 +138,8 @@ class ParameterHistory:
             used = shards_in_use(self._module) if changed else set()
             if not used:  # gathered parameters are unknown, and may replace a shard temporarily
                 gathered = (n for n in parameters if is_gathered(parameters[n], self._parameters.get(n)))
-                whole = set(gathered) - self._wrapper.ignored
-                changed = {name: kind for name, kind in changed.items() if name not in whole or kind == "added"}
+                unsharded = set(gathered) - self._wrapper.ignored
+                changed = {name: kind for name, kind in changed.items() if name not in unsharded or kind == "added"}
             changed = {name: kind for name, kind in changed.items() if id(parameters[name]) not in used}
             changed = {n: kind for n, kind in changed.items() if kind == "added" or parameters[n].requires_grad}
         return {name: kind for name, kind in changed.items() if name not in self._created_in_forward}

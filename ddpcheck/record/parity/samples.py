@@ -256,10 +256,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self.is_smaller |= smaller is not None
             return smaller
         sizes: list[int] = self._reader.get(key)
-        whole = kind is data.DataLoader and self._evaluates_all_samples(
+        keeps_size = kind is data.DataLoader and self._evaluates_all_samples(
             key, named.get("dataset", next(iter(arguments), ()))
         )
-        if not sizes or self._turns > 1 or whole:
+        if not sizes or self._turns > 1 or keeps_size:
             return sizes[0] if sizes else None
         if 1 < size == sizes[0]:
             self.scaled.update(scale_batch_size(size, sum(sizes)))

@@ -405,10 +405,10 @@ def _write_torchrun_error(message: str, traceback: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path and not os.path.exists(path):
         details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
-        beside = f"{path}.{os.getpid()}"  # the agent may kill this process, or read the file, during the write
+        draft = f"{path}.{os.getpid()}"  # the agent may kill this process, or read the file, during the write
         with contextlib.suppress(OSError):
-            Path(beside).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), "utf-8")
-            os.replace(beside, path)
+            Path(draft).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), "utf-8")
+            os.replace(draft, path)
 
 
 def _main_frame() -> FrameType | None:

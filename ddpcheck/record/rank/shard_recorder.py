@@ -72,10 +72,10 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         if hasattr(state, "init"):
             patched(state, "init", self._record_fully_shard)
         disable: Any = torch.compiler.disable
-        for name, around in (("_pre_forward", self._before_forward), ("_post_forward", self._after_forward)):
+        for name, hook in (("_pre_forward", self._before_forward), ("_post_forward", self._after_forward)):
             if hasattr(state, name):
                 # as `patched` does, excluded from torch.compile like the original
-                Patch(state, name, lambda original, around=around: disable(accompanied(original, around)))  # type: ignore[misc]
+                Patch(state, name, lambda original, hook=hook: disable(accompanied(original, hook)))  # type: ignore[misc]
 
     def _record_fully_shard(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
         location = user_location()

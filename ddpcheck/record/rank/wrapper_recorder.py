@@ -72,7 +72,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     ) -> None:
         self._log: RankLog = run.log
         self.number = run.wrappers
-        self.may_diverge = False  # True if ranks may have left the loop or train apart on purpose (see `StepRecorder`)
+        self.may_diverge = False  # True if ranks may have left the loop or diverge on purpose (see `StepRecorder`)
         self._every = run.every
         log, number = self._log, self.number
         self._collectives = WrapperCollectives(log, number, f"wrapper {of_group}" if of_group > 1 else "")

@@ -63,8 +63,8 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             parts = uneven_parts(tensors, self._mesh) if sharded else uneven(tensors) if in_parts else ()
             before = captured.state.at_first_forward
             self.changed |= any(values.parameters.get(name) != value for name, value in before.items())
-            whole = self._recorder.parameters if self.changed and captured.shard < 0 else {}
-            sketched = {name: Sketch("f", numbers) for name, numbers in sketches(whole).items()}
+            unsharded = self._recorder.parameters if self.changed and captured.shard < 0 else {}
+            sketched = {name: Sketch("f", numbers) for name, numbers in sketches(unsharded).items()}
             state = replace(captured.state, values=values)
             self._log.add(replace(captured, state=state, parts=parts, values=sketched))
 
@@ -97,8 +97,8 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
-            beside = {*probe.beside, *(name for name, gradient in gradients.items() if is_subnormal(gradient))}
-            local = {name: kept for name, kept in probe.local.items() if name not in beside}
+            excluded = {*probe.beside, *(name for name, gradient in gradients.items() if is_subnormal(gradient))}
+            local = {name: kept for name, kept in probe.local.items() if name not in excluded}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in vectors.items()}
                 for vectors in (short_sketches(_by_shard(local)), _reduced_sketches(rows, probe.grads_before))

@@ -240,13 +240,13 @@ def columns_of(value: Any, count: int) -> list[Any]:
         if table.dim() != 2 or len(table) != count or not 1 < table.shape[1] <= _MOST_COLUMNS:
             return []
         columns = list(table.cpu().unbind(1))
-        whole = [not c.is_floating_point() or bool((c == c.round()).all()) for c in columns]
-        return [c.long() if is_whole else c for c, is_whole in zip(columns, whole, strict=True)] * any(whole)
+        are_whole = [not c.is_floating_point() or bool((c == c.round()).all()) for c in columns]
+        return [c.long() if is_whole else c for c, is_whole in zip(columns, are_whole, strict=True)] * any(are_whole)
     if type(value) not in (list, tuple) or len(value) != count or type(value[0]) not in (list, tuple, dict):
         return []
     first = value[0]
-    alike = (type(row) is type(first) and len(row) == len(first) for row in value)
-    if not 1 < len(first) <= _MOST_COLUMNS or not all(alike):
+    are_equal = (type(row) is type(first) and len(row) == len(first) for row in value)
+    if not 1 < len(first) <= _MOST_COLUMNS or not all(are_equal):
         return []
     keys = first if isinstance(first, dict) else range(len(first))
     if isinstance(first, dict) and any(row.keys() != first.keys() for row in value):
@@ -256,8 +256,8 @@ def columns_of(value: Any, count: int) -> list[Any]:
 
 
 def _whole_numbers(numbers: list[Any]) -> list[Any]:
-    whole = all(math.isfinite(number) and number == int(number) for number in numbers)
-    return list(map(int, numbers)) if whole else list(map(float, numbers))
+    are_whole = all(math.isfinite(number) and number == int(number) for number in numbers)
+    return list(map(int, numbers)) if are_whole else list(map(float, numbers))
 
 
 def _sum_of(items: Any) -> float | None:
@@ -431,7 +431,7 @@ def _line_after(file: str, line: int) -> int:
 
 @functools.cache
 def _enclosing_tests(file: str, line: int) -> tuple[ast.expr, ...]:
-    around = [node for node in ast.walk(parsed_source(file)) if isinstance(node, ast.If)]
+    statements = [node for node in ast.walk(parsed_source(file)) if isinstance(node, ast.If)]
     return tuple(
-        node.test for node in around if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
+        node.test for node in statements if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
     )
