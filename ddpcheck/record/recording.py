@@ -65,12 +65,12 @@ class WeakList:
         self.refs: tuple[ref[Any], ...] = ()  # tuple of references, replaced on each change
 
     def add(self, thing: Any) -> None:
-        self.refs = (*self.refs, ref(thing, self._gone))
+        self.refs = (*self.refs, ref(thing, self._remove_dead))
 
     def discard(self, thing: Any) -> None:
         self.refs = tuple(reference for reference in self.refs if reference() is not thing)
 
-    def _gone(self, dead: ref[Any]) -> None:
+    def _remove_dead(self, dead: ref[Any]) -> None:
         self.refs = tuple(reference for reference in self.refs if reference is not dead)
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,7 +81,7 @@ class WeakList:
 
 
 class Followers(WeakList):
-    """Weak references to objects; hooks or patches are installed while there are any.
+    """Weak references to objects; hooks or patches are installed unless the list is empty.
 
     Remove the last object by `discard`: the garbage collector must not remove hooks while torch iterates over them.
     """
@@ -107,14 +107,14 @@ class UnpickledHook:
     def __init__(self, method: Any, recorder: Recorder | None = None) -> None:
         self.method = method
         self._recorder = recorder or recorder_of(method)
-        self._not_compiled = _not_compiled()
+        self._uncompiled_call = _uncompiled_call()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self._recorder.is_off:
             return
         try:
             if _is_traced() or _callback_of_compiler() is not None:
-                self._not_compiled(self.method, args, kwargs)
+                self._uncompiled_call(self.method, args, kwargs)
             else:  # cheaper than calling a function under `torch.compiler.disable`
                 self.method(*args, **kwargs)
         except FindingsError as error:  # hide frames of ddpcheck in the traceback
@@ -134,7 +134,7 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 
 @functools.cache
-def _not_compiled() -> Any:
+def _uncompiled_call() -> Any:
     """Return a function that calls a method without compilation by `torch.compile`.
 
     Created with the first hook, not on import: `torch._dynamo` is imported, as DDP's constructor has done by then.
@@ -208,19 +208,19 @@ inside_forward: set[int] = set()
 _forward_followers = Followers(
     lambda: [
         patched(DistributedDataParallel, name, around).undo
-        for name, around in (("_pre_forward", _enters_forward), ("_post_forward", _leaves_forward))
+        for name, around in (("_pre_forward", _call_enter), ("_post_forward", _call_leave))
     ]
 )
 follow_forward, unfollow_forward = _forward_followers.add, _forward_followers.discard
 """Call `enter_by_name` and `leave_by_name` of an object in each forward pass that runs no hooks, or stop to."""
 
 
-def _enters_forward(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
+def _call_enter(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
     for follower in _forward_followers if id(wrapper) not in inside_forward else ():
         follower.enter_by_name(wrapper, arguments, named)
 
 
-def _leaves_forward(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
+def _call_leave(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
     if id(wrapper) in inside_forward:
         return
     output = yield
@@ -255,7 +255,7 @@ def hold(module: nn.Module, watch: Any) -> None:
 
 
 def release(module: nn.Module, watch: Any) -> None:
-    """Undo `hold`."""
+    """Stop keeping `watch` alive with `module` (see `hold`)."""
     for part in _wrapped_parts(module):
         holder = vars(part).get(_KEY)
         if isinstance(holder, _KeptWatches):

@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import (
     StateRecorder,
-    _is_near,
+    _may_be_weights,
     names_of_tensors,
 )
 from ddpcheck.record.replicas.tables import is_order_of_a_set, tables_of, tables_of_program
@@ -86,7 +86,7 @@ def test_a_list_made_of_a_set_of_which_places_are_asked(count: int) -> None:
 )
 def test_a_copy_is_known_by_its_direction_or_by_its_size(of: Any, near: bool) -> None:
     ours, other = (nn.Linear(8, 64).weight.detach() for _ in range(2))
-    assert _is_near({"w": of(ours, other)}, {"w": ours}) == near
+    assert _may_be_weights({"w": of(ours, other)}, {"w": ours}) == near
 
 
 class Online(nn.Module):
@@ -161,11 +161,11 @@ def test_the_buffers_of_a_loss_through_which_backward_comes(criterion: nn.Module
     recorder = StateRecorder(Recording(print), uses, lambda *_: None)
     logits = torch.zeros(2, 3)
     targets = () if isinstance(criterion, nn.Softmax) else (torch.zeros(2, dtype=torch.int64),)
-    assert not recorder._of_criterion(criterion)
+    assert not recorder._criterion_buffers(criterion)
     criterion(logits, *targets)
-    assert not recorder._of_criterion(criterion)  # in evaluation only
+    assert not recorder._criterion_buffers(criterion)  # in evaluation only
     criterion(logits.requires_grad_(), *targets)
-    assert list(recorder._of_criterion(criterion)) == held
+    assert list(recorder._criterion_buffers(criterion)) == held
 
 
 def test_a_module_that_is_no_copy_is_looked_at_once_it_is_called_and_some_times_only() -> None:

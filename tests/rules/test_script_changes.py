@@ -210,10 +210,10 @@ def test_the_calls_of_eval_that_are_written_down() -> None:
     run: Any = Recording(made.append)
     run.watches = [watch]
     recorder = LineRecorder.__new__(LineRecorder)
-    vars(recorder).update(_run=run, _seen=set(), _evaluated={})
+    vars(recorder).update(_run=run, _seen=set(), _eval_counts={})
     for part in (nn.ModuleList([module]), module[0], nn.Linear(2, 1)):
         for _ in range(2):
-            recorder._evaluates(part)
+            recorder._record_eval(part)
         made.append(EVALUATES)
         recorder._seen.clear()
     assert [one.names for one in made if one is not EVALUATES] == [("",), ("0",)]

@@ -247,7 +247,7 @@ def test_an_error_file_is_never_there_in_part(tmp_path: Path, monkeypatch: pytes
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", at_the_end)
-    rank_watch._tell_torchrun("of the script", "Traceback")
+    rank_watch._write_torchrun_error("of the script", "Traceback")
     assert [file.name for file in tmp_path.iterdir()] == ["error.json"]
 
 

@@ -30,7 +30,7 @@ _REGISTRATIONS = {
 
 
 class HookedGradients:
-    """Gradients of parameters with program hooks, before and after these hooks."""
+    """Recorder of gradients before and after the hooks that the program registered."""
 
     def __init__(self) -> None:
         # change of the last gradient by hooks, by parameter name; absent if unchanged
@@ -55,18 +55,18 @@ class HookedGradients:
             _call_first(leaf._backward_hooks, handles[-1])
         if self._has_hooks(leaf, "_post_accumulate_grad_hooks"):
             first = UnpickledHook(lambda parameter: self._keep(name, parameter.grad))
-            last = UnpickledHook(functools.partial(self._accumulated, name, accumulated))
+            last = UnpickledHook(functools.partial(self._after_accumulation, name, accumulated))
             handles += [leaf.register_post_accumulate_grad_hook(hook) for hook in (first, last)]
             _call_first(leaf._post_accumulate_grad_hooks, handles[-2])
         return handles
 
     def attach_to_module(self, name: str, module: nn.Module) -> list[Any]:
-        """Register hooks around a module's full backward hooks, before forward; return the handles."""
+        """Before forward, register hooks around a module's full backward hooks; return the handles."""
         handles: list[Any] = []
         for attribute, registration in _REGISTRATIONS.items():
             if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, attribute):
                 continue
-            for note in (self._keep_all, self._arrived_all):
+            for note in (self._keep_all, self._compare_all):
                 hook = UnpickledHook(lambda _module, grads, *_more, note=note: note(name, grads))
                 handles.append(getattr(module, registration)(hook))
             _call_first(getattr(module, attribute), handles[-2])
@@ -76,7 +76,7 @@ class HookedGradients:
         for number, gradient in enumerate(gradients):
             self._keep(f"{name} {number}", gradient)
 
-    def _arrived_all(self, name: str, gradients: tuple[Any, ...]) -> None:
+    def _compare_all(self, name: str, gradients: tuple[Any, ...]) -> None:
         for number, gradient in enumerate(gradients):
             before = self._before.pop(f"{name} {number}", None)
             if before is not None and before.shape == getattr(gradient, "shape", None):
@@ -96,7 +96,7 @@ class HookedGradients:
         if plain and gradient.numel() <= _MOST_ELEMENTS:
             self._before[name] = gradient.detach().clone()
 
-    def _accumulated(self, name: str, accumulated: Callable[[str], object], parameter: torch.Tensor) -> None:
+    def _after_accumulation(self, name: str, accumulated: Callable[[str], object], parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self.arrived(name, parameter.grad)
             accumulated(name)
@@ -109,7 +109,7 @@ class HookedGradients:
 
 
 def _call_first(hooks: Any, handle: Any) -> None:
-    """Move our hook to the front: torch calls hooks in dictionary order."""
+    """Move the hook of `handle` to the front; torch calls hooks in dictionary order."""
     for number in [number for number in hooks if number != handle.id]:
         hooks[number] = hooks.pop(number)
 
@@ -119,7 +119,7 @@ def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
     same = max(_SAME, 8 * torch.finfo(before.dtype).eps)
     old, new = before.flatten().double(), after.flatten().double()
     finite = old.isfinite() & new.isfinite() & (old.abs() > 1e-30)
-    whole = bool(finite.all())
+    are_finite = bool(finite.all())
     old, new = old[finite], new[finite]
     if len(old) < _FEWEST:
         return HookedGradient()
@@ -128,7 +128,7 @@ def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
     if len(factors) and float(factors.max() - factors.min()) <= same * float(factors.abs().mean()):
         if not bool(zero.any()):
             return HookedGradient("scaled", float(factors.mean()))
-        return HookedGradient("masked", float(factors.mean()), fingerprint(zero)) if whole else HookedGradient()
+        return HookedGradient("masked", float(factors.mean()), fingerprint(zero)) if are_finite else HookedGradient()
     cut = (new - old).abs() > same * old.abs()
     sizes, limits = old[cut].abs(), new[cut].abs()
     if len(limits) >= _FEWEST and bool((new[cut] * old[cut] > 0).all()) and bool((limits < sizes).all()):

@@ -33,7 +33,7 @@ _ZERO_FROM = 4  # first step in which always-zero gradients are reported
 
 
 class ParameterHistory:
-    """Missing gradients, zeros and changes of the parameters of one wrapper."""
+    """History of missing gradients, zero gradients and changes of one wrapper's parameters."""
 
     def __init__(
         self, rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter], wrapper: WrapperFacts
@@ -46,17 +46,17 @@ class ParameterHistory:
         self._module = module
         self._parameters = parameters
         self._wrapper = wrapper
-        self._at_start = SeenParameter.current_params(module.named_parameters())
+        self._start_params = SeenParameter.current_params(module.named_parameters())
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._unfrozen_noticed = False
+        self._has_noticed_unfrozen = False
         self._never_used = set(parameters)
-        self._idle: set[str] = set()  # not reached by the engine in a probed step
+        self._unreached: set[str] = set()  # not reached by the engine in a probed step
         self._sometimes_missing: set[str] = set()
         self._reported: set[str] = set()
         self._created_in_forward: set[str] = set()
-        self._ends: dict[str, PathEnd] = {}
-        self._zero = set(parameters)  # parameters whose gradient was zero at every look
-        self._moving: dict[str, int] = {}  # first fingerprint of a parameter with a nonzero gradient
+        self._path_ends: dict[str, PathEnd] = {}
+        self._zero_so_far = set(parameters)  # parameters whose gradient was zero in all probed steps
+        self._first_fingerprints: dict[str, int] = {}  # first fingerprint of a parameter with a nonzero gradient
 
     def step_ended(
         self,
@@ -72,22 +72,22 @@ class ParameterHistory:
                 awaited |= probe.unused - unused
             self._never_used &= probe.unused - accumulated
             self._sometimes_missing |= probe.unused
-            self._idle |= probe.unused & unused
-        elif took_part := self._never_used & self._idle - unused:
+            self._unreached |= probe.unused & unused
+        elif took_part := self._never_used & self._unreached - unused:
             self._never_used -= took_part
         if not awaited:
             return
         self._sometimes_missing |= awaited
         if not self.is_reported(awaited - late):
-            self.not_reported[step] = self._ordered(awaited - late - self._reported)
+            self.not_reported[step] = self._in_order(awaited - late - self._reported)
 
     def left_out(self, step: int, names: Iterable[str], snapshot: Snapshot | None) -> None:
         """Record and explain parameters that turned out missing after `step` had ended."""
-        self.not_reported[step] = self._ordered({*names, *self.not_reported.get(step, ())})
-        self._ends |= self._explained(set(names) - self._ends.keys(), snapshot)
+        self.not_reported[step] = self._in_order({*names, *self.not_reported.get(step, ())})
+        self._path_ends |= self._explain_missing(set(names) - self._path_ends.keys(), snapshot)
 
     def is_reported(self, names: Iterable[str]) -> bool:
-        """Return True if reports have named all of these parameters as missing."""
+        """Return True if reports have named all parameters in `names` as missing."""
         return self._reported.issuperset(names)
 
     def note_reported(self, reports: Iterable[RankReport]) -> None:
@@ -108,49 +108,49 @@ class ParameterHistory:
         missing = {name for names in self.not_reported.values() for name in names} - self._reported
         if self._wrapper.goes_on_without and (settled or step == _EXPLAINED_EARLY):
             missing |= self._never_used - self._reported
-        self._ends |= self._explained(missing - self._ends.keys(), snapshot)
-        probed = StepEvidence(self._rank, step, {}) if probe is None else self._probed(step, probe, snapshot)
+        self._path_ends |= self._explain_missing(missing - self._path_ends.keys(), snapshot)
+        probed = StepEvidence(self._rank, step, {}) if probe is None else self._step_evidence(step, probe, snapshot)
         looks = probe is not None or thorough or missing or self._has_unfrozen()
         return RankReport(
             probed,
             missing=dict(self.not_reported),
-            never_used=self._ordered(self._never_used),
-            sometimes_missing=self._ordered(self._sometimes_missing),
-            ends={name: self._ends[name] for name in missing if name in self._ends},
+            never_used=self._in_order(self._never_used),
+            sometimes_missing=self._in_order(self._sometimes_missing),
+            ends={name: self._path_ends[name] for name in missing if name in self._path_ends},
             changes=self.changed(parameters) if looks else {},
         )
 
     def notices_unfrozen(self) -> bool:
         """Return True the first time that a parameter frozen at construction requires grad."""
-        was_noticed = self._unfrozen_noticed
-        self._unfrozen_noticed = was_noticed or self._has_unfrozen()
-        return self._unfrozen_noticed and not was_noticed
+        was_noticed = self._has_noticed_unfrozen
+        self._has_noticed_unfrozen = was_noticed or self._has_unfrozen()
+        return self._has_noticed_unfrozen and not was_noticed
 
     def _has_unfrozen(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def changed(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, str]:
         """Return changes of parameters since wrapping, by name: "added", "replaced", ..."""
-        changed = changes(self._at_start, self._module, parameters)
+        changed = changes(self._start_params, self._module, parameters)
         if self._wrapper.sharded:  # `fully_shard` adopts other changes in the next forward pass
             changed = {name: kind for name, kind in changed.items() if kind in ("added", "replaced")}
             parameters = dict(self._module.named_parameters()) if changed else {}
             used = shards_in_use(self._module) if changed else set()
             if not used:  # gathered parameters are unknown, and may replace a shard temporarily
                 gathered = (n for n in parameters if is_gathered(parameters[n], self._parameters.get(n)))
-                whole = set(gathered) - self._wrapper.ignored
-                changed = {name: kind for name, kind in changed.items() if name not in whole or kind == "added"}
+                unsharded = set(gathered) - self._wrapper.ignored
+                changed = {name: kind for name, kind in changed.items() if name not in unsharded or kind == "added"}
             changed = {name: kind for name, kind in changed.items() if id(parameters[name]) not in used}
             changed = {n: kind for n, kind in changed.items() if kind == "added" or parameters[n].requires_grad}
         return {name: kind for name, kind in changed.items() if name not in self._created_in_forward}
 
-    def _probed(self, step: int, probe: StepProbe, snapshot: Snapshot | None) -> StepEvidence:
+    def _step_evidence(self, step: int, probe: StepProbe, snapshot: Snapshot | None) -> StepEvidence:
         self._created_in_forward |= probe.created_in_forward.keys()
         states: dict[str, GradientState] = dict.fromkeys(probe.lost, "lost")
         excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient was replaced by zeros
         zero = self._always_zero(excused)
         if step >= _ZERO_FROM:
-            states |= dict.fromkeys(self._ordered(zero), "zero")
+            states |= dict.fromkeys(self._in_order(zero), "zero")
         return StepEvidence(
             self._rank,
             step,
@@ -162,17 +162,17 @@ class ParameterHistory:
         )
 
     def _lost_gradients(self, probe: StepProbe, snapshot: Snapshot | None) -> dict[str, PathEnd]:
-        """Return where gradients were lost; for compiled code, found by an eager rerun."""
+        """Return where backward lost gradients, by parameter; rerun compiled code eagerly."""
         compiled = {name for name, end in probe.lost.items() if end.reason == COMPILED_CODE}
-        self._ends |= self._explained(compiled - self._ends.keys(), snapshot)
-        ends = {name: self._ends[name] for name in compiled & self._ends.keys()}
+        self._path_ends |= self._explain_missing(compiled - self._path_ends.keys(), snapshot)
+        ends = {name: self._path_ends[name] for name in compiled & self._path_ends.keys()}
         return probe.lost | {name: end for name, end in ends.items() if end.cause != "unknown"}
 
-    def _ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+    def _in_order(self, names: Iterable[str]) -> tuple[str, ...]:
         wanted = set(names)
         return tuple(name for name in self._parameters if name in wanted)
 
-    def _explained(self, missing: set[str], snapshot: Snapshot | None) -> dict[str, PathEnd]:
+    def _explain_missing(self, missing: set[str], snapshot: Snapshot | None) -> dict[str, PathEnd]:
         """Rerun forward to find why `missing` parameters have no gradient; `{}` without a snapshot."""
         if not missing or snapshot is None:
             return {}
@@ -180,22 +180,22 @@ class ParameterHistory:
         return snapshot.explain(self._module, parameters, self.around_replay)
 
     def _always_zero(self, excused: Set[str]) -> set[str]:
-        """Return parameters, not `excused`, whose gradient was always zero while other parameters moved."""
-        if not self._zero:
+        """Return parameters, except `excused`, with an always-zero gradient while another parameter changed."""
+        if not self._zero_so_far:
             return set()
         zero_or_missing = zero_gradients(self._parameters) | excused
-        self._zero &= zero_or_missing - excused
-        if not self._zero:
+        self._zero_so_far &= zero_or_missing - excused
+        if not self._zero_so_far:
             return set()
         moving = [name for name in self._parameters if name not in zero_or_missing][:1]
         current = {name: fingerprint(self._parameters[name]) for name in moving}
-        self._moving = self._moving or current
-        moved = any(self._moving.get(name) != value for name, value in current.items())
-        return self._zero if moved else set()
+        self._first_fingerprints = self._first_fingerprints or current
+        moved = any(self._first_fingerprints.get(name) != value for name, value in current.items())
+        return self._zero_so_far if moved else set()
 
 
 class StepProbe:
-    """Record of one step's gradients, by hooks on each parameter."""
+    """Recorder of one step's gradients, by hooks on each parameter."""
 
     def __init__(
         self,
@@ -227,8 +227,8 @@ class StepProbe:
         self._parameters = parameters
         self._leaves = leaves
         self.keep = keep  # linear function of a gradient, by name, whose result is kept; `None` to keep nothing
-        self._arrived_none: set[str] = set()
-        self._before = parts.now().parameters
+        self._none_arrived: set[str] = set()
+        self._known = parts.now().parameters
         self._graph: LossGraph | None = None  # of the forward outputs, if autograd Functions are in it
         self._handles: list[Any] = []
         self.attach()
@@ -238,12 +238,12 @@ class StepProbe:
         self.detach()
         nodes = gradient_nodes(self._leaves)
         self._handles = [  # on the node, since `torch.autograd.grad` also runs hooks on the tensor
-            node.register_prehook(self._arrival(name, leaf))
+            node.register_prehook(self._arrival_hook(name, leaf))
             for name, leaf, node in zip(self._parameters, self._leaves, nodes, strict=True)
             if node is not None
         ]
         for name, leaf in zip(self._parameters, self._leaves, strict=True) if self.keep is not None else ():
-            self._handles += self.hooked.attach(name, leaf, self._changed_in_place)
+            self._handles += self.hooked.attach(name, leaf, self._keep_changed)
         for name, module in self._module.named_modules() if self.keep is not None else ():
             self._handles += self.hooked.attach_to_module(name or "(the model)", module)
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
@@ -258,11 +258,11 @@ class StepProbe:
         """Remove the hooks, since ddpcheck itself may add (zero) gradients later."""
         remove_hooks(self._handles)
 
-    def _arrival(self, name: str, leaf: Any) -> Any:
+    def _arrival_hook(self, name: str, leaf: Any) -> Any:
         def arrived(gradients: tuple[Any, ...]) -> None:
             (gradient,) = gradients
             if gradient is None:
-                self._arrived_none.add(name)
+                self._none_arrived.add(name)
                 return
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
             plain = type(gradient) is torch.Tensor and gradient.layout == torch.strided
@@ -276,8 +276,8 @@ class StepProbe:
 
         return arrived
 
-    def _changed_in_place(self, name: str) -> None:
-        """Keep `.grad` after the program's hooks, since that value is averaged."""
+    def _keep_changed(self, name: str) -> None:
+        """Keep `.grad` after the program's hooks, since DDP averages that value."""
         grad = self._parameters[name].grad
         if self.keep is not None and grad is not None and name in self.local and not is_shard(grad):
             self.local[name] = self.keep(name, dense(grad))
@@ -303,7 +303,7 @@ class StepProbe:
         self.reentrant |= graph.has_reentrant_checkpoint
         self._graph = graph if graph.functions else None
         params = self._parts.now().parameters
-        new = {} if params is self._before else {name: p for name, p in params.items() if name not in self._before}
+        new = {} if params is self._known else {n: p for n, p in params.items() if n not in self._known}
         if new:
             gathered = shards_in_use(self._module)  # a shard with two names has two unsharded parameters
             self.created_in_forward |= {
@@ -329,7 +329,7 @@ class StepProbe:
         self.detach()
         graph, self._graph = self._graph or LossGraph([]), None
         leaves = dict(zip(self._parameters, self._leaves, strict=True))
-        for name in sorted(self._arrived_none - self.arrivals.keys()):
+        for name in sorted(self._none_arrived - self.arrivals.keys()):
             end = function_returning_none(graph, leaves[name])
             if _SINK not in end.reason:
                 self.lost[name] = end

@@ -36,39 +36,39 @@ FUNCTIONS = (
 )
 CONCATENATIONS = ("cat", "concat", "concatenate")
 _IN_PLACE = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
-_OF_NUMPY = (
+_NUMPY_FUNCTIONS = (
     *("rand", "randn", "random", "random_sample", "standard_normal", "normal", "uniform", "randint", "integers"),
     *("permutation", "choice", "beta", "binomial", "poisson", "exponential", "multivariate_normal", "dirichlet"),
 )
-_DEEPEST = 12  # max torch frames between the call and a line of the program
+_MOST_FRAMES = 12  # max torch frames between the call and a line of the program
 
 
 class DrawReplay(Recorder, subjects=("parity",)):
-    """Recorder of random draws by program lines, or their replay in a single process."""
+    """Recorder of random numbers drawn by program lines, or their single-process replay."""
 
     def __init__(self, samples: Samples, *, replays: bool) -> None:
         self._samples = samples
         self._replays = replays  # True if the single process gets the ranks' numbers
         self._process = os.getpid()
-        self._drawn = Counter[str]()
+        self._draw_counts = Counter[str]()
         for owner, names in ((torch, FUNCTIONS), (torch.Tensor, _IN_PLACE)):
             for name in names:
-                Patch(owner, name, functools.partial(self._drawing, name=name))
+                Patch(owner, name, functools.partial(self._patched_draw, name=name))
         if samples.replays:
             for name in ("__iter__", "split", "chunk", "unbind"):
                 Patch(torch.Tensor, name, self._split_rows)
             for name in CONCATENATIONS:
-                patched(torch, name, self._concatenates)
+                patched(torch, name, self._record_cat)
 
-    def _drawing(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        drew = guarded(self._record_draw)
+    def _patched_draw(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        record = guarded(self._record_draw)
 
         @functools.wraps(original)
         def draw(*arguments: Any, **named: Any) -> Any:
             drawn = original(*arguments, **named)
             if not self._samples.draws or self._samples.loads or torch.compiler.is_compiling() or self.is_off:
                 return drawn
-            replayed = drew(sys._getframe(1), name, drawn)
+            replayed = record(sys._getframe(1), name, drawn)
             return drawn if replayed is None else replayed
 
         return draw
@@ -76,8 +76,8 @@ class DrawReplay(Recorder, subjects=("parity",)):
     def _record_draw(self, frame: FrameType, name: str, drawn: Any) -> Any:
         if os.getpid() != self._process or not row_count(drawn) or not (line := _line_of_draw(frame)):
             return drawn
-        key, number = f"{name} {line}", self._drawn[name + line]
-        self._drawn[name + line] += 1
+        key, number = f"{name} {line}", self._draw_counts[name + line]
+        self._draw_counts[name + line] += 1
         if not self._samples.replays:
             self._samples.keep(f"{key}#{number}", drawn)
             return drawn
@@ -101,27 +101,27 @@ class DrawReplay(Recorder, subjects=("parity",)):
 
     def follow_numpy(self, module: Any) -> None:
         """Patch numpy's global random functions and the generators that the script creates."""
-        for name in _OF_NUMPY:
+        for name in _NUMPY_FUNCTIONS:
             if hasattr(module, name):
-                Patch(module, name, functools.partial(self._drawing, name=f"numpy.random.{name}"))
+                Patch(module, name, functools.partial(self._patched_draw, name=f"numpy.random.{name}"))
         self._samples.seed("numpy", module.get_state, module.set_state)
         methods = {}
-        for name in _OF_NUMPY:
+        for name in _NUMPY_FUNCTIONS:
             if callable(original := getattr(module.Generator, name, None)):
-                methods[name] = self._drawing(original, f"Generator.{name}")
+                methods[name] = self._patched_draw(original, f"Generator.{name}")
         generator_class = type("Generator", (module.Generator,), methods)
 
-        def following(make: Callable[..., Any]) -> Callable[..., Any]:
+        def patched_constructor(make: Callable[..., Any]) -> Callable[..., Any]:
             return functools.wraps(make)(lambda *args, **named: generator_class(make(*args, **named).bit_generator))
 
-        Patch(module, "default_rng", following)
+        Patch(module, "default_rng", patched_constructor)
 
-    def _concatenates(self, tensors: Any, dim: int = 0, **_named: Any) -> Iterator[None]:
+    def _record_cat(self, tensors: Any, dim: int = 0, **_named: Any) -> Iterator[None]:
         result: Any = yield
         self._samples.note_cat(result, tensors, dim)
 
     def _split_rows(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method to split each rank's rows separately, and concatenate the pieces."""
+        """Wrap a method such as `chunk`: split each rank's rows separately, then concatenate pieces."""
 
         @functools.wraps(original)
         def divide(tensor: Any, *arguments: Any, **named: Any) -> Any:
@@ -138,13 +138,13 @@ class DrawReplay(Recorder, subjects=("parity",)):
 
 
 def _line_of_draw(frame: FrameType) -> str:
-    """Return the program line of a draw; "" outside of steps.
+    """Return the program line of a draw ("train.py:9 without gradients"); "" outside of steps.
 
-    An evaluation, possibly on rank 0 only, may run the same line as a step.
+    The suffix distinguishes an evaluation, possibly on rank 0 only, from a step that runs the same line.
     """
     if str(frame.f_globals.get("__name__", "")).startswith("ddpcheck."):
         return ""
-    for current in itertools.islice(frames_from(frame), _DEEPEST):
+    for current in itertools.islice(frames_from(frame), _MOST_FRAMES):
         if str(current.f_globals.get("__name__", "")).startswith(NOT_OF_THE_STEP):
             return ""
         if current.f_code.co_name == "__init__" and isinstance(variables_of(current).get("self"), nn.Module):
@@ -158,24 +158,24 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 class RankLayers(Recorder, subjects=("parity",)):
-    """Recorder of the generator state before each dropout, or its replay per rank.
+    """Recorder of generator states before dropouts; a single process restores each rank's state.
 
-    In the replay, batch normalization uses the statistics of each rank's rows. The first rank updates the running
-    statistics: rank 0, which DDP broadcasts, or another rank if noise is measured.
+    In the replay, batch normalization uses the statistics of each rank's rows. The rows of the first rank update the
+    running statistics: rank 0, whose buffers DDP broadcasts, or another rank if noise is measured.
     """
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._process = os.getpid()
-        self._backward, self._calls = -1, 0  # forward calls since the last backward pass
+        self._backwards, self._calls = -1, 0  # forward calls since the last backward pass
         for name in DROPOUTS:
-            Patch(functional, name, self._dropping)
-        Patch(functional, "scaled_dot_product_attention", self._attending)
+            Patch(functional, name, self._patched_dropout)
+        Patch(functional, "scaled_dot_product_attention", self._patched_attention)
         if samples.replays:
-            Patch(functional, "batch_norm", self._normalizing)
+            Patch(functional, "batch_norm", self._patched_batch_norm)
 
-    def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the rows of each rank; empty if unknown."""
+    def _rank_rows(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Split rows by the rank to which the rows belong; () if unknown."""
         owners = self._samples.owners(len(inputs)) if inputs.dim() else None
         if owners is None:
             return ()
@@ -186,23 +186,23 @@ class RankLayers(Recorder, subjects=("parity",)):
         parts = (inputs[owners.to(inputs.device) == rank] for rank in range(int(owners.max()) + 1))
         return tuple(part.permute(order).contiguous().permute(inverse) for part in parts)
 
-    def _dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched_dropout(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def dropout(inputs: torch.Tensor, *arguments: Any, **named: Any) -> Any:
             training = arguments[1] if len(arguments) > 1 else named.get("training", True)
             p = arguments[0] if arguments else named.get("p", 0.5)
-            if not training or not p or not self._follows():
+            if not training or not p or not self._is_active():
                 return original(inputs, *arguments, **named)
             return self._draw_by_rank(lambda part: original(part, *arguments, **named), inputs)
 
         return dropout
 
-    def _attending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def attention(query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> Any:
             p = arguments[1] if len(arguments) > 1 else named.get("dropout_p", 0.0)
             mask = arguments[0] if arguments else named.get("attn_mask")
-            if not p or not self._follows():
+            if not p or not self._is_active():
                 return original(query, key, value, *arguments, **named)
             if mask is None or len(mask) != len(query):  # one mask for all rows
                 return self._draw_by_rank(lambda *parts: original(*parts, *arguments, **named), query, key, value)
@@ -211,23 +211,23 @@ class RankLayers(Recorder, subjects=("parity",)):
 
         return attention
 
-    def _follows(self) -> bool:
+    def _is_active(self) -> bool:
         is_rank = not self.is_off and os.getpid() == self._process
         return is_rank and self._samples.draws and not torch.compiler.is_compiling()
 
     def _draw_by_rank(self, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Record the generator state; in a single process, compute on each rank's rows."""
-        if self._backward != self._samples.backwards:
-            self._backward, self._calls = self._samples.backwards, 0
+        """Compute each rank's rows with its generator state; on a rank, record the state."""
+        if self._backwards != self._samples.backwards:
+            self._backwards, self._calls = self._samples.backwards, 0
         key, generator = f"dropout {self._calls}", torch.default_generator
         if inputs[0].is_cuda:
             generator = torch.cuda.default_generators[inputs[0].device.index or 0]
         self._calls += 1
         if not self._samples.replays:
             entry = generator.get_state(), *(tuple(tensor.shape) for tensor in inputs)
-            self._samples.keep(f"{key}#{self._backward}", entry)
+            self._samples.keep(f"{key}#{self._backwards}", entry)
             return compute(*inputs)
-        states, parts = self._samples.rank_values(key, self._backward), [self._parts(tensor) for tensor in inputs]
+        states, parts = self._samples.rank_values(key, self._backwards), [self._rank_rows(tensor) for tensor in inputs]
         if not states or any(len(input_parts) != len(states) for input_parts in parts):
             return compute(*inputs)
         saved_state, outputs = generator.get_state(), []
@@ -237,7 +237,7 @@ class RankLayers(Recorder, subjects=("parity",)):
         generator.set_state(saved_state)
         return self._samples.in_rows(cat(outputs))
 
-    def _normalizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched_batch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def batch_norm(
             inputs: torch.Tensor,
@@ -250,7 +250,7 @@ class RankLayers(Recorder, subjects=("parity",)):
             **named: Any,
         ) -> torch.Tensor:
             layer = sys._getframe(1).f_locals.get("self")
-            parts = self._parts(inputs) if training and not isinstance(layer, nn.SyncBatchNorm) else ()
+            parts = self._rank_rows(inputs) if training and not isinstance(layer, nn.SyncBatchNorm) else ()
             outputs: list[torch.Tensor] = []
             for part in parts or (inputs,):
                 statistics = (None, None) if outputs else (mean, variance)
@@ -265,7 +265,7 @@ class RankLayers(Recorder, subjects=("parity",)):
 def _without_padding(
     compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Compute without padding, to draw as many numbers as the rank; pad afterwards."""
+    """Compute on unpadded inputs (as many draws as on the rank); pad the output."""
     trimmed = [x[tuple(map(slice, (len(x), *shape[1:])))].clone() for x, shape in zip(inputs, shapes, strict=True)]
     output = compute(*trimmed)
     sizes = inputs[0].shape if len(inputs) == 1 else (*inputs[0].shape[:-1], output.shape[-1])  # dropout, attention
@@ -278,27 +278,27 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lig
 
 
 class Frameworks(Recorder, subjects=("parity",)):
-    """Patch of Lightning for a single device, and detector of accelerate's schedule stepping."""
+    """Patches of frameworks: Lightning uses one device; accelerate's schedule steps are detected."""
 
     def __init__(self, *, is_single_process: bool) -> None:
         self.steps_schedules = False  # True if a schedule is stepped once per rank, as accelerate does
         if is_single_process:
-            when_imported(_LIGHTNING, self._follow_lightning)
-        when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._steps))
+            when_imported(_LIGHTNING, self._patch_lightning)
+        when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._on_step))
         Patch(torch.jit, "script", functools.partial(scripting_in, _without_patches))
 
-    def _follow_lightning(self, module: Any) -> None:
+    def _patch_lightning(self, module: Any) -> None:
         for name in ("Trainer", "Fabric"):
             if hasattr(module, name):
                 Patch(getattr(module, name), "__init__", _on_one_device)
 
-    def _steps(self, scheduler: Any, *_arguments: Any, **_named: Any) -> None:
+    def _on_step(self, scheduler: Any, *_arguments: Any, **_named: Any) -> None:
         self.steps_schedules |= scheduler.step_with_optimizer and not scheduler.split_batches
 
 
 @contextlib.contextmanager
 def _without_patches(_code: object) -> Iterator[None]:
-    """Restore the original functions while TorchScript compiles, instead of the patched ones."""
+    """Restore the original functions while TorchScript compiles."""
     functions = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
     current = [(owner, name, getattr(owner, name)) for owner, name in functions]
     for owner, name, function in current:
@@ -319,61 +319,61 @@ def _on_one_device(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 _NOISE_SEED = 7919
-_FASTER = 16.0  # clock speed-up factor
+_SPEED_UP = 16.0  # clock speed-up factor
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns")
 
 
 class Noise:
-    """Perturbation of clocks from the start, and of random numbers after parameter initialization."""
+    """Perturbation of clocks, and (after parameter initialization) of random numbers and gradients."""
 
     def __init__(self) -> None:
-        self._is_on = False
+        self._has_begun = False
         # relative rounding error of gradients: of float32, or of the coarsest autocast dtype used
         self.eps = torch.finfo(torch.float32).eps
         self._signs = torch.Generator().manual_seed(_NOISE_SEED)
-        patched(torch.autocast, "__enter__", self._enters)
+        patched(torch.autocast, "__enter__", self._record_autocast)
         for name in _CLOCKS:
-            Patch(time, name, _skewed)
+            Patch(time, name, _sped_up_clock)
         for module in (torch, random):
-            Patch(module, "manual_seed" if module is torch else "seed", self._seeding)
+            Patch(module, "manual_seed" if module is torch else "seed", self._patched_seed)
 
     def begin(self) -> None:
-        """Reseed the generators; called by an optimizer's constructor or a wrapper's forward."""
-        if self._is_on:
+        """Reseed the generators once, at an optimizer's construction or a wrapper's forward."""
+        if self._has_begun:
             return
-        self._is_on = True
+        self._has_begun = True
         torch.manual_seed(torch.initial_seed() % (1 << 62))
         random.seed(_NOISE_SEED)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(_NOISE_SEED)
 
-    def _enters(self, autocast: Any) -> None:
+    def _record_autocast(self, autocast: Any) -> None:
         if autocast._enabled:
             self.eps = max(self.eps, torch.finfo(autocast.fast_dtype).eps)
 
     def round(self, tensors: Iterable[torch.Tensor], times: int = 1) -> None:
-        """Perturb each element of gradients or parameters by `times` rounding errors."""
+        """Change each element by `times` rounding errors, with random signs."""
         for tensor in tensors:
             if tensor.layout == torch.strided and tensor.is_floating_point():
                 eps = times * max(self.eps, torch.finfo(tensor.dtype).eps)
                 signs = torch.randint(0, 2, tensor.shape, generator=self._signs).mul_(2).sub_(1)
                 tensor.detach().mul_(1 + eps * signs.to(tensor.device, tensor.dtype))
 
-    def _seeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched_seed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def seed(*arguments: Any, **named: Any) -> Any:
-            if self._is_on and arguments and type(arguments[0]) is int:
+            if self._has_begun and arguments and type(arguments[0]) is int:
                 arguments = (arguments[0] + _NOISE_SEED, *arguments[1:])
             return original(*arguments, **named)
 
         return seed
 
 
-def _skewed(original: Callable[[], Any]) -> Callable[[], Any]:
+def _sped_up_clock(original: Callable[[], Any]) -> Callable[[], Any]:
     begin_time = original()
 
     @functools.wraps(original)
     def clock() -> Any:
-        return type(begin_time)(begin_time + (original() - begin_time) * _FASTER)
+        return type(begin_time)(begin_time + (original() - begin_time) * _SPEED_UP)
 
     return clock

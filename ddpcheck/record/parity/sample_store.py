@@ -34,7 +34,7 @@ class NotTogetherError(Exception):
 
 
 class SampleWriter:
-    """File of a rank's values, in the order of use in the script."""
+    """Writer of a rank's batches and draws, in the order of their use."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._size = 0
@@ -84,7 +84,7 @@ class SampleReader:
         self._offsets = [_offsets_in(path) for path in self._paths]
 
     def get(self, key: str) -> list[Any]:
-        """Return the values of a key in rank order, except of ranks without one."""
+        """Return the values of a key in rank order, skipping ranks without a value."""
         values = []
         for path, offsets in zip(self._paths, self._offsets, strict=True):
             if key in offsets:
@@ -105,11 +105,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized:
             plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
-            return _tensor, (plain.reshape(-1).view(torch.uint8).numpy().tobytes(), plain.dtype, tuple(plain.shape))
+            return _tensor_of, (plain.reshape(-1).view(torch.uint8).numpy().tobytes(), plain.dtype, tuple(plain.shape))
         return NotImplemented
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 
@@ -137,10 +137,10 @@ def join_ranks(values: Sequence[Any], *, is_whole: bool = False) -> Any:
         NotTogetherError: The values have no batch dimension, or their other dimensions differ.
     """
     are_equal = not is_whole and all(is_same(values[0], value) for value in values[1:])
-    return values[0] if are_equal else _joined(values)
+    return values[0] if are_equal else _concatenate(values)
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
     if len({type(value) for value in values}) > 1:
         raise NotTogetherError("their types differ")
@@ -154,7 +154,7 @@ def _joined(values: Sequence[Any]) -> Any:
     elif isinstance(first, Mapping | UserDict):
         if any(value.keys() != first.keys() for value in values):
             raise NotTogetherError("their keys differ")
-        parts = {key: _joined([value[key] for value in values]) for key in first}
+        parts = {key: _concatenate([value[key] for value in values]) for key in first}
         kind: Any = type(first)
         return kind(parts)
     elif isinstance(first, list) and first and isinstance(first[0], str | bytes | int | float | dict):
@@ -162,7 +162,7 @@ def _joined(values: Sequence[Any]) -> Any:
     elif isinstance(first, list | tuple):
         if len({len(value) for value in values}) > 1:
             raise NotTogetherError("their lengths differ")
-        items = [_joined(elements) for elements in zip(*values, strict=True)]
+        items = [_concatenate(elements) for elements in zip(*values, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if all(is_same(first, value) for value in values[1:]):
         return first
@@ -195,7 +195,7 @@ def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_padded(value: Any, part: Any) -> bool:
-    """Return True if a concatenated value is padded, compared to one rank's value."""
+    """Return True if concatenated `value` is padded, compared to one rank's `part`."""
     if isinstance(value, Mapping | UserDict):
         return any(is_padded(value[key], part[key]) for key in value)
     if isinstance(value, list | tuple) and isinstance(part, list | tuple):
@@ -237,18 +237,18 @@ def scale_batch_size(size: int, scaled: int) -> Iterator[str]:
     """Assign `scaled` to batch-size variables on the stack; yield their names."""
     seen = set[int]()
     for frame in program_frames():
-        yield from _scale(frame.f_globals, size, scaled, "", seen)
+        yield from _scale_all(frame.f_globals, size, scaled, "", seen)
         if frame.f_code.co_name == "<module>":
             continue
         for name, value in [*frame.f_locals.items()]:
             if _has_size(name, value, size):
-                _assign(frame, name, scaled)
+                _assign_local(frame, name, scaled)
                 yield name
             else:
                 yield from _scale_inside(value, size, scaled, name, seen)
 
 
-def _scale(variables: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
+def _scale_all(variables: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
     if id(variables) in seen or len(variables) > _MOST:
         return
     seen.add(id(variables))
@@ -262,21 +262,21 @@ def _scale(variables: MutableMapping[Any, Any], size: int, scaled: int, path: st
 
 
 def _scale_inside(value: Any, size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
-    """Recurse into mappings, option namespaces, and modules and objects of the program."""
+    """Scale batch sizes in a mapping, namespace, or the program's own module or object."""
     kind = type(value)
     if issubclass(kind, MutableMapping):
-        yield from _scale(value, size, scaled, path, seen)
+        yield from _scale_all(value, size, scaled, path, seen)
     elif issubclass(kind, Namespace | SimpleNamespace) or is_of_program(
         file_of_module(value) if kind is ModuleType else file_of_class(kind)
     ):
-        yield from _scale(getattr(value, "__dict__", {}), size, scaled, path, seen)
+        yield from _scale_all(getattr(value, "__dict__", {}), size, scaled, path, seen)
 
 
 def _has_size(name: object, value: Any, size: int) -> bool:
     return type(value) is int and value == size and isinstance(name, str) and _BATCH_SIZE_NAME.search(name) is not None
 
 
-def _assign(frame: FrameType, name: str, value: int) -> None:
+def _assign_local(frame: FrameType, name: str, value: int) -> None:
     """Assign to a local variable (writes `f_locals` back before Python 3.13, PEP 667)."""
     frame.f_locals[name] = value
     ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

@@ -40,15 +40,15 @@ from ddpcheck.record.parity.sample_store import (
 )
 from ddpcheck.record.rank.environment import ParityOptions
 
-_MOST_WAITING = 4096  # max values recorded before the process has a rank
+_MOST_EARLY = 4096  # max values recorded before the process has a rank
 _BATCH_SIZE_INDEX = {data.DataLoader: 1, data.BatchSampler: 2}  # of the constructors' batch_size, without `self`
-_MOST_WITHOUT = 64  # max batches recorded of a pass without a backward pass
+_MOST_WITHOUT_BACKWARD = 64  # max batches recorded of a pass without a backward pass
 
 
 @dataclass(slots=True)
 class _Pass:
-    key: str  # loader and pass
-    began: int  # backward passes before this pass
+    key: str  # of the loader and the pass
+    began: int  # number of backward passes before this pass
     batches: int = 0
     rows: int = 0
     is_over: bool = False
@@ -58,7 +58,7 @@ class _Pass:
 
 
 class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
-    """Recorder of batches on a rank, or their replay if there is a `reader`."""
+    """Recorder of batches on a rank; in a single process (with `reader`), their replay."""
 
     def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
         self._sink = sink
@@ -66,12 +66,12 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self._order = options.order
         self._turns = len(options.order) if options.in_turn else 1
         self._writer: SampleWriter | None = None
-        self._waiting: list[tuple[str, Any]] = []
+        self._early_values: list[tuple[str, Any]] = []
         self._process = os.getpid()
-        self._constructed = Counter[str]()
+        self._instance_counts = Counter[str]()
         self._keys: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._passes = Counter[str]()
-        self._open: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self._pass_counts = Counter[str]()
+        self._passes_by_iterator: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self.parts: Any = WeakIdKeyDictionary()  # the tensors of each rank, by concatenated tensor
         # rows per rank of a concatenated batch, by their sum, the latest last (a loader may prefetch); empty if unknown
         self.rows: dict[int, tuple[int, ...]] = {}
@@ -81,21 +81,21 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self.is_smaller = False  # True if a loader's batch size was reduced
         self.is_padded = False  # True if sequences were padded to the longest of all ranks
         self.scaled = set[str]()  # script variables whose value was scaled to the global batch size
-        self._most = options.batch
+        self._largest_size = options.batch
         self.loads = False  # True while a loader makes a batch, whose draws are not recorded
         self.backwards = 0  # number of backward passes begun
         self.on_pass: Callable[[], object] = lambda: None  # called before each pass over a loader
-        self._evaluated = -1  # number of backward passes at the end of the last evaluation
+        self._backwards_at_evaluation = -1  # number of backward passes at the end of the last evaluation
         self._refused = set[str]()
         for kind in _BATCH_SIZE_INDEX:
-            Patch(kind, "__init__", functools.partial(self._constructing, kind=kind))
-        patched(data.DataLoader, "__iter__", self._begins)
-        Patch(_BaseDataLoaderIter, "__next__", self._taking)
+            Patch(kind, "__init__", functools.partial(self._patched_init, kind=kind))
+        patched(data.DataLoader, "__iter__", self._record_pass)
+        Patch(_BaseDataLoaderIter, "__next__", self._patched_next)
         self.seed("torch", torch.initial_seed, torch.manual_seed)
         self.seed("python", random.getstate, random.setstate)
 
     def seed(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        """Record a generator's initial state; in the single process, set rank 0's instead."""
+        """Record a generator's initial state; in the single process, restore rank 0's state."""
         if self._reader is None:
             self.keep(f"seed {name}", get())
         elif states := self._reader.get(f"seed {name}"):
@@ -104,21 +104,21 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     # The store
 
     def begin(self, folder: Path, rank: int) -> None:
-        """Write recorded and later values to the file of this rank."""
+        """Write values recorded so far, and later values, to the file of this rank."""
         if self._reader is None:
             self._writer = SampleWriter(folder, rank)
-            waiting, self._waiting = self._waiting, []
+            waiting, self._early_values = self._early_values, []
             for key, value in waiting:
                 self._writer.add(key, value)
 
     @property
     def why_full(self) -> str:
-        """Return the reason why values are no longer recorded, '' if they are."""
+        """Return the reason why recording has stopped; "" if it has not."""
         return "" if self._writer is None else self._writer.why_full
 
     @property
     def replays(self) -> bool:
-        """Return True if this is the single process."""
+        """Return True in the single process, which replays the ranks' batches."""
         return self._reader is not None
 
     def rank_values(self, key: str, number: int) -> list[Any]:
@@ -139,12 +139,12 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if os.getpid() != self._process:
             return
         if self._writer is None:
-            self._waiting += [(key, value)] * (len(self._waiting) < _MOST_WAITING)
+            self._early_values += [(key, value)] * (len(self._early_values) < _MOST_EARLY)
         else:
             self._writer.add(key, value)
 
     def replayed(self, key: str, number: int, rows_here: int = 0) -> Any:
-        """Return the concatenated values of all ranks; `rows_here`: rows in this process.
+        """Return the concatenated values of all ranks; `rows_here`: rows of this process's value.
 
         Raises:
             NotTogetherError: No rank has a value, or the values cannot be concatenated.
@@ -167,7 +167,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return value
 
     def note_rows(self, rows: tuple[int, ...]) -> None:
-        """Record the rows per rank of a concatenated value; empty to clear."""
+        """Record the rows per rank of a concatenated value; () clears the record."""
         if rows:
             self.rows.pop(sum(rows), None)
             self.rows[sum(rows)] = rows
@@ -195,7 +195,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return value[owners.argsort(stable=True).argsort().to(value.device)]
 
     def note_cat(self, made: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> None:
-        """Record the ranks of concatenated rows from several batches (crops, views)."""
+        """Record which ranks own the rows of `made = torch.cat(tensors)` (crops, views)."""
         owners = [self.owners(len(tensor)) for tensor in tensors if len(tensor)] if self.rows and not dim else [None]
         if known := [owner for owner in owners if owner is not None]:
             if len(known) == len(owners) > 1:
@@ -220,9 +220,9 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
     # Loaders
 
-    def _constructing(self, construct: Callable[..., None], kind: type) -> Callable[..., None]:
+    def _patched_init(self, construct: Callable[..., None], kind: type) -> Callable[..., None]:
         index = _BATCH_SIZE_INDEX[kind]
-        size_of = guarded(self._size_of)
+        size_of = guarded(self._batch_size_of)
 
         @functools.wraps(construct)
         def __init__(loader: Any, *arguments: Any, **named: Any) -> None:
@@ -235,15 +235,15 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
         return __init__
 
-    def _size_of(
+    def _batch_size_of(
         self, frame: FrameType, kind: type, loader: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> int | None:
-        """Return the global batch size to use; on a rank, record its size."""
+        """Return a batch size to replace the script's, or None; record a rank's size."""
         if os.getpid() != self._process or not (line := _line_of(frame, loader)):
             return None
         name = kind.__name__
-        key = f"{name} {line}#{self._constructed[name + line]}"
-        self._constructed[name + line] += 1
+        key = f"{name} {line}#{self._instance_counts[name + line]}"
+        self._instance_counts[name + line] += 1
         if kind is data.DataLoader:
             self._keys[loader] = key
         index = _BATCH_SIZE_INDEX[kind]
@@ -251,22 +251,22 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if type(size) is not int or named.get("batch_sampler") is not None:
             return None
         if self._reader is None:
-            smaller = self._most if 0 < self._most < size else None
+            smaller = self._largest_size if 0 < self._largest_size < size else None
             self.keep(key, smaller or size)
             self.is_smaller |= smaller is not None
             return smaller
         sizes: list[int] = self._reader.get(key)
-        whole = kind is data.DataLoader and self._evaluates_all_samples(
+        keeps_size = kind is data.DataLoader and self._evaluates_all_samples(
             key, named.get("dataset", next(iter(arguments), ()))
         )
-        if not sizes or self._turns > 1 or whole:
+        if not sizes or self._turns > 1 or keeps_size:
             return sizes[0] if sizes else None
         if 1 < size == sizes[0]:
             self.scaled.update(scale_batch_size(size, sum(sizes)))
         return sum(sizes)
 
     def _evaluates_all_samples(self, key: str, dataset: Any) -> bool:
-        """Return True if the ranks (or a single rank) each evaluate all samples."""
+        """Return True if each rank, or only one rank, evaluates all samples."""
         assert self._reader is not None
         ended = self._reader.get(f"{key} pass 0 ended")
         if not ended or self._reader.count(f"{key} pass 0 trains"):
@@ -275,25 +275,25 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             return len(ended) < self._reader.world_size or all(rows == len(dataset) for _, rows in ended)
         return False
 
-    def _begins(self, loader: Any) -> Any:
+    def _record_pass(self, loader: Any) -> Any:
         if os.getpid() != self._process:
             return
         key = self._keys.get(loader) or f"DataLoader {_line_of(sys._getframe(1), loader)}#0"
-        pass_ = _Pass(f"{key} pass {self._passes[key]}", self.backwards)
-        self._passes[key] += 1
+        pass_ = _Pass(f"{key} pass {self._pass_counts[key]}", self.backwards)
+        self._pass_counts[key] += 1
         with contextlib.suppress(Exception):  # a sampler without a length
             pass_.length = len(loader)
             pass_.process_rows = len(loader.sampler) if loader.batch_sampler is None or loader.batch_size else -1
         self.on_pass()
         iterator = yield
-        self._open[iterator] = pass_
+        self._passes_by_iterator[iterator] = pass_
 
-    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        took = guarded(self._took)
+    def _patched_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        record = guarded(self._record_batch)
 
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:
-            pass_ = self._open.get(iterator)
+            pass_ = self._passes_by_iterator.get(iterator)
             if pass_ is None or os.getpid() != self._process:
                 return original(iterator)
             outer, self.loads = self.loads, True
@@ -301,30 +301,30 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
                 batch = original(iterator)
             except StopIteration:
                 if (replayed := self._replayed_batch(pass_, None)) is None:
-                    self._ended(pass_)
+                    self._end_pass(pass_)
                     raise
                 return replayed[0]
             finally:
                 self.loads = outer
             replayed = self._replayed_batch(pass_, batch)
             if replayed is None and self._has_ended(pass_):
-                self._ended(pass_)
+                self._end_pass(pass_)
                 raise StopIteration
-            took(pass_, batch)
+            record(pass_, batch)
             if 1 < pass_.batches == pass_.length and not is_of_program(sys._getframe(1).f_code.co_filename):
-                self._ended(pass_)  # a package that counts batches does not request another
+                self._end_pass(pass_)  # a package that counts batches does not request another
             return batch if replayed is None else replayed[0]
 
         return __next__
 
-    def _took(self, pass_: _Pass, batch: Any) -> None:
+    def _record_batch(self, pass_: _Pass, batch: Any) -> None:
         if self._reader is None:
-            if pass_.batches < _MOST_WITHOUT or pass_.began < self.backwards:
+            if pass_.batches < _MOST_WITHOUT_BACKWARD or pass_.began < self.backwards:
                 self.keep(f"{pass_.key} batch#{pass_.batches}", batch)
         pass_.batches += 1
         pass_.rows += row_count(batch)
 
-    def _ended(self, pass_: _Pass) -> None:
+    def _end_pass(self, pass_: _Pass) -> None:
         if pass_.is_over:
             return
         pass_.is_over = True
@@ -336,41 +336,42 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
     def note_evaluation(self) -> None:
         """Record that the script evaluates until the next backward pass."""
-        self._evaluated = self.backwards
+        self._backwards_at_evaluation = self.backwards
 
     @property
     def evaluates(self) -> bool:
-        """Return True after an evaluation or eval mode, until the next backward pass."""
-        return self._evaluated == self.backwards
+        """Return True between an evaluation (or `eval()`) and the next backward pass."""
+        return self._backwards_at_evaluation == self.backwards
 
     @property
     def is_under_way(self) -> bool:
-        """Return True if a loader pass is in progress, without backward so far."""
+        """Return True during a loader pass in which no backward pass has begun."""
         return any(
-            pass_.began == self.backwards and pass_.batches and not pass_.is_over for pass_ in self._open.values()
+            pass_.began == self.backwards and pass_.batches and not pass_.is_over
+            for pass_ in self._passes_by_iterator.values()
         )
 
     def _is_replayed(self, pass_: _Pass) -> bool:
-        """Return True if a pass trains, or each rank evaluates different samples."""
+        """Return True if a pass replays ranks' batches: training, or evaluation of different samples."""
         if pass_.is_replayed is None:
             assert self._reader is not None
             ended = self._reader.get(f"{pass_.key} ended")
             rows = sum(rank_rows for _, rank_rows in ended)
             takes_fewer_rows = 0 <= pass_.process_rows < rows - self._reader.world_size
             takes_part = takes_fewer_rows and rows % max(1, pass_.process_rows) > 0
-            is_short = all(batches <= _MOST_WITHOUT for batches, _ in ended)
+            is_short = all(batches <= _MOST_WITHOUT_BACKWARD for batches, _ in ended)
             pass_.is_replayed = self._reader.count(f"{pass_.key} trains") > 0 or (takes_part and is_short)
         return pass_.is_replayed
 
     def _has_ended(self, pass_: _Pass) -> bool:
-        """Return True if no rank has another batch in a training pass."""
+        """Return True if no rank has another batch in a replayed pass."""
         if self._reader is None or not self._is_replayed(pass_):
             return False
         ended = self._reader.get(f"{pass_.key} ended")
         return bool(ended) and max(batches for batches, _ in ended) * self._turns <= pass_.batches
 
     def _replayed_batch(self, pass_: _Pass, batch: Any) -> tuple[Any] | None:
-        """Return the concatenated batch of all ranks, or None to keep this process's batch."""
+        """Return (concatenated batch of all ranks,), or None to keep this process's batch."""
         if self._reader is None:
             return None
         key = f"{pass_.key} batch"
@@ -392,7 +393,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         """Record that a backward pass begins and that all passes in progress train."""
         self.backwards += 1
         if self._reader is None:
-            for pass_ in [*self._open.values()]:
+            for pass_ in [*self._passes_by_iterator.values()]:
                 if pass_.batches and pass_.key not in self._refused:
                     self._refused.add(pass_.key)
                     self.keep(f"{pass_.key} trains", True)

@@ -42,7 +42,7 @@ _ORDERS = (2, 1, 4, math.inf)
 
 
 class ShownRecorder(Recorder, subjects=("parity",)):
-    """Recorder of printed, logged, tracked and saved values, with step count and learning rates."""
+    """Recorder of numbers that a script prints, logs, tracks (TensorBoard, wandb) or saves."""
 
     def __init__(
         self,
@@ -55,58 +55,58 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         self._samples = samples
         self._steps, self._rates = steps, rates
         self._process = os.getpid()
-        self._shown = self._saved = 0
-        self._record: Any = None  # last record of `logging`
-        self._known: set[float] = set()  # the program's numbers at the begin of the last evaluation
-        patched(builtins, "print", self._prints)
-        patched(logging.Handler, "handle", self._logs)
-        patched(torch, "save", self._saves)
-        patched(json, "dump", self._dumps)
-        patched(json, "dumps", self._dumps)
+        self._shown_count = self._saved_count = 0
+        self._last_record: Any = None  # last record of `logging`
+        self._known_numbers: set[float] = set()  # the program's numbers at the begin of the last evaluation
+        patched(builtins, "print", self._record_print)
+        patched(logging.Handler, "handle", self._record_log)
+        patched(torch, "save", self._record_save)
+        patched(json, "dump", self._record_dump)
+        patched(json, "dumps", self._record_dump)
         with contextlib.suppress(AttributeError):  # a stream without a writable `write`
-            sys.stdout.write = self._writing(sys.stdout.write)  # type: ignore[method-assign]
+            sys.stdout.write = self._patched_write(sys.stdout.write)  # type: ignore[method-assign]
         writer = "torch.utils.tensorboard.writer"
-        when_imported((writer,), lambda module: patched(module.SummaryWriter, "add_scalar", self._tracks))
-        Patch(csv, "writer", self._writing_rows)
-        when_imported(("tqdm.std",), lambda module: patched(module.tqdm, "set_postfix", self._follows_bar))
-        when_imported(("wandb",), lambda module: patched(module, "log", self._tracks_all))
+        when_imported((writer,), lambda module: patched(module.SummaryWriter, "add_scalar", self._record_scalar))
+        Patch(csv, "writer", self._patched_csv_writer)
+        when_imported(("tqdm.std",), lambda module: patched(module.tqdm, "set_postfix", self._record_progress_bar))
+        when_imported(("wandb",), lambda module: patched(module, "log", self._record_scalars))
 
     def look(self) -> None:
-        """Record the program's numbers, and possible ratios of them, before an evaluation."""
+        """Keep the program's numbers before an evaluation, and their ratios to counts."""
         known = program_numbers.numbers_of_program()
         counts = [(name.partition(".")[0], value) for name, value in known.items() if value > 1 and value == value // 1]
         shares = {v / n for name, v in known.items() for function, n in counts if name.startswith(f"{function}.")}
-        self._known = {*known.values(), *shares}
+        self._known_numbers = {*known.values(), *shares}
 
-    def _prints(self, *texts: Any, sep: str | None = None, **_named: Any) -> None:
-        self._show("printed", (" " if sep is None else sep).join(map(str, texts)))
+    def _record_print(self, *texts: Any, sep: str | None = None, **_named: Any) -> None:
+        self._add_numbers("printed", (" " if sep is None else sep).join(map(str, texts)))
 
-    def _logs(self, _handler: Any, record: Any) -> None:
-        if record is not self._record:
-            self._record = record
-            self._show("logged", record.getMessage())
+    def _record_log(self, _handler: Any, record: Any) -> None:
+        if record is not self._last_record:
+            self._last_record = record
+            self._add_numbers("logged", record.getMessage())
 
-    def _tracks(self, _writer: Any, tag: str, value: Any, *_arguments: Any, **_named: Any) -> None:
-        self._tracks_all({tag: value})
+    def _record_scalar(self, _writer: Any, tag: str, value: Any, *_arguments: Any, **_named: Any) -> None:
+        self._record_scalars({tag: value})
 
-    def _tracks_all(self, values: Any, *_arguments: Any, **_named: Any) -> None:
+    def _record_scalars(self, values: Any, *_arguments: Any, **_named: Any) -> None:
         for name, value in values.items() if isinstance(values, Mapping) else ():
             number = value if isinstance(value, str) else program_numbers.number_of(value)
             if number is not None:
-                self._show("tracked", f"{name}: {number}")
+                self._add_numbers("tracked", f"{name}: {number}")
 
-    def _follows_bar(self, _bar: Any, values: Any = None, _refresh: bool = True, **named: Any) -> None:
-        self._tracks_all({**(values or {}), **named})
+    def _record_progress_bar(self, _bar: Any, values: Any = None, _refresh: bool = True, **named: Any) -> None:
+        self._record_scalars({**(values or {}), **named})
 
-    def _writing_rows(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched_csv_writer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def writer(file: Any, *arguments: Any, **named: Any) -> Any:
-            return original(SimpleNamespace(write=self._writing(file.write)), *arguments, **named)
+            return original(SimpleNamespace(write=self._patched_write(file.write)), *arguments, **named)
 
         return writer
 
-    def _writing(self, original: Callable[[str], Any]) -> Callable[[str], Any]:
-        shows = guarded(self._writes, self)
+    def _patched_write(self, original: Callable[[str], Any]) -> Callable[[str], Any]:
+        shows = guarded(self._record_write, self)
 
         def write(text: str) -> Any:
             shows(text, sys._getframe(1).f_code.co_filename)
@@ -114,40 +114,40 @@ class ShownRecorder(Recorder, subjects=("parity",)):
 
         return write
 
-    def _writes(self, text: str, path: str) -> None:
+    def _record_write(self, text: str, path: str) -> None:
         if is_of_program(path) or path == csv.__file__:  # skip what `print` writes
-            self._show("written", text)
+            self._add_numbers("written", text)
 
-    def _show(self, how: str, text: str) -> None:
+    def _add_numbers(self, how: str, text: str) -> None:
         text = _TIME.sub("time", text[:_LONGEST])
         numbers = tuple(_NUMBER.findall(text))[:_FEW]
-        if not numbers or os.getpid() != self._process or self._shown >= _MOST_SHOWN:
+        if not numbers or os.getpid() != self._process or self._shown_count >= _MOST_SHOWN:
             return
-        self._shown += 1
+        self._shown_count += 1
         during = self._samples.is_under_way
         evaluates = self._samples.evaluates
         rates, known = (
             tuple(index for index, number in enumerate(numbers) if program_numbers.like(number, values))
-            for values in (self._rates(), self._known)
+            for values in (self._rates(), self._known_numbers)
         )
         location = program_numbers.line_of_output()
         entry = NumbersShown(how, location, _NUMBER.sub("#", text), numbers, self._steps(), evaluates, during)
         self._sink(replace(entry, known=known if evaluates else (), rates=rates))
 
-    def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
-        if os.getpid() != self._process or self._saved >= _MOST_SAVED:
+    def _record_save(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
+        if os.getpid() != self._process or self._saved_count >= _MOST_SAVED:
             return
-        self._saved += 1
+        self._saved_count += 1
         tensors = dict(itertools.islice(_named_tensors(obj), _MOST_TENSORS))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         sizes = {n: _norms(t) for n, t in tensors.items() if t.is_floating_point() and t.device.type != "meta"}
         self._sink(TensorsSaved(program_numbers.line_of_output(), self._steps(), shapes, sizes))
-        self._dumps(obj)
+        self._record_dump(obj)
 
-    def _dumps(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
-        leaves = tree_leaves(obj) if self._shown < _MOST_SHOWN else []
+    def _record_dump(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
+        leaves = tree_leaves(obj) if self._shown_count < _MOST_SHOWN else []
         for number in itertools.islice((leaf for leaf in leaves if type(leaf) is float), _FEW):
-            self._show("saved", repr(number))
+            self._add_numbers("saved", repr(number))
 
 
 def _norms(tensor: torch.Tensor) -> tuple[float, ...]:
@@ -173,7 +173,7 @@ def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 _MOST_EVALUATIONS = 3
-_MOST_BEGUN = 12  # traces started; some turn out to be training
+_MOST_STARTED = 12  # traces started; some turn out to be training
 _MOST_VALUES = 2048  # max values of an evaluation
 _MOST_LINES = 1 << 15  # max lines executed in an evaluation
 _FEW_ELEMENTS = 16  # max elements of a tensor
@@ -183,9 +183,9 @@ _Numbers = tuple[float, ...]
 
 
 class ValueTrace(Recorder, subjects=("parity",)):
-    """Tracer of program lines from a possible evaluation to the next backward pass.
+    """Tracer of numbers that program lines assign or return in a possible evaluation.
 
-    A program with its own trace function is not traced.
+    Traces until the next backward pass. A program with its own trace function is not traced.
     """
 
     def __init__(self, sink: Callable[[Entry], object], is_loading: Callable[[], bool]) -> None:
@@ -193,78 +193,78 @@ class ValueTrace(Recorder, subjects=("parity",)):
         self._is_loading = is_loading  # returns True while a loader makes a batch, which is not traced
         self._process = os.getpid()
         self._loops: set[CodeType] = set()  # functions that iterate over data loaders
-        self._is_on = False
-        self._begun = self._written = self._lines = 0
+        self._is_tracing = False
+        self._started_count = self._evaluation_count = self._lines = 0
         self._values: list[TracedValue] = []
         self._frames: dict[FrameType, tuple[int, dict[str, _Numbers]]] = {}  # last line, and variables before it
-        self._enter, self._step = guarded(self._entered, self), guarded(self._stepped, self)
+        self._call_tracer, self._line_tracer = guarded(self._trace_call, self), guarded(self._trace_line, self)
 
     def begin(self) -> None:
         """Start tracing a possible evaluation, for example a pass over a loader."""
         self._loops |= {frame.f_code for frame in program_numbers.program_frames()}
-        if self._is_on or sys.gettrace() is not None or self._written >= _MOST_EVALUATIONS:
+        if self._is_tracing or sys.gettrace() is not None or self._evaluation_count >= _MOST_EVALUATIONS:
             return
-        if self._begun >= _MOST_BEGUN:
+        if self._started_count >= _MOST_STARTED:
             return
-        self._begun += 1
-        self._is_on = True
+        self._started_count += 1
+        self._is_tracing = True
         self._lines = 0
         self._values = []
         for frame in program_numbers.program_frames():
             self._frames[frame] = frame.f_lineno, _numbers_in(frame)
-            frame.f_trace = self._step
-        sys.settrace(self._enter)
+            frame.f_trace = self._line_tracer
+        sys.settrace(self._call_tracer)
 
     def end(self, *, evaluates: bool, steps: int) -> None:
-        """Stop tracing: a backward pass begins, or the script ends."""
-        if not self._is_on:
+        """Stop tracing; write the traced values if the script evaluates."""
+        if not self._is_tracing:
             return
-        self._is_on = False
-        if sys.gettrace() is self._enter:
+        self._is_tracing = False
+        if sys.gettrace() is self._call_tracer:
             sys.settrace(None)
         for frame in self._frames:
             frame.f_trace = None
         self._frames.clear()
         if evaluates and self._values:
-            self._written += 1
+            self._evaluation_count += 1
             self._sink(EvaluationTraced(steps, tuple(self._values)))
 
-    def _entered(self, frame: FrameType, _event: str, _value: Any) -> Any:
+    def _trace_call(self, frame: FrameType, _event: str, _value: Any) -> Any:
         if self._is_loading() or not is_of_program(frame.f_code.co_filename) or os.getpid() != self._process:
             return None
         self._frames[frame] = frame.f_lineno, _numbers_in(frame)
-        return self._step
+        return self._line_tracer
 
-    def _stepped(self, frame: FrameType, event: str, value: Any) -> Any:
+    def _trace_line(self, frame: FrameType, event: str, value: Any) -> Any:
         self._lines += 1
         if frame not in self._frames or event not in ("line", "return"):
-            return self._step
+            return self._line_tracer
         line, before = self._frames[frame]
         now = _numbers_in(frame)
         for name, numbers in now.items():
             if before.get(name) != numbers:
-                self._note(frame, line, name, numbers)
+                self._add_value(frame, line, name, numbers)
         if event == "return":
             if (returned := _numbers_of(value)) is not None:
                 # Attribute the result of a function without a data loop to the caller, which passes the arguments.
                 outer = frame.f_back if frame.f_code not in self._loops and "self" not in frame.f_locals else None
                 outer = outer if outer in self._frames else frame
-                self._note(outer, outer.f_lineno, "return", returned)
+                self._add_value(outer, outer.f_lineno, "return", returned)
             del self._frames[frame]
         else:
             self._frames[frame] = frame.f_lineno, now
         if self._lines > _MOST_LINES:
             sys.settrace(None)
-        return self._step
+        return self._line_tracer
 
-    def _note(self, frame: FrameType, line: int, name: str, numbers: _Numbers) -> None:
+    def _add_value(self, frame: FrameType, line: int, name: str, numbers: _Numbers) -> None:
         if len(self._values) < _MOST_VALUES:
             code = frame.f_code
             self._values.append(TracedValue(relative_path(code.co_filename), line, code.co_name, name, numbers))
 
 
 def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
-    """Return the numbers in local variables, and inside their objects and mappings."""
+    """Return the numbers in local variables and in their objects and mappings, by path."""
     variables: dict[str, _Numbers] = {}
     for name, value in [*frame.f_locals.items()]:
         if (numbers := _numbers_of(value)) is not None:

@@ -18,8 +18,8 @@ from typing import Any
 from ddpcheck.record.rank import started_processes
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, errors_to_folder, options_of_run, when_imported
 
-_WITH_GROUPS = "torch.distributed.distributed_c10d"
-_WITH_LINES = (  # constructions and seeds are recorded, also before a process group exists
+_GROUPS_MODULE = "torch.distributed.distributed_c10d"
+_RECORDED_MODULES = (  # constructions and seeds are recorded, also before a process group exists
     *("torch.random", "torch.utils.data.dataset", "torch.utils.data.sampler", "torch.utils.data.distributed"),
     *("torch.utils.data.dataloader", "numpy.random"),
 )
@@ -39,8 +39,8 @@ stand_ins: list[Callable[..., Any]] = []  # functions that replace torch's, unde
 def wait_for_process_group() -> None:
     """Start `rank_watch` once this process joins a process group."""
     started_processes.mark_first_process()
-    when_imported((_WITH_GROUPS,), _arm)
-    when_imported(_WITH_LINES, _follow_lines)
+    when_imported((_GROUPS_MODULE,), _patch_process_groups)
+    when_imported(_RECORDED_MODULES, _record_constructions)
     record_parity()
 
 
@@ -61,17 +61,17 @@ def _record_parity(options: ParityOptions, folder: str) -> None:
         rank_watch.begin_single_process(RunOptions(folder, 0, options))
 
 
-def _arm(module: ModuleType) -> None:
+def _patch_process_groups(module: ModuleType) -> None:
     started_processes.follow_ends()
     # Before `torch.distributed` copies the names, and before user code can take a reference.
     functions = vars(module)
-    functions["init_process_group"] = _announcing(functions["init_process_group"])
+    functions["init_process_group"] = _patched_init(functions["init_process_group"])
     for name in _REPLACED:
         if name in functions:
             functions[name] = _replaceable(name, functions[name])
 
 
-def _follow_lines(module: ModuleType) -> None:
+def _record_constructions(module: ModuleType) -> None:
     from ddpcheck.record.data import constructions  # import only if needed
 
     constructions.follow(module)
@@ -86,13 +86,13 @@ def _replaceable(name: str, original: Any) -> Any:
     return collective
 
 
-def _begin() -> None:
+def _begin_watch() -> None:
     from ddpcheck.record.rank import rank_watch
 
     rank_watch.begin(replacements, stand_ins)  # imports only modules that DDP's constructor imports, too
 
 
-def _announcing(original: Any) -> Any:
+def _patched_init(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
         errors_to_folder(started_processes.leave_agent_store)(arguments, named)
@@ -101,7 +101,7 @@ def _announcing(original: Any) -> Any:
         collects = gc.isenabled()
         gc.disable()  # a collection over all torch objects would add half of the import time
         try:
-            errors_to_folder(_begin)()
+            errors_to_folder(_begin_watch)()
         finally:
             if collects:
                 gc.enable()

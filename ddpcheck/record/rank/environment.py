@@ -29,7 +29,7 @@ _ON_PATH = str(Path(__file__).parent / "on_path")
 
 @dataclass(frozen=True, slots=True)
 class ParityOptions:
-    """Options of an execution of the script that is compared with another one."""
+    """Options of a run whose values are compared with the values of another run."""
 
     samples: str = ""  # folder with the ranks' samples, or '' for the run that records samples
     world_size: int = 0  # number of ranks that recorded samples
@@ -93,22 +93,22 @@ def options_of_run(environ: Mapping[str, str]) -> RunOptions | None:
     return RunOptions(**values, parity=parity and ParityOptions(**parity))
 
 
-_Follow = Callable[[ModuleType], object]
+_Callback = Callable[[ModuleType], object]
 
 
-def when_imported(names: Iterable[str], follow: _Follow) -> None:
+def when_imported(names: Iterable[str], follow: _Callback) -> None:
     """Call `follow` with each named module, now or right after its import."""
     for name in names:
         if name in sys.modules:
             errors_to_folder(follow)(sys.modules[name])
         else:
-            _awaited[name] = follow
-    if _awaited and _finder not in sys.meta_path:
+            _callbacks_by_name[name] = follow
+    if _callbacks_by_name and _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
 def errors_to_folder(function: Callable[..., object]) -> Callable[..., None]:
-    """Wrap a function: its errors go to the run folder and never propagate.
+    """Wrap a function so that errors are written to the run folder, not raised.
 
     Errors include ImportError: a program may block modules unknown to it.
     """
@@ -123,7 +123,7 @@ def errors_to_folder(function: Callable[..., object]) -> Callable[..., None]:
     return call
 
 
-_awaited: dict[str, _Follow] = {}
+_callbacks_by_name: dict[str, _Callback] = {}
 
 
 class _Finder(MetaPathFinder):
@@ -132,26 +132,26 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        follow = _awaited.pop(fullname, None)
+        follow = _callbacks_by_name.pop(fullname, None)
         if follow is None:
             return None
-        if not _awaited:
+        if not _callbacks_by_name:
             sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _FollowingLoader(spec.loader, follow)
+            spec.loader = _CallbackLoader(spec.loader, follow)
         return spec
 
 
 _finder = _Finder()
 
 
-class _FollowingLoader(Loader):
+class _CallbackLoader(Loader):
     """Loader that calls `follow`, then restores the real loader (for `inspect`)."""
 
-    def __init__(self, loader: Loader, follow: _Follow) -> None:
+    def __init__(self, loader: Loader, follow: _Callback) -> None:
         self._loader = loader
-        self._follow = follow
+        self._callback = follow
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -161,4 +161,4 @@ class _FollowingLoader(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        errors_to_folder(self._follow)(module)
+        errors_to_folder(self._callback)(module)

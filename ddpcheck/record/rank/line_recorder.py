@@ -36,7 +36,7 @@ _APPLY: Any = nn.Module.apply.__code__
 
 
 class LineRecorder(Recorder, subjects=("optimizers",)):
-    """Recorder of optimizer lines and of changes to wrapped modules."""
+    """Recorder of lines that construct optimizers or change wrapped modules."""
 
     made = 0  # number of optimizers that the script has constructed
     # torch seed at the first parameter registration, and the line that set the seed
@@ -45,25 +45,25 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._seen: set[tuple[int, str, Location | None]] = set()
-        self._evaluated: dict[Location | None, int] = {}  # number of calls, by line
+        self._eval_counts: dict[Location | None, int] = {}  # number of calls, by line
         self.constructed: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()  # line that constructed an optimizer
         self.rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # digest of the initial rates
         self.restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()  # line of the last `load_state_dict`
         self.scaler: Any = None  # enabled GradScaler whose step() is running
         self._hooks: dict[Any, Location] = {}  # registration line of a tensor hook, by code object
-        patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
-        patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
-        patched(torch.amp.GradScaler, "load_state_dict", self._optimizer_restored)
-        patched(torch.amp.GradScaler, "step", self._scaler_steps)
-        patched(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
-        patched(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
+        patched(torch.optim.Optimizer, "__init__", self._record_optimizer)
+        patched(torch.optim.Optimizer, "load_state_dict", self._record_load)
+        patched(torch.amp.GradScaler, "load_state_dict", self._record_load)
+        patched(torch.amp.GradScaler, "step", self._record_scaler_step)
+        patched(nn.Module, "load_state_dict", functools.partial(self._record_new_values, "load_state_dict"))
+        patched(nn.Module, "apply", functools.partial(self._record_new_values, "apply"))
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
-            patched(torch.Tensor, name, self._tensor_hooked)
-        patched(nn.Module, "eval", self._evaluates)  # not `train`, which recurses into children
-        patched(nn.Module, "requires_grad_", self._thawed)
-        patched(nn.Parameter, "requires_grad_", self._thawed)
-        patched(nn.parallel.DistributedDataParallel, "register_comm_hook", self._hooked)
-        hook = UnpickledHook(self._registered)
+            patched(torch.Tensor, name, self._record_tensor_hook)
+        patched(nn.Module, "eval", self._record_eval)  # not `train`, which recurses into children
+        patched(nn.Module, "requires_grad_", self._record_requires_grad)
+        patched(nn.Parameter, "requires_grad_", self._record_requires_grad)
+        patched(nn.parallel.DistributedDataParallel, "register_comm_hook", self._record_comm_hook)
+        hook = UnpickledHook(self._record_registration)
         registration.register_module_parameter_registration_hook(hook)
         registration.register_module_module_registration_hook(hook)
 
@@ -72,53 +72,53 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
         return [optimizer for optimizer in list(self.constructed) if hasattr(optimizer, "param_groups")]
 
     def note_changes(self, watch: WrapperRecorder, kinds: Sequence[str]) -> None:
-        """Record the line of a `requires_grad` change detected by a watch."""
+        """Record the line that changed `requires_grad`, if `kinds` include "frozen" or "unfrozen"."""
         if {"frozen", "unfrozen"}.isdisjoint(kinds) or any(
             key[:2] == (watch.number, "requires_grad") for key in self._seen
         ):
             return
         location = assignment_in_program("requires_grad", "unfrozen" in kinds)
-        self._note(watch, "requires_grad", "requires_grad", (), location)
+        self._record_change(watch, "requires_grad", "requires_grad", (), location)
 
-    def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _record_optimizer(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         if (location := user_location()) is not None:
             self.constructed[optimizer] = location
             self.made += 1
         yield
         self.rates[optimizer] = digest_of([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 
-    def _optimizer_restored(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
+    def _record_load(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         if (location := user_location()) is not None:
             self.restored[optimizer] = location
 
-    def _scaler_steps(self, scaler: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _record_scaler_step(self, scaler: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         self.scaler = scaler if scaler.is_enabled() else None
         yield
         self.scaler = None
 
-    def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
+    def _record_new_values(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         if sys._getframe(CALLER).f_code is not _APPLY:  # `apply` recurses into children
-            self._note_parameters("values", how, module)
+            self._record_parameters("values", how, module)
 
-    def _evaluates(self, module: nn.Module) -> None:
+    def _record_eval(self, module: nn.Module) -> None:
         watches = list(self._run.watches)
         if not watches or len(self._seen) >= _MOST_CHANGES:
             return
         location = user_location()
-        count = self._evaluated[location] = self._evaluated.get(location, 0) + 1
+        count = self._eval_counts[location] = self._eval_counts.get(location, 0) + 1
         for watch in watches if count <= _MOST_TIMES else ():
             if (watch.number, "mode", location) not in self._seen and (path := _path_in(watch, module)) is not None:
-                self._note(watch, "mode", "eval", (path,), location)
+                self._record_change(watch, "mode", "eval", (path,), location)
 
-    def _thawed(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
-        self._note_parameters("requires_grad", "requires_grad_", obj)
+    def _record_requires_grad(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
+        self._record_parameters("requires_grad", "requires_grad_", obj)
 
-    def _hooked(self, wrapper: Any, *_arguments: Any, **_named: Any) -> None:
+    def _record_comm_hook(self, wrapper: Any, *_arguments: Any, **_named: Any) -> None:
         for watch in list(self._run.watches):
             if watch.module is wrapper.module:
-                self._note(watch, "hook", "register_comm_hook", tuple(watch.parameters), user_location())
+                self._record_change(watch, "hook", "register_comm_hook", tuple(watch.parameters), user_location())
 
-    def _tensor_hooked(self, _tensor: torch.Tensor, hook: Any) -> None:
+    def _record_tensor_hook(self, _tensor: torch.Tensor, hook: Any) -> None:
         code = None if isinstance(hook, UnpickledHook) else code_of(hook)
         if code is not None and code not in self._hooks and (location := user_location()) is not None:
             self._hooks[code] = location
@@ -130,9 +130,9 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
         location = next(filter(None, hooks), None) or user_location()
         for watch in list(self._run.watches):
             if not watch.is_sharded and (names := tuple(n for n, p in watch.module_parameters() if id(p) in param_ids)):
-                self._note(watch, "stepped", f"{type(optimizer).__name__}.step", names, location)
+                self._record_change(watch, "stepped", f"{type(optimizer).__name__}.step", names, location)
 
-    def _note_parameters(self, what: str, how: str, obj: Any) -> None:
+    def _record_parameters(self, what: str, how: str, obj: Any) -> None:
         watches = list(self._run.watches)
         if not watches or len(self._seen) >= _MOST_CHANGES:
             return
@@ -142,17 +142,17 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
         changed = {id(p) for p in obj.parameters()} if isinstance(obj, nn.Module) else {id(obj)}
         for watch in watches:
             if names := tuple(name for name, p in watch.module_parameters() if id(p) in changed):
-                self._note(watch, what, how, names, where)
+                self._record_change(watch, what, how, names, where)
 
-    def _registered(self, module: nn.Module, name: str, _obj: Any) -> None:
+    def _record_registration(self, module: nn.Module, name: str, _obj: Any) -> None:
         if self.seeded[0] is None:
             self.seeded = torch.initial_seed(), seed_line("torch")
         if len(self._seen) < _MOST_CHANGES:
             for watch in list(self._run.watches):
                 if (path := watch.path_of(module)) is not None:
-                    self._note(watch, "parameters", f"{path}.{name}".lstrip("."), (), user_location())
+                    self._record_change(watch, "parameters", f"{path}.{name}".lstrip("."), (), user_location())
 
-    def _note(
+    def _record_change(
         self, watch: WrapperRecorder, what: str, how: str, names: tuple[str, ...], where: Location | None
     ) -> None:
         key = watch.number, what, where
@@ -162,7 +162,7 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
 
 
 def _path_in(watch: WrapperRecorder, module: nn.Module) -> str | None:
-    """Return the path in the wrapped module; '' for that module and its parents."""
+    """Return the path of `module` in the wrapped module; "" if `module` contains it."""
     path = watch.path_of(module)
     return "" if path is None and any(part is watch.module for part in module.modules()) else path
 
@@ -174,20 +174,19 @@ _LARGEST_OFFSET = 4  # padding, unknown, begin and end tokens of a vocabulary
 
 
 class ConstructionRecorder(Recorder):
-    """Recorder of lines that register parameters, buffers and submodules, with variables in scope."""
+    """Recorder of lines that register parameters, buffers and submodules; sizes of variables in scope."""
 
     def __init__(self) -> None:
-        """Install torch's public registration hooks."""
         # by id(): `torch.compile` would trace into a WeakKeyDictionary, and a module may define __eq__
         self._lines: dict[int, tuple[ref[nn.Module], dict[str, Location]]] = {}
         self._sizes: dict[SizedVariable, None] = {}
-        hook: Any = guarded(self._registered)
+        hook: Any = guarded(self._record_registration)
         registration.register_module_parameter_registration_hook(hook)
         registration.register_module_buffer_registration_hook(hook)
         registration.register_module_module_registration_hook(hook)
 
     def begun(self, arguments: tuple[Any, ...], named: Mapping[str, Any], construct: Any) -> WrapperBegun | None:
-        """Describe the module about to be wrapped; the first of `arguments` is the wrapper."""
+        """Return an entry that describes the module to wrap; `arguments` begin with the wrapper."""
         module = named.get("module", arguments[1] if len(arguments) > 1 else None)
         options = constructor_options(construct, *arguments, **named)
         if not isinstance(module, nn.Module) or not options:
@@ -205,7 +204,7 @@ class ConstructionRecorder(Recorder):
         description = replace(description, parameters=parameters, buffers=buffers)
         shapes = {size for param in description.parameters for size in param.shape}
         shapes |= {len(part._modules) for part in module.modules()}
-        now = (v for path, item, where in program_variables(depth=1) for v in _sized([(path, item)], where))
+        now = (v for path, item, where in program_variables(depth=1) for v in _sized_variables([(path, item)], where))
         sizes = dict.fromkeys((*self._sizes, *now))
         return WrapperBegun(
             class_name(module),
@@ -213,12 +212,12 @@ class ConstructionRecorder(Recorder):
             description,
             options,
             user_location(),
-            self._lines_of(module),
-            tuple(_in_order_of_sets(module)),
-            tuple(v for v in sizes if _may_be(v.size, shapes))[:_MOST_SIZES],
+            self._registration_lines(module),
+            tuple(_modules_in_set_order(module)),
+            tuple(v for v in sizes if _is_near_size(v.size, shapes))[:_MOST_SIZES],
         )
 
-    def _registered(self, module: nn.Module, name: str, obj: Any) -> None:
+    def _record_registration(self, module: nn.Module, name: str, obj: Any) -> None:
         frame = sys._getframe(1)
         location = user_location(frame)
         if location is None:
@@ -232,11 +231,11 @@ class ConstructionRecorder(Recorder):
             frames = (f for f in frames_from(frame) if is_of_program(f.f_code.co_filename))
             functions = (f for f in frames if f.f_code.co_name != "<module>")
             for user_frame in itertools.islice(functions, _MOST_FRAMES):
-                variables = _sized(variables_of(user_frame).items(), location_of(user_frame))
-                self._sizes.update((variable, None) for variable in variables if _may_be(variable.size, sizes))
+                variables = _sized_variables(variables_of(user_frame).items(), location_of(user_frame))
+                self._sizes.update((variable, None) for variable in variables if _is_near_size(variable.size, sizes))
 
-    def _lines_of(self, module: nn.Module) -> dict[str, Location]:
-        """Return the registration line by child name; omitted if equal to the parent's."""
+    def _registration_lines(self, module: nn.Module) -> dict[str, Location]:
+        """Return registration lines by path; omitted if equal to the parent module's line."""
         locations: dict[str, Location] = {}
         nearest: dict[str, Location | None] = {}  # registration line by module path, inherited from the parent
         for path, part in module.named_modules():
@@ -250,12 +249,12 @@ class ConstructionRecorder(Recorder):
         return locations
 
 
-def _may_be(size: int, wanted: set[int]) -> bool:
+def _is_near_size(size: int, wanted: set[int]) -> bool:
     return any(size + offset in wanted for offset in range(_LARGEST_OFFSET + 1))
 
 
-def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[SizedVariable]:
-    """Yield the variables that are integers or containers, of a size above 1."""
+def _sized_variables(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[SizedVariable]:
+    """Yield variables that are integers above 1, or containers with more than one item."""
     for name, value in variables:
         kind = type(value)  # exact type: a subclass may define its own `__len__`
         if kind is int or kind in _CONTAINERS:
@@ -264,7 +263,7 @@ def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[Si
                 yield SizedVariable(name, kind.__name__, size, where)
 
 
-def _in_order_of_sets(module: nn.Module) -> Iterator[str]:
+def _modules_in_set_order(module: nn.Module) -> Iterator[str]:
     """Yield paths of modules whose children (3 or more) are in a set's order."""
     for path, part in module.named_modules():
         names = [name for name, _ in part.named_children()]

@@ -86,7 +86,7 @@ from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_MOST_OVERWRITINGS = 64  # max collectives with a hook on their tensor
+_MOST_OVERWRITES = 64  # max collectives with a hook on their tensor
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # sent by a launcher to end a rank
 _LAST_WORK = 0.03
@@ -96,7 +96,7 @@ Freeing work takes the GIL: two races, also in plain torch. At interpreter shutd
 the process aborts ("terminate called without an active exception"). If a wrapper is freed after the group, its reducer
 drops the last reference to the group and joins the threads with the GIL held: a deadlock (see `hang_watch`)."""
 _rank: _RankRecorder | None = None
-_takes_faults = False  # True if the script has not enabled `faulthandler`, so fatal signals are logged
+_logs_faults = False  # True if the script has not enabled `faulthandler`, so fatal signals are logged
 
 
 def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Callable[..., Any]]) -> None:
@@ -120,14 +120,14 @@ def begin_single_process(options: RunOptions) -> None:
 
 
 class _RankRecorder:
-    """Watches of this rank; forked processes (data loader workers) are ignored."""
+    """Owner of this rank's log and recorders; forked processes (loader workers) are ignored."""
 
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
         self._has_ended = self._has_raised = False
         self._main = _main_frame()
-        self._of_group: Counter[str] = Counter()  # number of wrappers, by process group
-        self._overwritings = 0
+        self._counts_by_group: Counter[str] = Counter()  # number of wrappers, by process group
+        self._overwrite_count = 0
         self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()  # lines of start()
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         has_group = dist.is_available() and dist.is_initialized()
@@ -136,7 +136,7 @@ class _RankRecorder:
         self._log = RankLog(Path(options.folder), started)
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
-        ErrorGuard.taken_by = self._failed
+        ErrorGuard.taken_by = self._record_failure
         self._parity: Any = None
         if options.parity is not None:
             from ddpcheck.record.parity import parity_recorder  # import only if needed
@@ -145,17 +145,17 @@ class _RankRecorder:
         if self._parity is not None:
             self._parity.begin(self._log.add, Path(options.folder), started.rank)
         self._records_all = options.parity is None or not options.parity.replays
-        guarded(self._begin)(replacements)
+        guarded(self._start_recorders)(replacements)
 
-    def _begin(self, replacements: dict[str, Callable[..., Any]]) -> None:
+    def _start_recorders(self, replacements: dict[str, Callable[..., Any]]) -> None:
         pass_over_packages()
         read_named_functions()  # a forked rank got the environment after the import
         if not self._records_all:
-            self._record_end()
-            atexit.register(guarded(self._ended))
+            self._patch_endings()
+            atexit.register(guarded(self._write_end))
             return
         self._record_calls(replacements)
-        self._record_end()
+        self._patch_endings()
         run, add = self._run, self._log.add
         self._lines = lines = LineRecorder(run)
         self._writes = writes = WriteRecorder(run)
@@ -165,8 +165,8 @@ class _RankRecorder:
         evaluations, targets, gathers = EvaluationRecorder(add), TargetRecorder(run), GatherRecorder(run)
         self._loaders = LoaderRecorder(run, ResumeRecorder(self._optimizers.steps_of), evaluations.note_pass)
         self._draws = DrawRecorder(run)
-        self._taken = AutogradGradRecorder(run)
-        losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers), self._taken)
+        self._autograd_grads = AutogradGradRecorder(run)
+        losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers), self._autograd_grads)
         self._compilations = CompilationRecorder(
             add, lambda: any(watch.module.training for watch in self._watches), lambda: run.steps
         )
@@ -182,12 +182,12 @@ class _RankRecorder:
             collective_log.on_given.append(recorder.note_collective)
         self._sums = SumRecorder(add)
         collective_log.on_given += (self._optimizers.allreduce_inputs.note, self._sums.note_input)
-        collective_log.on_overwritten.append(guarded(self._overwritten))
-        patched(_DDP, "__init__", self._constructed)
-        patched(vars(dist)["Reducer"], "prepare_for_backward", self._prepares)
-        atexit.register(guarded(self._ended))
+        collective_log.on_overwritten.append(guarded(self._record_overwrite))
+        patched(_DDP, "__init__", self._record_wrapper)
+        patched(vars(dist)["Reducer"], "prepare_for_backward", self._record_prepare)
+        atexit.register(guarded(self._write_end))
 
-    def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
+    def _record_wrapper(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
         watched = in_rank = os.getpid() == self._process
         if in_rank and type(wrapper).__module__.startswith("ddpcheck."):
             watched = False
@@ -203,32 +203,32 @@ class _RankRecorder:
         if watched:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
 
-    def _prepares(self, reducer: Any, *outputs: Any) -> None:
-        """Expect a backward pass if a framework (Lightning) calls `prepare_for_backward`, not DDP."""
+    def _record_prepare(self, reducer: Any, *outputs: Any) -> None:
+        """Expect a backward pass if a framework (Lightning), not DDP, calls `prepare_for_backward`."""
         if sys._getframe(CALLER).f_code.co_filename != DDP_FILE:
             for watch in list(self._watches):
                 watch.expects(reducer, outputs)
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
-        collective_log.record_calls(self._called, self._log.turn)
+        collective_log.record_calls(self._record_call, self._log.turn)
         PeerRecorder(self._run)
         for name in ("wait", "get"):
-            patched(vars(dist)["Store"], name, self._waits_at_store)
+            patched(vars(dist)["Store"], name, self._record_store_wait)
         for name, function in vars(dist.distributed_c10d).items():
             if name in collective_log.COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
                 replacements[name] = collective_log.logged(name, getattr(original, "__wrapped__", original))
         if (stand_in := getattr(dist.destroy_process_group, "__wrapped__", None)) is not None:
-            replacements["destroy_process_group"] = accompanied(stand_in, self._destroying)
+            replacements["destroy_process_group"] = accompanied(stand_in, self._record_destroy)
 
-    def _called(self, call: Call) -> None:
+    def _record_call(self, call: Call) -> None:
         """Record a collective before the call, with its thread and the handled exception."""
         error, thread = sys.exc_info()[1], threading.current_thread()
         if thread in self._threads:
             lines = (*call.callers, *self._threads[thread])
             call = replace(call, thread=thread.name, callers=lines, location=call.location or next(iter(lines), ""))
-        self._log.add_call(call if error is None or call.place else _while_handling(call, error))
+        self._log.add_call(call if error is None or call.place else _with_handled_exception(call, error))
 
-    def _destroying(self, group: Any = None) -> Iterator[None]:
+    def _record_destroy(self, group: Any = None) -> Iterator[None]:
         is_world = os.getpid() == self._process and dist.is_initialized() and group in (None, dist.group.WORLD)
         if is_world and "gloo" in backend_of():
             time.sleep(_LAST_WORK)
@@ -236,33 +236,33 @@ class _RankRecorder:
         if is_world:
             self._log.add(GroupDestroyed())
 
-    def _waits_at_store(self, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _record_store_wait(self, *_arguments: Any, **_named: Any) -> Iterator[None]:
         yield
         self._log.waited = True
 
-    def _record_end(self) -> None:
-        """Record stacks on request or at a fatal signal, and the script's uncaught exception."""
+    def _patch_endings(self) -> None:
+        """Patch exits and excepthooks, and register stack dumps on request and fatal signals."""
         self._log.hold_stacks(_write_stacks_to)
-        os.register_at_fork(after_in_child=_keep_no_stack)
+        os.register_at_fork(after_in_child=_unregister_stacks)
 
         def make(then: Callable[..., object]) -> Callable[..., object]:
             def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
                 with contextlib.suppress(Exception):
-                    self._raised(error)
+                    self._record_error(error)
                 then(kind, error, trace)
 
             return excepthook
 
         Patch(sys, "excepthook", make)
-        patched(threading, "excepthook", self._thread_ends)
-        patched(threading.Thread, "start", self._thread_starts)
+        patched(threading, "excepthook", self._record_thread_error)
+        patched(threading.Thread, "start", self._record_thread_start)
         for module, name in ((sys, "exit"), (os, "_exit")):
-            patched(module, name, functools.partial(self._exits, f"{module.__name__}.{name}"))
+            patched(module, name, functools.partial(self._record_exit, f"{module.__name__}.{name}"))
         if (quitter := getattr(builtins, "exit", None)) is not None:  # from `site`; `quit` has the same class
-            patched(type(quitter), "__call__", functools.partial(self._exits, "exit"))
-        on_end.append(guarded(self._process_ended))
+            patched(type(quitter), "__call__", functools.partial(self._record_exit, "exit"))
+        on_end.append(guarded(self._record_process_end))
 
-    def _exits(self, function: str, *_arguments: object, **_named: object) -> None:
+    def _record_exit(self, function: str, *_arguments: object, **_named: object) -> None:
         if str(sys._getframe(CALLER).f_globals.get("__name__")).startswith("multiprocessing."):
             return  # the normal exit of its child processes
         error, handled = sys.exc_info()[1], None
@@ -270,33 +270,33 @@ class _RankRecorder:
             handled = {**described(error, "", ""), "exception": None}
         self._log.add(ExitCalled(lines_of_program(sys._getframe(CALLER)), function, handled))
 
-    def _thread_starts(self, thread: threading.Thread) -> None:
+    def _record_thread_start(self, thread: threading.Thread) -> None:
         self._threads[thread] = lines_of_program(sys._getframe(CALLER))
 
-    def _thread_ends(self, hook_args: Any, *_more: object) -> None:
+    def _record_thread_error(self, hook_args: Any, *_more: object) -> None:
         """Record an uncaught exception of a thread, which Python only prints."""
         if os.getpid() == self._process and isinstance(error := hook_args.exc_value, Exception):
             name = hook_args.thread.name if hook_args.thread is not None else ""
             self._log.add(ThreadRaised(name, {**described(error, "", ""), "exception": None}))
 
-    def _raised(self, error: BaseException) -> None:
+    def _record_error(self, error: BaseException) -> None:
         if os.getpid() == self._process:
             self._has_raised = True
             reply = {**described(error, "", ""), "exception": None}  # the agent cannot import classes of the script
             reply["clipped"] = kinds_clipped(error)
             self._log.add(RankRaised(reply))
-            _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
+            _write_torchrun_error(f"{reply['type']}: {reply['text']}", reply["traceback"])
 
-    def _process_ended(self, error: BaseException | None) -> None:
+    def _record_process_end(self, error: BaseException | None) -> None:
         """Record the end of a `multiprocessing` rank, where `atexit` may not run."""
         self._main = None
         if isinstance(error, SystemExit):
-            self._ended(ProgramEnded("raise", str(exception_location(error) or "")))
+            self._write_end(ProgramEnded("raise", str(exception_location(error) or "")))
         elif error is not None:
-            self._raised(error)
-            self._ended(failing=True)
+            self._record_error(error)
+            self._write_end(failing=True)
         else:
-            self._ended(ProgramEnded("end"))
+            self._write_end(ProgramEnded("end"))
 
     def _watch(
         self,
@@ -308,8 +308,8 @@ class _RankRecorder:
     ) -> WrapperRecorder | None:
         if os.getpid() != self._process:
             return None
-        self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
-        count = self._of_group[group]  # equal on all ranks of the group, which construct wrappers in the same order
+        self._counts_by_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
+        count = self._counts_by_group[group]  # equal on all ranks of the group, which construct in the same order
         note = self._lines.note_changes
         watch = WrapperRecorder(self._run, wrapper, note, began_alike=began_alike, of_group=count, built=built, at=at)
         if watch.is_off:
@@ -321,8 +321,8 @@ class _RankRecorder:
         self._draws.begin()
         return watch
 
-    def _overwritten(self, call: Call, call_args: Mapping[str, Any]) -> None:
-        """Record sums of gradients; watch for backward through tensors that a collective overwrote."""
+    def _record_overwrite(self, call: Call, call_args: Mapping[str, Any]) -> None:
+        """Record a sum; add a hook if backward may run through the overwritten tensor."""
         self._sums.note_output(call, call_args)
         tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()
@@ -343,36 +343,36 @@ class _RankRecorder:
             self._log.add(ReducedInPlace(call.operation, location, gradient.numel(), factor, digest, is_average))
             handle.remove()
 
-        if self._overwritings < _MOST_OVERWRITINGS:
-            self._overwritings += 1
+        if self._overwrite_count < _MOST_OVERWRITES:
+            self._overwrite_count += 1
             handle = tensor.register_hook(UnpickledHook(on_gradient))
 
-    def _failed(self, error: Exception, recorder: Recorder) -> None:
+    def _record_failure(self, error: Exception, recorder: Recorder) -> None:
         self._watches.discard(recorder)
         steps = max([self._run.steps, *(watch.step for watch in self._watches)])
         fields = recorder.name, recorder.subjects, steps
         self._log.add(WatchingFailed(format_traceback(error, whole=True), *fields, in_a_line(error)))
 
-    def _ended(self, ended: ProgramEnded | None = None, *, failing: bool = False) -> None:
+    def _write_end(self, ended: ProgramEnded | None = None, *, failing: bool = False) -> None:
         if os.getpid() != self._process or self._has_ended:
             return
         self._has_ended = True
         if self._parity is not None:
             self._parity.close()
         if self._records_all:
-            for recorder in (self._draws, self._loaders, self._optimizers, self._taken, self._files):
+            for recorder in (self._draws, self._loaders, self._optimizers, self._autograd_grads, self._files):
                 recorder.close()
             self._writes.write()
             for watch in list(self._watches):
                 watch.close(failing=failing or _last_error() is not None)
         ended = ended or _end_of_main(self._main)
         if self._main is not None and not ended.how and not self._has_raised and (error := _last_error()):
-            self._raised(error)  # the script has replaced our `sys.excepthook`
+            self._record_error(error)  # the script has replaced our `sys.excepthook`
         self._log.add(ended)
         time.sleep(_LAST_WORK)
 
 
-def _while_handling(call: Call, error: BaseException) -> Call:
+def _with_handled_exception(call: Call, error: BaseException) -> Call:
     """Add the exception being handled (`except` or `finally`) to a collective."""
     if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
         return call
@@ -386,33 +386,33 @@ def _while_handling(call: Call, error: BaseException) -> Call:
 
 
 def _write_stacks_to(descriptor: int) -> None:
-    global _takes_faults
-    _takes_faults = _takes_faults or not faulthandler.is_enabled()  # else keep the output file of the script
-    if _takes_faults:
+    global _logs_faults
+    _logs_faults = _logs_faults or not faulthandler.is_enabled()  # else keep the output file of the script
+    if _logs_faults:
         faulthandler.enable(file=descriptor, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
     for number in _ENDING:
         faulthandler.register(number, file=descriptor, all_threads=True, chain=True)
 
 
-def _keep_no_stack() -> None:
+def _unregister_stacks() -> None:
     for number in (STACK_SIGNAL, *_ENDING):
         faulthandler.unregister(number)
 
 
-def _tell_torchrun(message: str, traceback: str) -> None:
+def _write_torchrun_error(message: str, traceback: str) -> None:
     """Write the error file of this rank for torchrun (see `torch.distributed.elastic`)."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path and not os.path.exists(path):
         details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
-        beside = f"{path}.{os.getpid()}"  # the agent may kill this process, or read the file, during the write
+        draft = f"{path}.{os.getpid()}"  # the agent may kill this process, or read the file, during the write
         with contextlib.suppress(OSError):
-            Path(beside).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), "utf-8")
-            os.replace(beside, path)
+            Path(draft).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), "utf-8")
+            os.replace(draft, path)
 
 
 def _main_frame() -> FrameType | None:
-    """Return the main module's frame, if on this stack; references only the module's globals."""
+    """Return the main module's frame or None; it keeps only the module's globals alive."""
     modules = (frame for frame in frames_from(sys._getframe()) if frame.f_code.co_name == "<module>")
     return next((frame for frame in modules if frame.f_globals.get("__name__") == "__main__"), None)
 
@@ -424,7 +424,7 @@ def _last_error() -> BaseException | None:
 
 
 def _end_of_main(frame: FrameType | None) -> ProgramEnded:
-    """Return how the main module ended, with the last line for a SystemExit.
+    """Return how the main module ended; for a SystemExit, with the last line.
 
     A SystemExit calls no hook. A referenced frame outlives its module; `f_lasti` is its last executed instruction.
     """

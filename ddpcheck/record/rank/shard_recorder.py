@@ -26,8 +26,8 @@ from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import UnpickledHook
 
-_HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; if missing, shards are not watched
-_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # private; if missing, initial values are unknown
+_FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; if missing, shards are not watched
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"  # private; if missing, initial values are unknown
 
 
 _MOST_ASSIGNED = 256  # parameters since the last forward pass
@@ -36,7 +36,7 @@ _Assigned = tuple[Callable[[], nn.Module | None], str, Callable[[], Any], Locati
 
 
 class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
-    """Recorder of forward passes of sharded modules; starts a watch per outermost module.
+    """Recorder of forward passes of sharded modules; watches each outermost module.
 
     Forward passes include methods registered with `register_fsdp_forward_method`. `watch` is called with the module,
     fingerprints of initial parameter values (if this rank's shard is unchanged), and the line of `fully_shard`.
@@ -49,80 +49,80 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         sharded: Callable[[torch.Tensor], object],
     ) -> None:
         self._watch = watch
-        self._note_shard = sharded
+        self._on_shard = sharded
         self._lines: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # line that shards the module
         self._scales: WeakKeyDictionary[nn.Module, list[tuple[str, Location | None]]] = WeakKeyDictionary()
-        self._known: WeakKeyDictionary[nn.Module, tuple[Callable[[], WrapperRecorder | None], str]] = (
+        self._watches: WeakKeyDictionary[nn.Module, tuple[Callable[[], WrapperRecorder | None], str]] = (
             WeakKeyDictionary()
         )
-        self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # (shard, fingerprints of whole and shard)
+        self._initial: dict[int, tuple[Callable[[], Any], int, int]] = {}  # (shard, fingerprints of whole and shard)
         self._assigned: list[_Assigned] = []
-        self._modules: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # replace sharded modules
-        registration.register_module_parameter_registration_hook(UnpickledHook(self._registers))
-        registration.register_module_module_registration_hook(UnpickledHook(self._registers_module))
-        when_imported((_HOME,), guarded(self._follow))
-        when_imported((_PARAMETER,), guarded(self._follow_values))
+        self._assigned_modules: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()
+        registration.register_module_parameter_registration_hook(UnpickledHook(self._record_parameter))
+        registration.register_module_module_registration_hook(UnpickledHook(self._record_module))
+        when_imported((_FSDP,), guarded(self._patch_fsdp))
+        when_imported((_FSDP_PARAM,), guarded(self._patch_parameter_class))
 
-    def _follow(self, home: ModuleType) -> None:
+    def _patch_fsdp(self, home: ModuleType) -> None:
         sharded, state = vars(home).get("FSDPModule"), vars(home).get("FSDPState")
         follow_switches(sharded, to_the_end=True)
         for name in SCALING:
             if hasattr(sharded, name):
-                patched(sharded, name, functools.partial(self._scaled, name))
+                patched(sharded, name, functools.partial(self._record_scaling, name))
         if hasattr(state, "init"):
-            patched(state, "init", self._sharded)
+            patched(state, "init", self._record_fully_shard)
         disable: Any = torch.compiler.disable
-        for name, around in (("_pre_forward", self._before), ("_post_forward", self._after)):
+        for name, hook in (("_pre_forward", self._before_forward), ("_post_forward", self._after_forward)):
             if hasattr(state, name):
                 # as `patched` does, excluded from torch.compile like the original
-                Patch(state, name, lambda original, around=around: disable(accompanied(original, around)))  # type: ignore[misc]
+                Patch(state, name, lambda original, hook=hook: disable(accompanied(original, hook)))  # type: ignore[misc]
 
-    def _sharded(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
+    def _record_fully_shard(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
         location = user_location()
         for module in (modules,) if isinstance(modules, nn.Module) else modules:  # torch 2.4 passes one module
             self._lines[module] = location
 
-    def _scaled(self, name: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
+    def _record_scaling(self, name: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         location = user_location()
-        watch = self._known[module][0]() if module in self._known else None
+        watch = self._watches[module][0]() if module in self._watches else None
         if watch is not None:
             watch.note_scale(name, module, location)
         else:
             self._scales.setdefault(module, []).append((name, location))
 
-    def _follow_values(self, home: ModuleType) -> None:
+    def _patch_parameter_class(self, home: ModuleType) -> None:
         parameter = vars(home).get("FSDPParam")
         if hasattr(parameter, "_init_sharded_param"):
-            patched(parameter, "_init_sharded_param", self._builds)
+            patched(parameter, "_init_sharded_param", self._record_initial)
 
-    def _builds(self, fsdp_param: Any, whole: torch.Tensor, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _record_initial(self, fsdp_param: Any, whole: torch.Tensor, *_arguments: Any, **_named: Any) -> Iterator[None]:
         value = None if whole.is_meta else fingerprint(whole)
         yield
         shard = getattr(fsdp_param, "sharded_param", None)
         if isinstance(shard, torch.Tensor):
-            self._note_shard(shard)
+            self._on_shard(shard)
         if value is not None and isinstance(shard, torch.Tensor):
-            self._built[id(shard)] = tensor_ref(shard), value, fingerprint(shard)
+            self._initial[id(shard)] = tensor_ref(shard), value, fingerprint(shard)
 
-    def _registers(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Record a parameter assigned over a shard or over a gathered parameter."""
+    def _record_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """Record a parameter that replaces a shard or a gathered parameter."""
         before = module._parameters.get(name)
         if before is None or not isinstance(parameter, nn.Parameter) or parameter is before:
             return
-        if (is_shard(before) or module in self._known) and len(self._assigned) < _MOST_ASSIGNED:
+        if (is_shard(before) or module in self._watches) and len(self._assigned) < _MOST_ASSIGNED:
             self._assigned.append((ref(module), name, tensor_ref(parameter), user_location()))
 
-    def _registers_module(self, module: nn.Module, name: str, submodule: Any) -> None:
-        """Record an unsharded module assigned over a sharded module."""
+    def _record_module(self, module: nn.Module, name: str, submodule: Any) -> None:
+        """Record an unsharded module that replaces a sharded module."""
         before = module._modules.get(name)
         if before is not None and before is not submodule and isinstance(submodule, nn.Module):
             if any(map(is_shard, before.parameters())) and not any(map(is_shard, submodule.parameters())):
-                self._modules[submodule] = user_location()
+                self._assigned_modules[submodule] = user_location()
 
-    def _note_replaced(self, watch: WrapperRecorder, *, first: bool) -> None:
+    def _report_replaced(self, watch: WrapperRecorder, *, first: bool) -> None:
         """Report parameters assigned since the last forward pass, unless `fully_shard` gathers them.
 
-        In the first forward pass, torch adopts new shards.
+        In the `first` forward pass, torch gathers new shards, too.
         """
         assigned, self._assigned = self._assigned, []
         for entry in assigned:
@@ -138,44 +138,44 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
             if id(parameter) not in used if used else not is_shard(parameter):
                 watch.note_replaced(f"{path}.{name}".lstrip("."), location, later=not first)
 
-    def _before(self, _state: Any, module: nn.Module, arguments: Any, named: Any) -> Iterator[None]:
-        first = module not in self._known
-        watch_ref, prefix = self._begin(module) if first else self._known[module]
+    def _before_forward(self, _state: Any, module: nn.Module, arguments: Any, named: Any) -> Iterator[None]:
+        first = module not in self._watches
+        watch_ref, prefix = self._watch_outermost(module) if first else self._watches[module]
         watch = watch_ref()
         if watch is not None and watch.module is module and watch.has_other_shards():
             watch.close()
-            watch_ref, prefix = self._begin(module)
+            watch_ref, prefix = self._watch_outermost(module)
             watch = watch_ref()
         if watch is not None and watch.module is module:
-            self._note_replaced(watch, first=first)
+            self._report_replaced(watch, first=first)
             watch.shards_forward(module, arguments, named)
         yield
         if watch is not None:
             watch.find_unsharded(prefix, module)
 
-    def _after(self, _state: Any, module: nn.Module, *_arguments: Any) -> Iterator[None]:
+    def _after_forward(self, _state: Any, module: nn.Module, *_arguments: Any) -> Iterator[None]:
         output = yield
-        watch = self._known[module][0]() if module in self._known else None
+        watch = self._watches[module][0]() if module in self._watches else None
         if watch is not None and watch.module is module:
             watch.shards_returned(module, output)
 
-    def _begin(self, module: nn.Module) -> tuple[Callable[[], WrapperRecorder | None], str]:
-        """Watch the outermost module, whose forward pass runs first."""
-        watch = self._watch(module, self._values_of(module), self._lines.get(module))
+    def _watch_outermost(self, module: nn.Module) -> tuple[Callable[[], WrapperRecorder | None], str]:
+        """Watch an outermost module; return (reference to the watch, path prefix)."""
+        watch = self._watch(module, self._initial_values(module), self._lines.get(module))
         watch_ref: Callable[[], WrapperRecorder | None] = (lambda: None) if watch is None else ref(watch)
         for path, part in module.named_modules():
-            self._known[part] = watch_ref, f"{path}." if path else ""
+            self._watches[part] = watch_ref, f"{path}." if path else ""
             for name, location in self._scales.pop(part, ()):
                 if watch is not None:
                     watch.note_scale(name, part, location)
-            if part in self._modules and watch is not None:
-                watch.note_module(path, part, self._modules.pop(part))
-        return self._known[module]
+            if part in self._assigned_modules and watch is not None:
+                watch.note_module(path, part, self._assigned_modules.pop(part))
+        return self._watches[module]
 
-    def _values_of(self, module: nn.Module) -> dict[str, int]:
+    def _initial_values(self, module: nn.Module) -> dict[str, int]:
         values = {}
         for name, shard in module.named_parameters():
-            shard_ref, whole, before = self._built.pop(id(shard), (lambda: None, 0, 0))
+            shard_ref, whole, before = self._initial.pop(id(shard), (lambda: None, 0, 0))
             if shard_ref() is shard and fingerprint(shard) == before:
                 values[name] = whole
         return values

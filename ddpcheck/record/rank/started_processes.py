@@ -29,7 +29,7 @@ by the exception being handled, if any."""
 
 
 def mark_first_process() -> None:
-    """Record the agent's store in the environment, unless a parent process did."""
+    """Record torchrun's run and store port in the environment, unless a parent process did."""
     run = os.environ.get(_RUN)
     if run and os.environ.get(_USES_AGENT) and os.environ.get(_MARK, "::").split(":", 2)[2] != run:
         os.environ[_MARK] = f"{os.getpid()}:{os.environ.get(_PORT, '')}:{run}"
@@ -48,7 +48,7 @@ def is_first_process() -> bool:
 
 
 def launched_beside() -> int:
-    """Return torchrun's local world size in processes that the script started; else 0."""
+    """Return torchrun's local world size in a process that the script started; else 0."""
     run = os.environ.get(_MARK, "::").split(":", 2)[2]
     if not run or run != os.environ.get(_RUN) or is_first_process():
         return 0
@@ -56,10 +56,10 @@ def launched_beside() -> int:
 
 
 def leave_agent_store(arguments: Sequence[Any], named: dict[str, Any]) -> None:
-    """Unset torchrun's store variable if the script's ranks meet at another port.
+    """Unset TORCHELASTIC_USE_AGENT_STORE if ranks that the script starts use another port.
 
-    Torch would not create the store of the process group otherwise. Processes started by torchrun keep the variable:
-    with another port, they also fail without ddpcheck.
+    With the variable, torch would not create the store of the process group. Processes started by torchrun keep the
+    variable: with another port, they also fail without ddpcheck.
     """
     pid, port, run = os.environ.get(_MARK, "::").split(":", 2)
     if not run or run != os.environ.get(_RUN) or pid == str(os.getpid()):
@@ -73,7 +73,7 @@ def leave_agent_store(arguments: Sequence[Any], named: dict[str, Any]) -> None:
 
 
 def follow_ends() -> None:
-    """Call `on_end` before `multiprocessing` turns an exception into an exit code."""
+    """Call the `on_end` callbacks before `multiprocessing` turns an exception into an exit code."""
     import multiprocessing.process  # torch has imported it already
 
     process: Any = multiprocessing.process.BaseProcess
@@ -84,14 +84,14 @@ def follow_ends() -> None:
         try:
             original(self)
         except BaseException as error:
-            _tell(error)
+            _call_on_end(error)
             raise
-        _tell(None)
+        _call_on_end(None)
 
     process.run = run
 
 
-def _tell(error: BaseException | None) -> None:
+def _call_on_end(error: BaseException | None) -> None:
     if isinstance(error, SystemExit) and error.code:  # torch.multiprocessing exits with 1 after an exception
         error = error.__context__ or error
     for callback in on_end:
@@ -99,18 +99,18 @@ def _tell(error: BaseException | None) -> None:
 
 
 SUFFIX, RAISED = ".joining", ".unmet"
-_GIVEN = ("backend", "init_method", "timeout", "world_size", "rank", "store")  # in the order of torch's signature
+_PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store")  # in the order of torch's signature
 
 
 @contextlib.contextmanager
 def noted_joining(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
-    """Keep a file with the arguments while the process joins; write its error."""
+    """Keep a file with the arguments during `init_process_group`, and a file with its error."""
     options, file = options_of_run(os.environ), None
     if options is not None:
         with contextlib.suppress(Exception):  # invalid arguments: torch raises its own error
             from msgspec import json
 
-            note = json.encode(_joining({**dict(zip(_GIVEN, arguments, strict=False)), **named}))
+            note = json.encode(_joining_entry({**dict(zip(_PARAMETERS, arguments, strict=False)), **named}))
             file = Path(options.folder) / f"{os.getpid()}{SUFFIX}"
             file.with_suffix(".new").write_bytes(note)
             file.with_suffix(".new").replace(file)
@@ -119,7 +119,7 @@ def noted_joining(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterato
     except Exception as error:
         if file is not None:
             with contextlib.suppress(Exception):
-                _note_raised(file, error)
+                _write_error(file, error)
         raise
     finally:
         if file is not None:
@@ -127,7 +127,7 @@ def noted_joining(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterato
                 file.unlink()
 
 
-def _note_raised(file: Path, error: Exception) -> None:
+def _write_error(file: Path, error: Exception) -> None:
     from msgspec import json
 
     from ddpcheck.findings.evidence.endings import Joining
@@ -139,7 +139,7 @@ def _note_raised(file: Path, error: Exception) -> None:
     file.with_suffix(RAISED).write_bytes(json.encode(replace(joining, error=message)))
 
 
-def _joining(arguments: Mapping[str, Any]) -> Any:
+def _joining_entry(arguments: Mapping[str, Any]) -> Any:
     from ddpcheck.findings.evidence.endings import Joining
     from ddpcheck.findings.source_lines import user_location
 
@@ -148,8 +148,8 @@ def _joining(arguments: Mapping[str, Any]) -> Any:
     by_environment = arguments.get("store") is None and (method is None or method.startswith("env:"))
     return Joining(
         os.getpid(),
-        _number(arguments, "rank", "RANK"),
-        _number(arguments, "world_size", "WORLD_SIZE"),
+        _argument_or_variable(arguments, "rank", "RANK"),
+        _argument_or_variable(arguments, "world_size", "WORLD_SIZE"),
         at_agent if by_environment else method or "a store that it is given",
         str(user_location(sys._getframe(3)) or ""),
         at_agent if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "",
@@ -157,6 +157,6 @@ def _joining(arguments: Mapping[str, Any]) -> Any:
     )
 
 
-def _number(arguments: Mapping[str, Any], argument: str, variable: str) -> int:
+def _argument_or_variable(arguments: Mapping[str, Any], argument: str, variable: str) -> int:
     number = arguments.get(argument, -1)
     return int(number if isinstance(number, int) and number >= 0 else os.environ.get(variable, -1))

@@ -39,16 +39,16 @@ from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import program_variables
 from ddpcheck.stream.entries import PeerReceived
 
-_WAYS = (
+_WORK_METHODS = (
     *("wait", "get_future", "get_future_result", "is_completed", "is_success", "exception", "result", "synchronize"),
     *("block_current_stream", "boxed"),
 )
 """Methods of `Work` by which a script can wait for, or check, completion."""
 
-_GIVEN = ("tensor", "input", "input_tensor")  # arguments read or overwritten; torch itself writes outputs
+_INPUTS = ("tensor", "input", "input_tensor")  # arguments read or overwritten; torch itself writes outputs
 # returned by coalesced collectives, whose manager holds the handle; private to torch
 _COALESCED: Any = getattr(distributed_c10d, "_IllegalWork", ())
-_MOST_LOOKS = 64  # checks per line
+_MOST_CHECKS = 64  # checks per line
 
 
 class _Pending(Struct):
@@ -67,48 +67,48 @@ class _Pending(Struct):
 class WorkRecorder(Recorder, subjects=("collectives",)):
     """Recorder of asynchronous collectives: waits, dropped handles, and writes before a wait.
 
-    Reports each line once. Dropped handles count on CPU only: on a GPU, a later wait in the stream may cover them.
+    Reports each line once. Dropped handles count on CPU only: on a GPU, a later wait in the stream may cover the work.
     """
 
     def __init__(self, sink: Callable[[Entry], object], are_gradients: Callable[[Collection[int]], bool]) -> None:
         self._sink = sink
         self._are_gradients = are_gradients  # returns True if an optimizer's gradient is at any address
-        self._looks: Counter[Location] = Counter()
+        self._check_counts: Counter[Location] = Counter()
         self._pending: dict[int, _Pending] = {}  # by `id()` of the `Work`
         self._reported: set[Entry] = set()
-        self._follows = False
-        self._before: tuple[int, list[tuple[Callable[[], Any], int]]] = (0, [])  # `id()` of the arguments, versions
-        on_given.append(guarded(self._starts))
-        on_started.append(guarded(self._started))
+        self._is_patched = False
+        self._versions_before: tuple[int, list[tuple[Callable[[], Any], int]]] = (0, [])  # (arguments' id, versions)
+        on_given.append(guarded(self._record_versions))
+        on_started.append(guarded(self._record_start))
 
-    def _starts(self, call: Call, call_args: Mapping[str, Any]) -> None:
-        """Record versions before the call: the backend's thread may write before it returns."""
+    def _record_versions(self, call: Call, call_args: Mapping[str, Any]) -> None:
+        """Record tensor versions before the call, during which the backend's thread may write."""
         if call_args.get("async_op") and dist.get_rank(call_args.get("group")) >= 0:  # members of the group only
             tensors, backend = tensors_of(call_args), dist.get_backend(call_args.get("group"))
             result = id(call_args.get("tensor"))
             versions = [  # views share the version counter of their base
                 (
                     tensor_ref(tensor),
-                    version_counter(tensor) + (id(tensor) == result and _writes(tensor, call, backend)),
+                    version_counter(tensor) + (id(tensor) == result and _bumps_version(tensor, call, backend)),
                 )
-                for tensor in map(call_args.get, _GIVEN)
+                for tensor in map(call_args.get, _INPUTS)
                 if isinstance(tensor, torch.Tensor) and not tensor._is_view()
                 if all(t._base is not tensor for t in tensors)
             ]
-            self._before = (id(call_args), versions)
+            self._versions_before = (id(call_args), versions)
 
-    def _started(self, call: Call, call_args: Mapping[str, Any], work: object) -> None:
+    def _record_start(self, call: Call, call_args: Mapping[str, Any], work: object) -> None:
         location = Location.parse(call.location)
         tensors = tensors_of(call_args)
         if not tensors or location is None or isinstance(work, _COALESCED) or not _is_of_program(sys._getframe(1)):
             return
-        if not self._follows:
-            self._follows = True
-            for name in _WAYS:
+        if not self._is_patched:
+            self._is_patched = True
+            for name in _WORK_METHODS:
                 if hasattr(distributed_c10d.Work, name):
-                    patched(distributed_c10d.Work, name, self._uses)
-        handle = weakref.ref(work, functools.partial(guarded(self._dropped), id(work)))
-        call_before, versions = self._before
+                    patched(distributed_c10d.Work, name, self._record_use)
+        handle = weakref.ref(work, functools.partial(guarded(self._record_drop), id(work)))
+        call_before, versions = self._versions_before
         self._pending[id(work)] = _Pending(
             handle,
             call.operation,
@@ -119,7 +119,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             versions if call_before == id(call_args) else [],  # else recorded by another thread
         )
 
-    def _uses(self, work: object, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _record_use(self, work: object, *_arguments: Any, **_named: Any) -> Iterator[None]:
         pending = self._pending.pop(id(work), None)
         if pending is None:
             return
@@ -130,24 +130,24 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             for ref, version in pending.versions
             if (tensor := ref()) is not None and version_counter(tensor) > version
         ]
-        if written and self._looks_at(pending):
+        if written and self._count_check(pending):
             waits_at = user_location(sys._getframe(CALLER))
             of_gradients = self._are_gradients(pending.places)
             self._add(TensorOfWorkWritten(pending.operation, pending.location, of_gradients, waits_at))
 
-    def _dropped(self, number: int, _handle: object) -> None:
+    def _record_drop(self, number: int, _handle: object) -> None:
         """Report a dropped handle if its CPU tensors are gradients or still referenced."""
         pending = self._pending.pop(number, None)
-        if pending is None or not pending.on_cpu or not self._looks_at(pending):
+        if pending is None or not pending.on_cpu or not self._count_check(pending):
             return
         of_gradients = self._are_gradients(pending.places)
         if of_gradients or _is_referenced([tensor for ref in pending.tensors if (tensor := ref()) is not None]):
             self._add(WorkDropped(pending.operation, pending.location, of_gradients))
 
-    def _looks_at(self, pending: _Pending) -> bool:
-        """Count a check of a line; return True up to `_MOST_LOOKS` checks."""
-        self._looks[pending.location] += 1
-        return self._looks[pending.location] <= _MOST_LOOKS
+    def _count_check(self, pending: _Pending) -> bool:
+        """Count a check of a line; return True up to `_MOST_CHECKS` checks."""
+        self._check_counts[pending.location] += 1
+        return self._check_counts[pending.location] <= _MOST_CHECKS
 
     def _add(self, entry: Entry) -> None:
         if entry not in self._reported:
@@ -155,8 +155,8 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             self._sink(entry)
 
 
-def _writes(tensor: torch.Tensor, call: Call, backend: str) -> bool:
-    """Return True if gloo bumps the tensor version (by a division or a copy)."""
+def _bumps_version(tensor: torch.Tensor, call: Call, backend: str) -> bool:
+    """Return True if gloo itself bumps the version of `tensor` (by division or copy)."""
     on_cpu, averages = tensor.device.type == "cpu", "AVG" in call.payload.split(", ")
     return (on_cpu or "nccl" not in backend) and (averages or not on_cpu or tensor.layout != torch.strided)
 
@@ -182,26 +182,26 @@ def _is_of_program(frame: FrameType | None) -> bool:
     return frame is not None and is_of_program(frame.f_code.co_filename)
 
 
-_STARTED = ("isend", "irecv")  # return a `Work` to wait for
+_ASYNCHRONOUS = ("isend", "irecv")  # return a `Work` to wait for
 _RECEIVES = ("recv", "irecv")
 
 
 class PeerRecorder(Recorder, subjects=("collectives",)):
-    """Recorder of point-to-point waits and of the ranks received from."""
+    """Recorder of point-to-point calls: waits for a peer, and senders of received tensors."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._log = run.log
         self._received: set[PeerReceived] = set()
         self._works: WeakKeyDictionary[Any, PeerWait] = WeakKeyDictionary()
-        self._waiting = False  # inside a recorded wait: nested waits are not recorded
-        replace_functions(("send", "recv", *_STARTED), self._accompanied)
-        patched(distributed_c10d.Work, "wait", self._waits)
+        self._is_waiting = False  # inside a recorded wait: nested waits are not recorded
+        replace_functions(("send", "recv", *_ASYNCHRONOUS), self._recorded_function)
+        patched(distributed_c10d.Work, "wait", self._record_wait)
 
-    def _accompanied(self, name: str, original: Any) -> Any:
+    def _recorded_function(self, name: str, original: Any) -> Any:
         parameters = tuple(inspect.signature(original).parameters)
 
-        def around(*arguments: Any, **named: Any) -> Generator[None, Any, None]:
+        def record_call(*arguments: Any, **named: Any) -> Generator[None, Any, None]:
             bound = {**dict(zip(parameters, arguments, strict=False)), **named}
             wait = PeerWait(name, _peer_of(bound), int(bound.get("tag") or 0), str(user_location() or ""))
             if name in _RECEIVES:
@@ -209,33 +209,33 @@ class PeerRecorder(Recorder, subjects=("collectives",)):
                 if received not in self._received:
                     self._received.add(received)
                     self._log.add(received)
-            if name in _STARTED:
+            if name in _ASYNCHRONOUS:
                 work = yield
                 if work is not None:
                     self._works[work] = wait
             else:
-                yield from self._during(wait)
+                yield from self._log_wait(wait)
             self._log.waited |= name in _RECEIVES
 
-        return accompanied(original, around)
+        return accompanied(original, record_call)
 
-    def _waits(self, work: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+    def _record_wait(self, work: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         wait = self._works.get(work)
         if wait is None:
             yield
         else:
-            yield from self._during(wait)
+            yield from self._log_wait(wait)
 
-    def _during(self, wait: PeerWait) -> Generator[None, Any, None]:
-        if self._waiting:
+    def _log_wait(self, wait: PeerWait) -> Generator[None, Any, None]:
+        if self._is_waiting:
             yield
             return
-        self._waiting = True
+        self._is_waiting = True
         self._log.wait_for(wait)
         try:
             yield
         finally:
-            self._waiting = False
+            self._is_waiting = False
             self._log.wait_for(None)
 
 
@@ -252,7 +252,7 @@ def _peer_of(call_args: Mapping[str, Any]) -> int:
 _MOST_SUM_ELEMENTS = 8  # of an all_reduce whose values are read
 _MOST_CALLS = 64  # max recorded calls of a line
 _MOST_SUM_LINES = 64  # lines of all_reduce
-_CALLS = 4  # per entry: consecutive calls whose input includes the previous result
+_CALLS_PER_ENTRY = 4  # per entry: consecutive calls whose input includes the previous result
 
 _Numbers = tuple[float, ...]
 
@@ -286,7 +286,7 @@ class SumRecorder(Recorder, subjects=("evaluation",)):
             return
         line.calls += 1
         line.results.append(_numbers(call_args["tensor"]))
-        if len(line.results) == _CALLS:
+        if len(line.results) == _CALLS_PER_ENTRY:
             self._sink(SumsReduced(Location.parse(call.location), tuple(line.inputs), tuple(line.results)))
             line.calls = _MOST_CALLS
 

@@ -54,9 +54,9 @@ _INNER = ("called", "forward_begins", "forward_returned", "backward_begins", "re
 
 
 class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
-    """Watch on one wrapper of a script, the `number`-th constructed on this rank.
+    """Recorder of one wrapper of a script, the `number`-th constructed on this rank.
 
-    Receives the records of a `StepRecorder`, and listens to the same step events.
+    Receives the reports of a `StepRecorder`, and listens to its step events.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     ) -> None:
         self._log: RankLog = run.log
         self.number = run.wrappers
-        self.may_diverge = False  # True if ranks may have left the loop or train apart on purpose (see `StepRecorder`)
+        self.may_diverge = False  # True if ranks may have left the loop or diverge on purpose (see `StepRecorder`)
         self._every = run.every
         log, number = self._log, self.number
         self._collectives = WrapperCollectives(log, number, f"wrapper {of_group}" if of_group > 1 else "")
@@ -80,16 +80,16 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._inputs = InputRecorder(log.add, number, lambda: run.samples)
         self._pace = PaceRecorder(run, number)
         self._loss_from_forward = False  # True if the running backward pass starts at an output of the wrapper
-        self._incomplete = False  # True if the last reduction still waits for gradients
-        self._attached = True
-        self._told_apart = False  # True once a comparison is reported as skipped
-        self._marks = LocalSgdTracker(lambda: self._recorder, number)
-        self._alarmed = False  # True if a report is due at the end of the step
+        self._is_incomplete = False  # True if the last reduction still waits for gradients
+        self._is_attached = True
+        self._has_reported_skip = False  # True once a comparison is reported as skipped
+        self._local_sgd = LocalSgdTracker(lambda: self._recorder, number)
+        self._is_report_due = False  # True if a report is due at the end of the step
         self._is_fresh = False  # True after a sampled step, until an optimizer steps or zeroes gradients
-        self._fresh: dict[str, torch.Tensor] = {}  # parameters with a nonzero averaged gradient at `zero_grad`
-        self._reduced: dict[str, float] = {}  # gradient norms of shards after the last reduction, by name
-        self._loads = 0  # `torch.load` calls before the end of the last step
-        self._discarded = 0  # consecutive optimizer steps without any of the `_fresh` gradients
+        self._fresh_params: dict[str, torch.Tensor] = {}  # with a nonzero averaged gradient at `zero_grad`
+        self._reduced_norms: dict[str, float] = {}  # gradient norms of shards after the last reduction, by name
+        self._load_count = 0  # `torch.load` calls before the end of the last step
+        self._discarded_steps = 0  # consecutive optimizer steps without any of the `_fresh_params` gradients
         self._recorder = StepRecorder(
             wrapper,
             self,
@@ -106,18 +106,18 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._replica = ReplicaRecorder(self._recorder, log, number)
         self.is_sharded = self._recorder.is_sharded  # True if the module is sharded by `fully_shard`
         mesh = mesh_of(wrapper) if self.is_sharded else None
-        self._gathers_in = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+        self._gather_group = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
         is_world = len(self._recorder.ranks) == dist.get_world_size()
-        self._gathers_together = mesh is not None and (is_world or self._gathers_in is not None)
+        self._records_gathers = mesh is not None and (is_world or self._gather_group is not None)
         # wrapper number and parameter name by `id()` of the parameter, e.g. "0/fc.weight".
         self.numbered = {id(p): f"{number}/{name}" for name, p in self.parameters.items()}
         self._paths = {id(part): path for path, part in self.module.named_modules()}
-        self._built_with = frozenset(vars(wrapper))  # names of attributes that the constructor has set
+        self._constructor_attributes = frozenset(vars(wrapper))  # names of attributes that the constructor has set
         self._recorder.attach()
         hold(self.module, self)
-        self._note_made(at or user_location())
+        self._write_construction(at or user_location())
 
-    def _note_made(self, location: Location | None) -> None:
+    def _write_construction(self, location: Location | None) -> None:
         self._log.add(
             WrapperMade(
                 class_name(self.module),
@@ -153,8 +153,8 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
 
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Record the start of a sharded module's forward pass, and its all-gather."""
-        if self._gathers_together:
-            self._collectives.gathers(self._gathers_in)
+        if self._records_gathers:
+            self._collectives.gathers(self._gather_group)
         self._recorder.tracker.before_forward(wrapper, arguments, named)
 
     def shards_returned(self, wrapper: nn.Module, output: Any) -> None:
@@ -167,7 +167,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._log.add(ModuleChanged(self.number, "scale", name, names, where, self.forwards, self.step))
 
     def note_module(self, path: str, part: nn.Module, where: Location | None) -> None:
-        """Record a module assigned over a sharded module before the first forward pass."""
+        """Record a module that replaced a sharded module before the first forward pass."""
         names = tuple(f"{path}.{name}" for name, _ in part.named_parameters())
         self._log.add(ModuleChanged(self.number, "module", path, names, where))
 
@@ -185,9 +185,9 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
 
     def shard_scales(self) -> dict[str, float]:
         """Return the growth of each shard's gradient norm since the reduction, by "0/name"."""
-        gradients = {name: self.parameters[name].grad for name in self._reduced}
+        gradients = {name: self.parameters[name].grad for name in self._reduced_norms}
         now = norms({name: gradient for name, gradient in gradients.items() if gradient is not None})
-        return {f"{self.number}/{name}": size / self._reduced[name] for name, size in now.items()}
+        return {f"{self.number}/{name}": size / self._reduced_norms[name] for name, size in now.items()}
 
     @property
     def step(self) -> int:
@@ -203,11 +203,11 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         return self._recorder.parameters
 
     def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return all current parameters of the wrapped module, by name."""
+        """Return (name, parameter) pairs of all current parameters of the wrapped module."""
         return iter(self._recorder.parts.now().parameters.items())
 
     def later_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return parameters added, replaced or unfrozen after wrapping, by name."""
+        """Return (name, parameter) pairs of parameters added, replaced or unfrozen after wrapping."""
         changed = self._recorder.history.changed()
         params = dict(self.module_parameters())
         return ((name, params[name]) for name, kind in changed.items() if kind in _SINCE and name in params)
@@ -221,11 +221,11 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
 
     @property
     def has_unreduced(self) -> bool:
-        """Return True if gradients were added since the last reduction, or it is incomplete."""
-        return self._recorder.loop.ledger.put_off or self._incomplete
+        """Return True if gradients are not reduced yet, or the last reduction is incomplete."""
+        return self._recorder.loop.ledger.put_off or self._is_incomplete
 
     def expects(self, reducer: object, outputs: Any) -> None:
-        """Expect a backward pass after a framework called `prepare_for_backward`."""
+        """Expect a backward pass: a framework has called `prepare_for_backward` of `reducer`."""
         wrapper = self._recorder.wrapper
         if wrapper is not None and getattr(wrapper, "reducer", None) is reducer:
             self._recorder.tracker.expect(outputs)
@@ -235,14 +235,15 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._recorder.loop.add(ZEROED)
         if self._is_fresh:
             self._is_fresh = False
-            self._fresh = {name: self.parameters[name] for name, size in self._norms().items() if 0 < size < math.inf}
+            sizes = self._gradient_norms()
+            self._fresh_params = {n: self.parameters[n] for n, size in sizes.items() if 0 < size < math.inf}
 
-    def _norms(self) -> dict[str, float]:
+    def _gradient_norms(self) -> dict[str, float]:
         return norms({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     @property
     def reduced_gradients(self) -> InRows | None:
-        """Return the captured gradients just reduced by a backward pass, or `None`."""
+        """Return the gradients captured after this backward pass's reduction, or `None`."""
         return None if self.is_sharded else self._replica.reduced
 
     def any_backward_begins(self) -> None:
@@ -268,26 +269,26 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         if self._replica.waits:
             self._replica.write()
         self._is_fresh = False
-        fresh, self._fresh = self._fresh, {}
+        fresh, self._fresh_params = self._fresh_params, {}
         loop = self._recorder.loop
         if not fresh or not loop.ledger.zeroed:
             return
         if any(map(has_gradient, fresh.values())):
-            self._discarded = 0
+            self._discarded_steps = 0
             return
-        self._discarded += 1
+        self._discarded_steps += 1
         line = str(step_location() or "")
-        loop.add(LoopEvent("zero_grad", location=line, discarded=tuple(fresh), in_a_row=self._discarded))
+        loop.add(LoopEvent("zero_grad", location=line, discarded=tuple(fresh), in_a_row=self._discarded_steps))
         self._recorder.report_now(*loop.ledger.lost[-1].events)
 
     def close(self, *, failing: bool = False) -> None:
-        """Detach from the wrapper; idempotent. `failing`: the script ends with an exception."""
-        was_attached, self._attached = self._attached, False
+        """Write last entries and detach, once; `failing`: the script ends with an exception."""
+        was_attached, self._is_attached = self._is_attached, False
         self._replica.write()
         if was_attached and not failing:
             self._replica.write_buffers()
             self._pace.ended(self.step)
-        if was_attached and (mark := self._marks.final_entry()) is not None:
+        if was_attached and (mark := self._local_sgd.final_entry()) is not None:
             self._log.add(mark)
         self._recorder.detach()
         release(self.module, self)
@@ -299,7 +300,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     # Methods of `StepSink`
 
     def alarm(self, _step: int) -> None:
-        self._alarmed = True
+        self._is_report_due = True
 
     def report_now(self, report: RankReport) -> None:
         if any(event.kind in AROUND for event in report.events) and report.events[-1].kind == "step":
@@ -319,35 +320,35 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         step = ended.number
         if not step:
             self._write_attributes()
-        alarmed, self._alarmed = self._alarmed, False
+        alarmed, self._is_report_due = self._is_report_due, False
         if (step < _ALWAYS_FOR or step % _THEN_EVERY == 0) and self._recorder.notices_unfrozen(ended):
-            self._alarmed = True
+            self._is_report_due = True
         parts = self._recorder.parts.now() if ended.compares else None
         if ended.compares or ended.reports or alarmed:
             self._report(self._recorder.report(ended, parts and parts.parameters))
         if parts is not None:
             self._replica.capture(step, ended.probe, parts)
-        elif ended.is_due and not self._told_apart and self._is_due(step) and self.may_diverge:
-            self._told_apart = True
+        elif ended.is_due and not self._has_reported_skip and self._is_due(step) and self.may_diverge:
+            self._has_reported_skip = True
             self._log.add(NotCompared(self.number, _JOINED if self._recorder.uses_join else _APART))
-        self._loads = self._log.loads
-        self._incomplete = ended.incomplete
-        self._reduced = {}
+        self._load_count = self._log.loads
+        self._is_incomplete = ended.incomplete
+        self._reduced_norms = {}
         if not (self.may_diverge and self._recorder.uses_join):
             self._pace.reduced(step)
         if ended.is_due and self._is_sampled(step):
             self._is_fresh = True
             if self.is_sharded:
-                self._reduced = {name: size for name, size in self._norms().items() if LEAST < size < math.inf}
+                self._reduced_norms = {n: size for n, size in self._gradient_norms().items() if LEAST < size < math.inf}
             if (snapshot := ended.snapshot) is not None:
                 self._inputs.trained(step, (snapshot.arguments, dict(snapshot.named)), self._collectives.line)
         self._log.count(self.number, step + 1, step + 1)
 
     def _write_attributes(self) -> None:
-        """Write which attributes of the module have been set on the wrapper instead."""
+        """Write names of module attributes that the script has set on the wrapper instead."""
         wrapper = self._recorder.wrapper
         values = {} if wrapper is None or self.is_sharded else vars(wrapper)
-        set_later = sorted(name for name in values.keys() - self._built_with if not callable(values[name]))
+        set_later = sorted(name for name in values.keys() - self._constructor_attributes if not callable(values[name]))
         listings = nn.Module.named_parameters, nn.Module.named_buffers  # `_parameters` of a ScriptModule is no dict
         tensors = {name for listing in listings for name, _ in listing(self.module, recurse=False)}
         names = [n for n in set_later if n in tensors or inspect.getattr_static(self.module, n, None) is not None]
@@ -365,7 +366,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
 
     def called(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Record collectives of the forward pass, and its inputs if gradients are disabled."""
-        if not self._attached:
+        if not self._is_attached:
             return
         self._collectives.broadcasts(wrapper)
         if not torch.is_grad_enabled():
@@ -378,7 +379,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
             self._replica.write_buffers()
         self.may_diverge = self._recorder.may_diverge
         if self.may_diverge:
-            self._marks.forward_begins()
+            self._local_sgd.forward_begins()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         self._collectives.forward_returned(synced=synced)
@@ -392,7 +393,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     def _is_due(self, step: int) -> bool:
         if not self._every:
             return False
-        return is_sampled(step, self._every) or (self.is_sharded and self._log.loads > self._loads)
+        return is_sampled(step, self._every) or (self.is_sharded and self._log.loads > self._load_count)
 
     def _is_sampled(self, step: int) -> bool:
         return is_probed(step) or (self._is_due(step) and not self.may_diverge)

@@ -48,75 +48,75 @@ _Key = tuple[int, Location]  # (wrapper number, line)
 
 
 class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
-    """Recorder of writes to parameters and shards, by in-place methods or `.data`."""
+    """Recorder of lines that write to parameters (in-place methods, `.data`) outside optimizer steps."""
 
     def __init__(self, run: Recording) -> None:
         self.stepping = False  # True during an optimizer step, which may write parameters. Set by `step`.
         self._run = run
-        self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # (parameter, wrapper, name), by `id()`
+        self._parameters: dict[int, tuple[Callable[[], Any], int, str]] = {}  # (parameter, wrapper, name), by `id()`
         self._lines: dict[tuple[Any, int], int] = {}  # number of checks, by code and line
         self.seen: dict[_Key, ModuleChanged] = {}  # writes since the start of the last step, by wrapper and line
-        self._reported: set[_Key] = set()
-        self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # (parameter, method), by line
+        self._reported_keys: set[_Key] = set()
+        self._early_writes: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # (parameter, method), by line
         self._patches: dict[tuple[Any, str], Patch] = {}  # by class and method
-        self._of_steps: dict[tuple[Any, str], Patch] = {}  # patches of methods that optimizers call
-        self._follow(nn.Parameter)
-        follow = guarded(self._follow)
+        self._step_patches: dict[tuple[Any, str], Patch] = {}  # patches of methods that optimizers call
+        self._patch_class(nn.Parameter)
+        follow = guarded(self._patch_class)
         when_imported(("torch.distributed.tensor",), lambda home: follow(vars(home).get("DTensor")))
 
-    def _follow(self, kind: Any) -> None:
+    def _patch_class(self, kind: Any) -> None:
         if kind is None:  # torch 2.4 defines DTensor elsewhere
             return
         for name in dir(torch.Tensor):
             if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
-                self._patches[kind, name] = Patch(kind, name, functools.partial(self._followed, kind, name))
-        Patch(kind, "data", self._followed_data)
+                self._patches[kind, name] = Patch(kind, name, functools.partial(self._patched_method, kind, name))
+        Patch(kind, "data", self._patched_data)
 
     def step(self, *, begins: bool) -> None:
-        """Begin or end an optimizer step, in which methods that optimizers call are unpatched."""
+        """Undo patches when an optimizer step begins; redo patches when the step ends."""
         if begins is self.stepping:  # a step has raised, or is nested
             return
         self.stepping = begins
-        for patch in self._of_steps.values():
+        for patch in self._step_patches.values():
             (patch.undo if begins else patch.redo)()
 
     def sharded(self, shard: torch.Tensor) -> None:
-        """Follow a shard whose module is watched from the first forward pass on."""
-        self._wrapped[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
+        """Record writes to a shard before its module's first forward pass (not yet watched)."""
+        self._parameters[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
 
     def wrapped(self, watch: WrapperRecorder) -> None:
-        """Follow the parameters of a new wrapper, and report earlier writes."""
+        """Record writes to a new wrapper's parameters; log the earlier writes to its shards."""
         for name, parameter in watch.module_parameters():  # frozen parameters, too
-            self._wrapped[id(parameter)] = tensor_ref(parameter), watch.number, name
+            self._parameters[id(parameter)] = tensor_ref(parameter), watch.number, name
         name_of = {id(parameter): name for name, parameter in watch.module_parameters()}
-        for location, writes in self._early.items():
+        for location, writes in self._early_writes.items():
             ops = {name_of[id(part)]: op for ref, op in writes if (part := ref()) is not None and id(part) in name_of}
             if ops:
                 self._run.add(ModuleChanged(watch.number, "written", next(iter(ops.values())), (*ops,), location))
 
     def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Follow parameters of a copy of a wrapped module, perhaps wrapped itself."""
+        """Record writes to parameters of a model copy (variable `name`), even if wrapped."""
         for tensor in tensors:
-            entry = self._wrapped.get(id(tensor))
+            entry = self._parameters.get(id(tensor))
             if entry is None or entry[0]() is not tensor or entry[1] != OF_A_COPY:
-                self._wrapped[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
+                self._parameters[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
 
     def write(self) -> None:
-        """Write recorded changes to the log, before a step or when the script ends."""
+        """Add the recorded writes to the log, before an optimizer step or at exit."""
         if self.seen:
             for key, change in self.seen.items():
-                if key not in self._reported:
-                    self._reported.add(key)
+                if key not in self._reported_keys:
+                    self._reported_keys.add(key)
                     self._run.add(change)
             self.seen.clear()
 
-    def _followed(self, kind: Any, name: str, original: Any) -> Any:
-        note, wrapped = guarded(self._written), self._wrapped
+    def _patched_method(self, kind: Any, name: str, original: Any) -> Any:
+        note, wrapped = guarded(self._record_write), self._parameters
 
         @functools.wraps(original)
         def method(*arguments: Any, **named: Any) -> Any:
             if self.stepping:
-                self._of_steps[kind, name] = self._patches[kind, name]
+                self._step_patches[kind, name] = self._patches[kind, name]
                 return original(*arguments, **named)
             result = original(*arguments, **named)
             if id(arguments[0]) in wrapped:
@@ -125,8 +125,8 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
 
         return method
 
-    def _followed_data(self, original: Any) -> Any:
-        note, wrapped = guarded(self._written), self._wrapped
+    def _patched_data(self, original: Any) -> Any:
+        note, wrapped = guarded(self._record_write), self._parameters
 
         def get(parameter: Any) -> Any:
             if id(parameter) in wrapped and not self.stepping:
@@ -140,9 +140,9 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
 
         return property(get, put)
 
-    def _written(self, how: str, parameter: Any) -> None:
-        """Record a write, an ignored write (`_IGNORED`), or a read of `.data` (empty `how`)."""
-        param_ref, number, name = self._wrapped[id(parameter)]
+    def _record_write(self, how: str, parameter: Any) -> None:
+        """Record a write by `how`: method, `_IGNORED`, or "" (a read of `.data`)."""
+        param_ref, number, name = self._parameters[id(parameter)]
         caller = sys._getframe(_CALLER)
         line = caller.f_code, caller.f_lineno
         count = self._lines.get(line, 0)
@@ -158,9 +158,9 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
             return
         location = location_of(frame)
         if number == _NOT_WATCHED:
-            self._early.setdefault(location, []).append((param_ref, how))
+            self._early_writes.setdefault(location, []).append((param_ref, how))
             return
-        if (key := (number, location)) in self._reported:
+        if (key := (number, location)) in self._reported_keys:
             return
         before = self.seen.get(key)
         names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
@@ -173,21 +173,21 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
             self.seen[key] = ModuleChanged(number, kind, how, names, location, *counts)
 
 
-_CALLER = 3  # frames from `_written` to the writing line
+_CALLER = 3  # frames from `_record_write` to the writing line
 
 
 def _method_on_data(frame: FrameType) -> str:
-    """Return how a line writes to `.data` ("copy_", ".data"); "" if it reads."""
+    """Return "copy_" for `p.data.copy_(x)`, ".data" for `p.data += x`, "" for a read."""
     code = frame.f_code
     if not is_of_program(code.co_filename):
         return ""
     *_, column, end = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
-    return _writes_data(code.co_filename, frame.f_lineno, (column, end))
+    return _method_in_source(code.co_filename, frame.f_lineno, (column, end))
 
 
 @functools.cache
-def _writes_data(file: str, number: int, columns: tuple[int | None, int | None]) -> str:
-    """Return the result of `_method_on_data`; `columns`: of the `.data` expression in the source."""
+def _method_in_source(file: str, number: int, columns: tuple[int | None, int | None]) -> str:
+    """Return the result of `_method_on_data` for the `.data` expression at a line and columns."""
     statements = [
         node
         for node in ast.walk(parsed_source(file))
@@ -214,47 +214,47 @@ _MOST_LOADED = 16  # max modules with a load without effect
 
 
 class LoadRecorder(Recorder, subjects=("files",)):
-    """Recorder of `load_state_dict` calls that load nothing, for `sink`.
+    """Recorder of `load_state_dict` calls that load nothing because keys differ by a prefix.
 
-    Reports at the next optimizer step or when the script ends, unless a later call loads something.
+    `sink` receives an entry at the next optimizer step or when the script ends, unless a later call loads a tensor.
     """
 
     def __init__(self, sink: Callable[[NothingLoaded], object]) -> None:
         self._sink = sink
-        self.waits = False  # True if there may be something to report
-        self._in_vain: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
-        patched(nn.Module, "load_state_dict", self._loads)
+        self.waits = False  # True if `hand_over` may have an entry to report
+        self._no_effect: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
+        patched(nn.Module, "load_state_dict", self._record_load)
 
-    def _loads(self, module: nn.Module, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
+    def _record_load(self, module: nn.Module, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
         state = arguments[0] if arguments else named["state_dict"]
         result = yield
         missing, unexpected = list(result.missing_keys), set(result.unexpected_keys)
         if isinstance(module, torch.jit.ScriptModule) or not missing or not unexpected.issuperset(state):
-            for related in [m for m in self._in_vain if _holds(module, m) or _holds(m, module)]:
-                del self._in_vain[related]
-        elif (prefix := common_prefix(missing, list(state))) is not None and len(self._in_vain) < _MOST_LOADED:
+            for related in [m for m in self._no_effect if _contains_module(module, m) or _contains_module(m, module)]:
+                del self._no_effect[related]
+        elif (prefix := common_prefix(missing, list(state))) is not None and len(self._no_effect) < _MOST_LOADED:
             name, has_prefix, keys = type(module).__name__, prefix[0], prefix[1]
             self.waits = True
-            self._in_vain[module] = NothingLoaded(name, user_location(), keys, has_prefix, len(missing))
+            self._no_effect[module] = NothingLoaded(name, user_location(), keys, has_prefix, len(missing))
 
     def hand_over(self) -> None:
-        """Report loads without effect, before an optimizer step or at the end."""
-        for entry in list(self._in_vain.values()):
+        """Pass loads without effect to `sink`, before an optimizer step or at exit."""
+        for entry in list(self._no_effect.values()):
             self._sink(entry)
-        self._in_vain.clear()
+        self._no_effect.clear()
         self.waits = False
 
 
-def _holds(module: nn.Module, part: nn.Module) -> bool:
+def _contains_module(module: nn.Module, part: nn.Module) -> bool:
     return any(submodule is part for submodule in module.modules())
 
 
 def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bool, str] | None:
-    """Return the prefix ("module.") by which keys of state and module differ.
+    """Return the prefix ("module.") that keys of the state or the module have.
 
     Returns:
-        (True if the state has the prefix, prefix), or None if no prefix matches most keys of the smaller side: a state
-        may contain adapters only, or a module may be a part of the saved model.
+        (True if the state has the prefix, prefix), or None if no prefix maps most keys of the smaller set to the other:
+        a state may contain adapters only, or a module may be a part of the saved model.
     """
     fewest, keys_of_module, keys_of_state = min(len(missing), len(unexpected)), set(missing), set(unexpected)
     for key, other_key in itertools.chain(
@@ -275,89 +275,89 @@ _MOST_MODULES = 64  # modules with a hook
 _MOST_CALLING_LINES = 64  # calling lines per module
 _MOST_FEATURES = 16  # features of a BatchNorm layer
 _NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_ALL_OF_THE_FIRST = 4  # recorded uses per line; then fewer and fewer
+_MOST_CONSECUTIVE = 4  # recorded uses per line; then fewer and fewer
 
 
 @dataclass(slots=True)
-class _Followed:
+class _FollowedModule:
     name: str
     location: Location | None
     wrapped: bool
-    loaded: int | None = None  # digest of the values loaded since the last optimizer step
+    loaded: int | None = None  # digest of the parameters loaded since the last optimizer step
     step: int = -1  # optimizer step of the last use
-    fresh: set[tuple[str, ...]] = field(default_factory=set)  # lines that used the module since that step
+    recent_lines: set[tuple[str, ...]] = field(default_factory=set)  # lines that used the module since that step
     uses: Counter[tuple[str, ...]] = field(default_factory=Counter)  # number of steps with a use, by line
 
 
 class UseRecorder(Recorder, subjects=("replicas",)):
-    """Recorder of uses of wrapped modules, of copies, and of modules with loaded states.
+    """Recorder of evaluations with wrapped modules, copies, and modules with a loaded state.
 
-    A use is a call in eval mode or without gradients; the first by each line after an optimizer step or a load.
+    Records calls in eval mode or under `no_grad`: the first of each line after an optimizer step or a load.
     """
 
     def __init__(self, run: Recording, params: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._run = run
         self._params = params  # returns the parameters of all optimizers
-        self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
-        self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # line that reset a layer
-        patched(nn.Module, "load_state_dict", self._loads)
+        self._followed_modules: WeakKeyDictionary[nn.Module, _FollowedModule] = WeakKeyDictionary()
+        self._resets: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # line that reset a layer
+        patched(nn.Module, "load_state_dict", self._record_load)
         for kind in _NORMS:
-            patched(kind, "reset_running_stats", self._resets)
+            patched(kind, "reset_running_stats", self._record_reset)
         Patch(torch.jit, "script", functools.partial(scripting_in, hooks_put_aside))
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
-        """Follow the calls of a module, unless sharded (shards differ between ranks)."""
-        if module in self._followed or len(self._followed) >= _MOST_MODULES:
+        """Record evaluations with a module, unless it is sharded (shards differ between ranks)."""
+        if module in self._followed_modules or len(self._followed_modules) >= _MOST_MODULES:
             return
         if not any(map(is_shard, nn.Module.parameters(module))):
-            entry = _Followed(name, location, wrapped)
+            entry = _FollowedModule(name, location, wrapped)
             for layer in _layers(module):
-                if layer not in self._followed:
-                    self._followed[layer] = entry
-                    after_forward(layer, OutsideOfTraining(UnpickledHook(self._called)))
+                if layer not in self._followed_modules:
+                    self._followed_modules[layer] = entry
+                    after_forward(layer, OutsideOfTraining(UnpickledHook(self._record_evaluation)))
 
     def follow_wrapped(self) -> None:
         for watch in list(self._run.watches):
             if not watch.is_sharded:
                 self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)
 
-    def _loads(self, module: nn.Module, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _record_load(self, module: nn.Module, *_arguments: Any, **_named: Any) -> Iterator[None]:
         yield
         if not self._run.steps or isinstance(module, torch.jit.ScriptModule):
             return
-        for layer in module.modules() if self._reset else ():
-            self._reset.pop(layer, None)
+        for layer in module.modules() if self._resets else ():
+            self._resets.pop(layer, None)
         self.follow_wrapped()
         shapes = _shapes(module)
         if not shapes or all(_shapes(watch.module) != shapes for watch in list(self._run.watches)):
             return
         self.follow(module, type(module).__name__, None)
-        for entry in (self._followed[layer] for layer in _layers(module) if layer in self._followed):
+        for entry in (self._followed_modules[layer] for layer in _layers(module) if layer in self._followed_modules):
             entry.loaded, entry.step, entry.location = _digest(module), -1, user_location()
 
-    def _resets(self, layer: nn.Module) -> None:
+    def _record_reset(self, layer: nn.Module) -> None:
         if self._run.steps:
-            self._reset[layer] = user_location()
+            self._resets[layer] = user_location()
 
-    def _called(self, module: nn.Module, *_arguments: Any) -> None:
-        use, step = self._followed.get(module), self._run.steps
-        if use is None or not step or not _evaluates(module, use):
+    def _record_evaluation(self, module: nn.Module, *_arguments: Any) -> None:
+        use, step = self._followed_modules.get(module), self._run.steps
+        if use is None or not step or not _is_evaluation(module, use):
             return
         if use.step != step:
             use.loaded = use.loaded if use.step == -1 else None
-            use.step, use.fresh = step, set()
+            use.step, use.recent_lines = step, set()
         lines = lines_of_program(sys._getframe(1))
-        if lines in use.fresh or not lines or (lines not in use.uses and len(use.uses) >= _MOST_CALLING_LINES):
+        if lines in use.recent_lines or not lines or (lines not in use.uses and len(use.uses) >= _MOST_CALLING_LINES):
             return
-        use.fresh.add(lines)
+        use.recent_lines.add(lines)
         use.uses[lines] += 1
-        if use.uses[lines] > _ALL_OF_THE_FIRST and not is_probed(use.uses[lines]):
+        if use.uses[lines] > _MOST_CONSECUTIVE and not is_probed(use.uses[lines]):
             return
         if not use.wrapped and not {id(p) for p in self._params()}.isdisjoint(map(id, nn.Module.parameters(module))):
             return  # trained by an optimizer
         digest = _digest(module)
-        reset = next((layer for layer in module.modules() if layer in self._reset), None) if self._reset else None
-        statistics, line = ((), None) if reset is None else (_statistics(reset), self._reset[reset])
+        reset = next((layer for layer in module.modules() if layer in self._resets), None) if self._resets else None
+        statistics, line = ((), None) if reset is None else (_statistics(reset), self._resets[reset])
         self._run.add(
             StateUsed(step, use.name, lines, digest, use.wrapped, digest == use.loaded, use.location, statistics, line)
         )
@@ -368,15 +368,16 @@ def _digest(module: nn.Module) -> int:
 
 
 def _statistics(layer: nn.Module) -> tuple[float, ...]:
-    """Return the first running means and variances; () in training mode."""
+    """Return running means and variances of the first features; () in training mode."""
     tensors = [getattr(layer, name) for name in ("running_mean", "running_var")]
     if layer.training or any(tensor is None for tensor in tensors):
         return ()
     return tuple(torch.cat([tensor[:_MOST_FEATURES] for tensor in tensors]).tolist())
 
 
-def _evaluates(module: nn.Module, use: _Followed) -> bool:
-    """Return True if a call evaluates; wrapped modules may train in eval mode."""
+def _is_evaluation(module: nn.Module, use: _FollowedModule) -> bool:
+    """Return True if a call evaluates, not trains."""
+    # a wrapped module may be trained in eval mode, with frozen statistics
     return not torch.is_grad_enabled() or (not module.training and (use.loaded is not None or not use.wrapped))
 
 

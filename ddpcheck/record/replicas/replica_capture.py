@@ -17,7 +17,7 @@ _PLAIN: frozenset[type] = frozenset(PLAIN)
 
 
 class ReplicaCapture:
-    """Values of one replica."""
+    """Fingerprints of one replica at construction, in the first forward, and per step."""
 
     def __init__(
         self,
@@ -29,29 +29,29 @@ class ReplicaCapture:
         shards: Mapping[str, nn.Parameter] | None,  # by name; the module may replace a shard temporarily
         with_shards: bool,  # True to capture shards; two ranks may hold different shards of a parameter
     ) -> None:
-        """Begin right after the construction of the wrapper."""
+        """Keep fingerprints right after the construction of the wrapper, if `keeps_start`."""
         self._shards = shards or {}
-        self._with_shards = with_shards
+        self._captures_shards = with_shards
         self.count = 0  # number of captures
-        self._with_parameters = with_parameters
+        self._captures_parameters = with_parameters
         self._known = known
         self._rank = rank
-        self._constructed = self.parameters() if keeps_start else {}
-        self._at_first_forward: dict[str, int] = {}
+        self._start_fingerprints = self.parameters() if keeps_start else {}
+        self._forward_fingerprints: dict[str, int] = {}
         # True if values before the first forward pass are still to be kept
-        self.awaits_forward = bool(self._constructed)
-        self._in_step: dict[str, int] | None = None
+        self.awaits_forward = bool(self._start_fingerprints)
+        self._step_fingerprints: dict[str, int] | None = None
 
     def forward_begins(self) -> None:
         """Keep fingerprints before the first forward pass, if `keeps_start`."""
         if self.awaits_forward:
-            self._at_first_forward = self.parameters()
-            self.awaits_forward = not self._at_first_forward
+            self._forward_fingerprints = self.parameters()
+            self.awaits_forward = not self._forward_fingerprints
 
     def forward_returned(self) -> None:
-        """Keep fingerprints after the step's first forward; scripts may move parameters before backward."""
-        if self._with_parameters and self._in_step is None:
-            self._in_step = self.parameters()
+        """Keep fingerprints after the step's first forward: scripts may perturb parameters before backward."""
+        if self._captures_parameters and self._step_fingerprints is None:
+            self._step_fingerprints = self.parameters()
 
     def parameters(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, int]:
         """Return current fingerprints of `parameters`, or of the module's parameters."""
@@ -62,7 +62,7 @@ class ReplicaCapture:
         if not self._shards and not has_parts() and _PLAIN.issuperset(map(type, params.values())):  # usual case
             return {**params}
         unsharded = {n: p for n, p in params.items() if not (n in self._shards or is_shard(p) or is_part(p))}
-        return {**unsharded, **self._shards} if self._with_shards else unsharded
+        return {**unsharded, **self._shards} if self._captures_shards else unsharded
 
     def capture(
         self,
@@ -72,13 +72,13 @@ class ReplicaCapture:
         parts: Parts | None = None,
         reduced: tuple[Mapping[str, torch.Tensor], InRows] | None = None,
     ) -> ReplicaState:
-        """Capture the replica after `step` steps, or after the next backward pass (`after_backward`).
+        """Return the state of the replica in step `step`, with gradients if `after_backward`.
 
-        `parts`: named parts of the module, if known. `reduced`: (parameters, gradients in rows), if known.
+        `parts`: named parts of the module, if known. `reduced`: (parameters, gradients from `in_rows`), if known.
         """
         parts = parts or self._known.now()
-        parameters, self._in_step = self._in_step, None
-        if self._with_parameters and (parameters is None or not after_backward):
+        parameters, self._step_fingerprints = self._step_fingerprints, None
+        if self._captures_parameters and (parameters is None or not after_backward):
             parameters = self.parameters()
         trained = {n: p for n, p in self._tensors(parts.parameters).items() if p.requires_grad and after_backward}
         values = DdpStepEvidence(
@@ -97,7 +97,7 @@ class ReplicaCapture:
         part_names = {name for name, p in parts.parameters.items() if is_part(p)}
         before = (
             {name: value for name, value in digests.items() if name not in part_names}
-            for digests in (self._constructed, self._at_first_forward)
+            for digests in (self._start_fingerprints, self._forward_fingerprints)
         )
         return ReplicaState(description, values, *before)
 
@@ -105,7 +105,7 @@ class ReplicaCapture:
 def _gradients(
     trained: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor], rows: InRows
 ) -> dict[str, int]:
-    """Return the fingerprints of gradients; 0 for a missing gradient."""
+    """Return the fingerprint of each parameter's gradient; 0 for a missing gradient."""
     grads = {name: p.grad for name, p in trained.items() if p.grad is not None}
     others = {name: gradient for name, gradient in grads.items() if reduced.get(name) is not trained[name]}
     digests = {**fingerprints(rows), **fingerprints(others.items())}

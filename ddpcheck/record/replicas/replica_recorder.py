@@ -1,4 +1,4 @@
-"""Record replica states for a comparison, and changed buffers."""
+"""Record states of replicas, to compare ranks, and changed buffers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ddpcheck.stream.rank_report import ReplicaState
 
 
 class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
-    """Recorder of one wrapper's replica in compared steps."""
+    """Recorder of one wrapper's replica in steps that are compared across ranks."""
 
     changed = False  # True if parameters changed outside of optimizer steps since the first forward pass
-    waits = False  # True if there is something to write
+    waits = False  # True if `write_buffers` may have something to write
 
     def __init__(self, recorder: StepRecorder, log: RankLog, number: int) -> None:
         self._recorder = recorder
@@ -42,19 +42,19 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         self._log = log
         self._number, self._world_size = number, dist.get_world_size()
         self._mesh = mesh_of(self._module) if recorder.is_sharded else None
-        self._captured: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
+        self._captured_state: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
         self.reduced: InRows | None = None  # gradients after the last reduction, until the backward pass has ended
         parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
-        self._written: set[str] = set()  # names of buffers that have changed
-        self._begun = -1  # captured step without a forward pass since then; -1 for none
+        self._written_names: set[str] = set()  # names of buffers that have changed
+        self._captured_step = -1  # captured step without a forward pass since then; -1 for none
 
     def write(self) -> None:
-        """Write the captured state, with the current parameters.
+        """Write the captured state to the log, with the current parameters.
 
-        Called at an optimizer step: some scripts move parameters temporarily between forward and backward.
+        Called at an optimizer step: some scripts perturb parameters temporarily between forward and backward.
         """
-        pending, self._captured = self._captured, None
+        pending, self._captured_state = self._captured_state, None
         if pending is not None:
             captured, parameters = pending
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
@@ -63,29 +63,29 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             parts = uneven_parts(tensors, self._mesh) if sharded else uneven(tensors) if in_parts else ()
             before = captured.state.at_first_forward
             self.changed |= any(values.parameters.get(name) != value for name, value in before.items())
-            whole = self._recorder.parameters if self.changed and captured.shard < 0 else {}
-            sketched = {name: Sketch("f", numbers) for name, numbers in sketches(whole).items()}
+            unsharded = self._recorder.parameters if self.changed and captured.shard < 0 else {}
+            sketched = {name: Sketch("f", numbers) for name, numbers in sketches(unsharded).items()}
             state = replace(captured.state, values=values)
             self._log.add(replace(captured, state=state, parts=parts, values=sketched))
 
     def write_buffers(self) -> None:
-        step, self._begun, self.waits = self._begun, -1, False
+        step, self._captured_step, self.waits = self._captured_step, -1, False
         parts = self._recorder.parts.now() if step >= 0 else None
         if parts is not None and (buffers := self._own_buffers(fingerprints(parts.buffers.items()), parts)):
             self._log.add(BuffersKept(self._number, step, buffers))
 
     def capture(self, step: int, probe: StepProbe | None, parts: Parts) -> None:
-        """Keep the state after the backward pass of a step, to be written later."""
+        """Capture the state after the backward pass of a step, for a later `write`."""
         tensors = self._recorder.parameters
         gradients = {name: p.grad for name, p in tensors.items() if p.grad is not None}
         self.reduced = rows = in_rows({name: local_part(g) if is_shard(g) else g for name, g in gradients.items()})
         state = self._recorder.replica.capture(step, after_backward=True, parts=parts, reduced=(tensors, rows))
         buffers = self._own_buffers(state.values.buffers, parts)
         changed = {name for name in buffers if self._buffers.get(name, buffers[name]) != buffers[name]}
-        for name in sorted(changed - self._written):
+        for name in sorted(changed - self._written_names):
             location = writing_line(self._module, name)
             self._log.add(ModuleChanged(self._number, "buffer", "", (name,), location, step=step))
-        self._buffers, self._written = buffers, self._written | changed
+        self._buffers, self._written_names = buffers, self._written_names | changed
         state = replace(state, values=replace(state.values, buffers=buffers))
         shards = self._recorder.parameters.values() if self._recorder.is_sharded else ()
         shard = next((shard_number(p, self._mesh) for p in shards), -1)
@@ -97,23 +97,23 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
-            beside = {*probe.beside, *(name for name, gradient in gradients.items() if is_subnormal(gradient))}
-            local = {name: kept for name, kept in probe.local.items() if name not in beside}
+            excluded = {*probe.beside, *(name for name, gradient in gradients.items() if is_subnormal(gradient))}
+            local = {name: kept for name, kept in probe.local.items() if name not in excluded}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in vectors.items()}
-                for vectors in (short_sketches(_by_shard(local)), _reduced(rows, probe.grads_before))
+                for vectors in (short_sketches(_by_shard(local)), _reduced_sketches(rows, probe.grads_before))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
             if probe.hooked.changed or probe.hooked.factors:
                 hooked = probe.hooked.location, probe.hooked.changed, probe.hooked.factors
                 self._log.add(GradientsHooked(self._number, step, *hooked))
         self.write()
-        self._captured, self._begun, self.waits = (captured, parts.parameters), step, True
+        self._captured_state, self._captured_step, self.waits = (captured, parts.parameters), step, True
 
     def write_statistics(self, step: int) -> None:
         """Write the last running statistics of normalization layers.
 
-        `fully_shard` does not synchronize running statistics; a script may do so from time to time.
+        `fully_shard` does not synchronize running statistics; a script may synchronize them at times.
         """
         statistics = batch_statistics(dict(self._module.named_modules()))
         buffers = fingerprints((name, buffer) for name, buffer in self._module.named_buffers() if name in statistics)
@@ -127,7 +127,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
 
 def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return kept gradients by name; for gradients kept by shard, by "shard number/name"."""
+    """Return gradients by "name", or (if split by shard) by "0/name", "1/name"."""
     by_shard: dict[str, Any] = {}
     for name, kept in local.items():
         is_split = isinstance(kept, KeptParts)
@@ -135,8 +135,8 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
     return by_shard
 
 
-def _reduced(grads: InRows, grads_before: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
-    """Return sketches of reduced gradients, minus the gradients of shards before the reduction."""
+def _reduced_sketches(grads: InRows, grads_before: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
+    """Return sketches of reduced gradients, minus gradients that shards had before the reduction."""
     if not grads_before:
         return short_sketches(grads)
     before = sketches(grads_before)
@@ -144,7 +144,7 @@ def _reduced(grads: InRows, grads_before: Mapping[str, torch.Tensor]) -> Mapping
 
 
 def batch_statistics(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return buffer names of normalization layers, which are per rank by design."""
+    """Return names of normalization layers' buffers, which differ between ranks by design."""
     return {
         f"{path}.{name}".lstrip(".")
         for path, part in modules.items()

@@ -1,11 +1,11 @@
 """Detect running statistics that a script keeps outside of modules to normalize inputs.
 
-Detection uses numbers, not names. If inputs of forward are (x - m) / c, and m has moved towards the mean of the
-samples x since the last look, then m / c has moved by a / (1 - a) of the mean of the inputs: an equation per feature,
-with one unknown number for all features. If x is still in memory, the inputs are compared with x, too.
+Detection uses numbers, not names. If inputs of forward are (x - m) / c, and m += a * (x.mean(0) - m) since the last
+recorded call, then m / c has moved by a / (1 - a) times the mean of the inputs: one equation per feature, with the same
+unknown a for all features. If x is still in memory, the inputs are compared with x, too.
 
-A rollout updates the statistics many times before the wrapper is called, and acts by calls of the inner module or of a
-part. Such calls are recorded, too; a statistic found there counts once the wrapper is given rows of the rollout.
+A rollout (reinforcement learning) calls the inner module or a submodule, and updates statistics many times before the
+wrapper is called. A statistic found in these calls is recorded once the wrapper is given rows of the rollout.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _FITS = 1e-3  # relative residual, in at least three features: two features fit 
 _SAME = 1e-4  # relative to the divisor of the inputs
 _ROUNDED = 2e-3  # relative rounding error above which a move is unknown
 _CLEARLY = 10  # factor by which a fit must beat the fit of the plain inputs
-_LARGEST_SHARE = 0.999  # of the last samples in a statistic; a larger share means the samples' own mean
+_LARGEST_SHARE = 0.999  # of the last samples in a statistic; above, it is these samples' own mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Numbers:
-    """Sampled features of a variable, or of a forward input as (samples, features)."""
+    """Mean and some rows of a variable or a forward input, as (samples, features)."""
 
     features: int  # number of all features
     count: int  # number of samples
@@ -66,63 +66,63 @@ class _Numbers:
 
 
 @dataclass(slots=True)
-class _Look:
-    """Program variables and inputs at one call of forward."""
+class _Snapshot:
+    """Program variables and forward inputs in one recorded call."""
 
     variables: dict[str, _Numbers] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     inputs: list[_Numbers] = field(default_factory=list)
-    samples: list[_Numbers] = field(default_factory=list)  # possible inputs before normalization
-    whole: list[_Numbers] = field(default_factory=list)  # larger tables of inputs or samples: a rollout
+    samples: list[_Numbers] = field(default_factory=list)  # inputs before normalization, possibly
+    tables: list[_Numbers] = field(default_factory=list)  # larger tables of inputs or samples: a rollout
     offsets: dict[str, torch.Tensor] = field(default_factory=dict)  # means of samples, by name of the subtrahend
-    acts: int = -1  # number of rollout calls so far
+    calls: int = -1  # number of rollout calls so far
 
-    def without_rows(self) -> _Look:
-        return replace(self, inputs=[replace(x, rows=x.rows[:0]) for x in self.inputs], samples=[], whole=[])
+    def without_rows(self) -> _Snapshot:
+        return replace(self, inputs=[replace(x, rows=x.rows[:0]) for x in self.inputs], samples=[], tables=[])
 
 
 @dataclass(slots=True)
 class _Tally:
     """Moves of a variable since the last recorded call of the wrapper."""
 
-    moves: list[int] = field(default_factory=list)  # number of equations per move; 0 if not towards the inputs' mean
+    moves: list[int] = field(default_factory=list)  # number of equations per move; 0 if no inputs fit
     features: int = 0  # features of a found statistic; 0 if none
     scale: torch.Tensor = field(default_factory=torch.Tensor)  # divisor of the normalization
-    goes_on: bool | None = None  # True if found after a wrapper call; else ranks may synchronize the statistic there
+    fits_between: bool | None = None  # False if ranks may synchronize the statistic between rollouts; None if unknown
     # (rows as given, rows before normalization) at each fit
     rows: deque[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
     is_trained_on: bool = False  # True once the wrapper was given one of the rows
 
 
 @dataclass(slots=True)
-class _Followed:
+class _State:
     number: int
     without: set[int]
     forwards: int = 0
-    called: _Look = field(default_factory=_Look)  # last look in a wrapper call
-    acted: _Look = field(default_factory=_Look)  # last look in a rollout call
+    last_forward: _Snapshot = field(default_factory=_Snapshot)  # in the last recorded call of the wrapper
+    last_rollout: _Snapshot = field(default_factory=_Snapshot)  # in the last recorded call of a rollout
     tallies: dict[str, _Tally] = field(default_factory=dict)
-    entry: int = 0  # `id()` of the part by which a rollout has entered the module
+    entry: int = 0  # `id()` of the submodule that a rollout calls; 0 for none
     rollouts: int = 0
     calls: int = 0  # calls in this rollout
-    acts: int = 0  # calls in all rollouts
+    rollout_calls: int = 0  # calls in all rollouts
 
 
 class StatisticsRecorder(Recorder, subjects=("replicas",)):
-    """Recorder of program variables in some calls of wrappers, to find running statistics."""
+    """Recorder of program variables that are running statistics of the inputs of wrappers."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
-        self._followed: list[_Followed] = []
-        self._exchanged = Counter[str]()
+        self._states: list[_State] = []
+        self._collectives = Counter[str]()
         self._calls = 0
 
     def follow(self, wrapper: nn.Module, number: int) -> None:
-        state = _Followed(number, {id(part) for part in wrapper.modules()})
-        self._followed.append(state)
-        wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, state)), with_kwargs=True)
+        state = _State(number, {id(part) for part in wrapper.modules()})
+        self._states.append(state)
+        wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._on_forward, state)), with_kwargs=True)
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            hook = OutsideOfTraining(UnpickledHook(functools.partial(self._acts, state)))
+            hook = OutsideOfTraining(UnpickledHook(functools.partial(self._on_rollout, state)))
             for part in (wrapper.module, *wrapper.module.children()):
                 user = part is wrapper.module or type(part) is nn.Sequential or is_of_program(file_of_class(type(part)))
                 if user and not isinstance(part, nn.TransformerEncoderLayer):  # a hook disables the fast path
@@ -130,88 +130,92 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 
     def note_collective(self, call: Call, call_args: Mapping[str, Any]) -> None:
         """Count a collective whose input may contain a multiple of a known statistic."""
-        sizes = {name: t.features for state in self._followed for name, t in state.tallies.items() if t.features}
+        sizes = {name: t.features for state in self._states for name, t in state.tallies.items() if t.features}
         if not sizes or len(call.members) < 2 or self._calls >= _MOST_CALLS:
             return
         tensors = map(tensor_of, tree_leaves(dict(call_args)))
         if not (inputs := [t for t in tensors if t is not None and t.numel() >= min(sizes.values())]):
             return
         self._calls += 1
-        variables = _held_variables(set(sizes.values()), lambda _: False)[0].variables
+        variables = _variables_of(set(sizes.values()), lambda _: False)[0].variables
         names = sizes.keys() & variables.keys()
-        self._exchanged.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
+        self._collectives.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
 
-    def _acts(self, state: _Followed, part: nn.Module, *inputs: Any) -> None:
-        """Handle a call of a submodule, by the wrapper or in a rollout."""
+    def _on_rollout(self, state: _State, part: nn.Module, *inputs: Any) -> None:
+        """Compare the call with earlier recorded calls, if a rollout calls a submodule directly."""
         if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
                 return
             state.entry, state.rollouts, state.calls = id(part), state.rollouts + 1, 0
         if state.entry == id(part):
-            count, state.calls, acts, state.acts = state.calls, state.calls + 1, state.acts, state.acts + 1
-            if _is_recorded_call(state.rollouts) and _is_recorded_call(count) and (look := self._look(state, inputs)):
-                if state.called.acts == acts:
-                    _compare(state, look, state.called, begins=True)
-                if state.acted.acts == acts:
-                    _compare(state, look, state.acted)
-                state.acted = look.without_rows()
+            count, rollout_calls = state.calls, state.rollout_calls
+            state.calls, state.rollout_calls = count + 1, rollout_calls + 1
+            if _is_recorded(state.rollouts) and _is_recorded(count) and (current := self._snapshot(state, inputs)):
+                if state.last_forward.calls == rollout_calls:
+                    _compare(state, current, state.last_forward, begins=True)
+                if state.last_rollout.calls == rollout_calls:
+                    _compare(state, current, state.last_rollout)
+                state.last_rollout = current.without_rows()
 
-    def _called(self, state: _Followed, _module: nn.Module, *inputs: Any) -> None:
+    def _on_forward(self, state: _State, _module: nn.Module, *inputs: Any) -> None:
         count, state.forwards = state.forwards, state.forwards + 1
-        acted, state.entry = state.entry != 0 and _is_recorded_call(state.rollouts), 0
-        if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(state, inputs)):
+        ends_rollout, state.entry = state.entry != 0 and _is_recorded(state.rollouts), 0
+        if not (ends_rollout or _is_recorded(count)) or not (current := self._snapshot(state, inputs)):
             return
-        unseen = state.acts > max(state.acted.acts, state.called.acts, 0)
-        _compare(state, look, state.called, counts=state.called.acts == state.acts and _is_recorded_call(count - 1))
-        state.called = look.without_rows()
+        has_skipped = state.rollout_calls > max(state.last_rollout.calls, state.last_forward.calls, 0)
+        counts = state.last_forward.calls == state.rollout_calls and _is_recorded(count - 1)
+        _compare(state, current, state.last_forward, counts=counts)
+        state.last_forward = current.without_rows()
         for name, tally in state.tallies.items():
-            if not tally.features or (unseen and not tally.moves) or (mean := look.variables.get(name)) is None:
+            if not tally.features or (has_skipped and not tally.moves) or (mean := current.variables.get(name)) is None:
                 continue
-            tally.is_trained_on |= any(_are_from(tally, x, mean) for x in look.inputs)
-            fits = tally.is_trained_on and tally.goes_on is not False
+            tally.is_trained_on |= any(_contain_rollout_row(tally, x, mean) for x in current.inputs)
+            fits = tally.is_trained_on and tally.fits_between is not False
             values, scales = (tuple(t[:_SHOWN].tolist()) for t in (mean.mean, tally.scale))
             line, equations = updating_line(name.partition(" / ")[0], mean.holder), sum(tally.moves) if fits else 0
-            moves = self._exchanged[name], len(tally.moves), tally.moves.count(0)
+            moves = self._collectives[name], len(tally.moves), tally.moves.count(0)
             tally.moves = []
             self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, *moves))
 
-    def _look(self, state: _Followed, inputs: Sequence[Any]) -> _Look | None:
+    def _snapshot(self, state: _State, inputs: Sequence[Any]) -> _Snapshot | None:
         tensors = [t for t in tree_tensors(inputs) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
-        return replace(_look(tensors, self._run.samples, state.without), acts=state.acts) if tensors else None
+        current = _snapshot(tensors, self._run.samples, state.without) if tensors else None
+        return current and replace(current, calls=state.rollout_calls)
 
 
-def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True, begins: bool = False) -> None:
-    """Record moves since the last look; without `counts`, only those of found statistics.
+def _compare(state: _State, current: _Snapshot, last: _Snapshot, *, counts: bool = True, begins: bool = False) -> None:
+    """Add the moves of variables since the last snapshot to `state.tallies`.
 
-    `begins`: True if `look` is at the first call of a rollout, and `last` at a call of the wrapper.
+    `counts`: True to count moves that fit no inputs, too. `begins`: True if `current` is from the first call of a
+    rollout, and `last` from a call of the wrapper.
     """
-    _divide(look, last)
-    both = [(name, now, last.variables[name]) for name, now in look.variables.items() if name in last.variables]
-    alike = [(name, now, before) for name, now, before in both if now.features == before.features]
-    changed = [name for name, now, before in alike if bool(((now.mean - before.mean).abs() > now.rounding).any())]
-    finders = (_moved_with_inputs, _moved_with_samples, _moved_with_table)
-    fits = {name: fit for finder in finders for name, fit in finder(look, last, changed).items()}
+    _add_quotients(current, last)
+    both = [(name, now, last.variables[name]) for name, now in current.variables.items() if name in last.variables]
+    pairs = [(name, now, before) for name, now, before in both if now.features == before.features]
+    changed = [name for name, now, before in pairs if bool(((now.mean - before.mean).abs() > now.rounding).any())]
+    finders = (_fits_of_inputs, _fits_of_samples, _fits_of_table)
+    fits = {name: fit for finder in finders for name, fit in finder(current, last, changed).items()}
     for name in changed if counts else fits:
-        tally, mean = state.tallies.setdefault(name, _Tally()), look.variables[name]
+        tally, mean = state.tallies.setdefault(name, _Tally()), current.variables[name]
         if begins:
-            tally.goes_on = name in fits or tally.goes_on is True
+            tally.fits_between = name in fits or tally.fits_between is True
         tally.moves.append(fits[name][0] if name in fits else 0)
         if name in fits:
             tally.features, tally.scale = mean.features, fits[name][1]
-            batches = [x.rows for x in look.inputs if x.features == mean.features]
+            batches = [x.rows for x in current.inputs if x.features == mean.features]
             tally.rows += [(rows.clone(), rows * tally.scale + mean.mean) for rows in batches]
 
 
-_Found = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by name of a statistic
+_Fits = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by name of a statistic
 
 
-def _is_recorded_call(count: int) -> bool:
-    """Return True if a call or rollout is recorded: probed ones and their successors."""
+def _is_recorded(count: int) -> bool:
+    """Return True if call or rollout `count`, or the one before, is probed."""
     return is_probed(count) or is_probed(count - 1)
 
 
-def _are_from(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
-    """Return True if `inputs` contain a rollout row, plain or normalized by `mean`."""
+def _contain_rollout_row(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
+    """Return True if `inputs` contain a rollout row, as given or normalized by `mean`."""
     if inputs.features != mean.features:
         return False
     new = inputs.rows[inputs.rows.any(1)][:, None]
@@ -219,18 +223,18 @@ def _are_from(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
     return any(bool(((new - old).abs() <= _SAME).all(2).any()) for pair in pairs for old in pair)
 
 
-def _moved_with_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
-    """Find variables that moved like the mean of the inputs times another variable."""
-    fits: _Found = {}
+def _fits_of_inputs(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
+    """Find variables whose move is a multiple of the inputs' mean times another variable."""
+    fits: _Fits = {}
     for name in changed:
-        now, before = look.variables[name], last.variables[name]
+        now, before = current.variables[name], last.variables[name]
         best = _FITS
-        for src, scaled_by in ((look, look), (last, last), (look, last)):  # updated before use, later, or right after
+        for src, scaled_by in ((current, current), (last, last), (current, last)):  # updated before, later, right after
             inputs = [x for x in src.inputs if x.features == now.features > 1]
             inputs = [x for x in inputs if _may_fit(now, before, x)]
-            scales = _scales(scaled_by, name) if inputs else torch.empty(0)
+            scales = _divisors(scaled_by, name) if inputs else torch.empty(0)
             for x in inputs if len(scales) else ():
-                moved, mask = _moved(now, before, scales)
+                moved, mask = _scaled_moves(now, before, scales)
                 mask &= x.rounding <= _ROUNDED * x.mean.norm()
                 residual = _residuals(moved * mask, x.mean * mask)
                 plain = (x.mean, x.mean - before.mean)  # plain sums or means of the inputs, no statistics
@@ -249,18 +253,18 @@ def _may_fit(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
     return not bool((mask & (moved * inputs.mean < 0) & (inputs.mean.abs() > 2 * _FITS * size)).any())
 
 
-def _moved_with_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
-    """Find variables subtracted from known samples that moved towards the samples' mean."""
-    fits: _Found = {}
-    for x in look.inputs if changed else ():
-        for samples in look.samples:
-            for (offset, scale), name in itertools.product(_affine(x, samples), changed):
-                now, before = look.variables[name], last.variables[name]
-                if now.features == x.features and _is_at(offset, scale, now):
-                    look.offsets[name] = samples.mean
-                elif now.features != x.features or not _is_at(offset, scale, before):
+def _fits_of_samples(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
+    """Find variables that are subtracted from known samples and moved towards the samples' mean."""
+    fits: _Fits = {}
+    for x in current.inputs if changed else ():
+        for samples in current.samples:
+            for (offset, scale), name in itertools.product(_normalization(x, samples), changed):
+                now, before = current.variables[name], last.variables[name]
+                if now.features == x.features and _is_offset(offset, scale, now):
+                    current.offsets[name] = samples.mean
+                elif now.features != x.features or not _is_offset(offset, scale, before):
                     continue
-                moved, mask = _moved(now, before, scale[None])
+                moved, mask = _scaled_moves(now, before, scale[None])
                 mask &= offset.abs() > _CLEARLY * _SAME * scale
                 for mean in (samples.mean, last.offsets.get(name)):  # updated before or after use
                     if mean is not None and _are_shares(moved * mask, (mean - before.mean) / scale * mask)[0]:
@@ -268,43 +272,43 @@ def _moved_with_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Fo
     return fits
 
 
-def _is_at(offset: torch.Tensor, scale: torch.Tensor, numbers: _Numbers) -> bool:
+def _is_offset(offset: torch.Tensor, scale: torch.Tensor, numbers: _Numbers) -> bool:
     return bool(((numbers.mean - offset).abs() <= _SAME * scale).all())
 
 
-def _moved_with_table(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
-    """Find variables that moved towards the mean of a table with the raw inputs."""
-    fits: _Found = {}
-    for whole in look.whole if changed else ():
-        for name in (name for name in changed if look.variables[name].features == whole.features > 1):
-            now, before = look.variables[name], last.variables[name]
-            scales = torch.cat([torch.ones_like(now.mean)[None], _scales(look, name)])
-            moved, mask = _moved(now, before, scales)
-            shares = _are_shares(moved * mask, (whole.mean - before.mean) / scales * mask) & (mask.sum(1) > 1)
-            inputs = [x for x in look.inputs if x.features == whole.features]
+def _fits_of_table(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
+    """Find variables that moved towards the mean of a table of inputs before normalization."""
+    fits: _Fits = {}
+    for table in current.tables if changed else ():
+        for name in (name for name in changed if current.variables[name].features == table.features > 1):
+            now, before = current.variables[name], last.variables[name]
+            scales = torch.cat([torch.ones_like(now.mean)[None], _divisors(current, name)])
+            moved, mask = _scaled_moves(now, before, scales)
+            shares = _are_shares(moved * mask, (table.mean - before.mean) / scales * mask) & (mask.sum(1) > 1)
+            inputs = [x for x in current.inputs if x.features == table.features]
             for number in shares.nonzero().flatten().tolist():
-                if any(_are_in(x.rows * scales[number] + now.mean, whole, scales[number]) for x in inputs):
+                if any(_table_contains(x.rows * scales[number] + now.mean, table, scales[number]) for x in inputs):
                     fits[name] = int(mask[number].sum()) - 1, scales[number]
     return fits
 
 
-def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor | float) -> bool:
-    """Return True if the first, middle and last row are in a table."""
+def _table_contains(rows: torch.Tensor, table: _Numbers, scale: torch.Tensor | float) -> bool:
+    """Return True if a table contains the first, middle and last of `rows`."""
     few = [rows[0], rows[len(rows) // 2], rows[-1]]
-    return all(bool(((whole.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
+    return all(bool(((table.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
 
 
-def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return moves per scale, and a mask of features with known moves."""
+def _scaled_moves(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return moves divided by each scale, and a mask of moves above rounding errors."""
     moved = (now.mean - before.mean) / scales
     size: torch.Tensor = moved.norm(dim=1, keepdim=True) / moved.shape[1] ** 0.5
     return moved, now.rounding <= _ROUNDED * scales * size
 
 
-def _scales(look: _Look, name: str) -> torch.Tensor:
-    """Return possible divisors of the inputs, one per row: variables and their roots."""
-    mean = look.variables[name]
-    means = [x.mean for x in look.variables.values() if x.features == mean.features]
+def _divisors(current: _Snapshot, name: str) -> torch.Tensor:
+    """Return possible divisors of the inputs, one per row: variables, and roots of variances."""
+    mean = current.variables[name]
+    means = [x.mean for x in current.variables.values() if x.features == mean.features]
     positive = [t for t in means if bool((t >= 0).all()) and bool((t > 0).any())][:_MOST_SCALES]
     divisors = torch.stack(positive or [mean.mean.abs()])
     variances = torch.cat([divisors, divisors - mean.mean.square()])
@@ -321,14 +325,14 @@ def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return fits
 
 
-def _are_shares(moved: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
-    """Return True for each row that moved by a common share of `way`."""
-    part: torch.Tensor = (moved.norm(dim=1) < _LARGEST_SHARE * way.norm(dim=1)) & (moved.norm(dim=1) > 0)
-    part &= _residuals(moved, way) < _FITS
+def _are_shares(moved: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """Return a mask of rows that moved by a share (below 1) of `distance`."""
+    part: torch.Tensor = (moved.norm(dim=1) < _LARGEST_SHARE * distance.norm(dim=1)) & (moved.norm(dim=1) > 0)
+    part &= _residuals(moved, distance) < _FITS
     return part
 
 
-def _affine(inputs: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _normalization(inputs: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return [(m, c)] if inputs are (samples - m) / c, else []."""
     if (inputs.features, inputs.count) != (samples.features, samples.count) or inputs.count < 3:
         return []
@@ -340,26 +344,26 @@ def _affine(inputs: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, tor
     return [(offset, scale)] if fits else []
 
 
-def _look(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
+def _snapshot(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Snapshot:
     totals = {tensor.numel() for tensor in tensors}
     rows = {tensor[0].numel() for tensor in tensors if tensor.dim() > 1}
-    sizes = {size for tensor in tensors for size in _features(tensor)}
-    look, variables = _held_variables(sizes, lambda t: t.numel() in totals or _row_of(t) in rows, without)
+    sizes = {size for tensor in tensors for size in _feature_counts(tensor)}
+    current, variables = _variables_of(sizes, lambda t: t.numel() in totals or _row_size(t) in rows, without)
     candidates = [tensor for tensor in (*variables, *samples) if tensor.numel() in totals]
-    wanted = {x.features for x in look.variables.values() if x.features > 1 or candidates}
-    tables = [t.reshape(-1, _row_of(t)) for t in variables if max(totals) < t.numel() and _row_of(t) in wanted]
-    look.inputs = [layout for tensor in tensors for layout in _layouts(tensor, wanted)]
-    look.samples = [layout for tensor in candidates for layout in _layouts(tensor, wanted)]
-    look.whole = [_numbers(table, most=_MOST_ROWS) for table in tables if len(table) <= _MOST_ROWS]
-    pairs = [(whole, [x for x in look.inputs if x.features == whole.features]) for whole in look.whole]
-    look.inputs += [whole for whole, inputs in pairs if any(_are_in(x.rows, whole, 1.0) for x in inputs)]
-    return look
+    wanted = {x.features for x in current.variables.values() if x.features > 1 or candidates}
+    tables = [t.reshape(-1, _row_size(t)) for t in variables if max(totals) < t.numel() and _row_size(t) in wanted]
+    current.inputs = [layout for tensor in tensors for layout in _layouts(tensor, wanted)]
+    current.samples = [layout for tensor in candidates for layout in _layouts(tensor, wanted)]
+    current.tables = [_numbers_of(table, most=_MOST_ROWS) for table in tables if len(table) <= _MOST_ROWS]
+    pairs = [(table, [x for x in current.inputs if x.features == table.features]) for table in current.tables]
+    current.inputs += [table for table, inputs in pairs if any(_table_contains(x.rows, table, 1.0) for x in inputs)]
+    return current
 
 
-def _divide(look: _Look, last: _Look) -> None:
-    """Add each variable divided by a count that changed in the same object."""
-    counts = [name for name, number in look.counts.items() if last.counts.get(name, number) != number]
-    for src in (look, last) if counts else ():
+def _add_quotients(current: _Snapshot, last: _Snapshot) -> None:
+    """Add the means of variables: divided by a changed count of the same object."""
+    counts = [name for name, number in current.counts.items() if last.counts.get(name, number) != number]
+    for src in (current, last) if counts else ():
         for name, numbers in list(src.variables.items()):
             for count in [count for count in counts if _holder(count) == _holder(name)][:_MOST_COUNTS]:
                 for minus, divisor in ((0, count), (1, f"({count} - 1)")):  # - 1 for a variance
@@ -368,47 +372,47 @@ def _divide(look: _Look, last: _Look) -> None:
                         src.variables.setdefault(f"{name} / {divisor}", replace(numbers, mean=mean, rounding=rounding))
 
 
-def _row_of(tensor: torch.Tensor) -> int:
-    """Return the last dimension of a table; 0 for a vector or scalar."""
+def _row_size(tensor: torch.Tensor) -> int:
+    """Return the size of the last dimension; 0 for a vector or scalar."""
     return tensor.shape[-1] if tensor.dim() > 1 else 0
 
 
-def _features(tensor: torch.Tensor) -> set[int]:
+def _feature_counts(tensor: torch.Tensor) -> set[int]:
     """Return possible feature counts: 1, sample size, second or last dimension."""
     return {1, tensor[0].numel() if tensor.dim() > 1 else tensor.numel(), *tensor.shape[1:2], *tensor.shape[-1:]}
 
 
 def _layouts(tensor: torch.Tensor, wanted: Collection[int]) -> list[_Numbers]:
-    """Return a tensor as samples by features, for each wanted feature count."""
+    """Return a tensor as (samples, features), for each wanted feature count."""
     tensor, layouts = tensor.detach(), {}
-    for features in _features(tensor) & set(wanted):
+    for features in _feature_counts(tensor) & set(wanted):
         second = tensor.dim() > 2 and features not in (1, tensor[0].numel(), tensor.shape[-1])
         layouts[features] = (tensor.movedim(1, -1) if second else tensor).reshape(-1, features)
-    return [_numbers(rows) for rows in layouts.values()]
+    return [_numbers_of(rows) for rows in layouts.values()]
 
 
-def _numbers(rows: torch.Tensor, *, most: int = _MOST_COMPARED) -> _Numbers:
+def _numbers_of(rows: torch.Tensor, *, most: int = _MOST_COMPARED) -> _Numbers:
     count, features = rows.shape
-    few = rows[:, _spread(features)]
+    few = rows[:, _sample_indices(features)]
     eps = torch.finfo(rows.dtype).eps if rows.is_floating_point() else 0.0
     mean = few.mean(0, dtype=torch.float64).cpu()
     rounding = eps * few.abs().amax(0).double().cpu()
     for bound in (few.amax(), few.amin()) if most else ():  # the mean of clipped samples is unknown
         if float(2 * bound).is_integer() or int((few == bound).sum()) > 1:
             rounding[(few == bound).any(0).cpu()] = math.inf
-    return _Numbers(features, count, mean, rounding, few[_spread(count, most)].double().cpu())
+    return _Numbers(features, count, mean, rounding, few[_sample_indices(count, most)].double().cpu())
 
 
-def _spread(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | slice:
+def _sample_indices(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | slice:
     return slice(min(count, most)) if count <= most or not most else torch.linspace(0, count - 1, most).long()
 
 
-def _held_variables(
+def _variables_of(
     sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
-) -> tuple[_Look, list[torch.Tensor]]:
-    """Return variables with a size in `sizes`, counts, and tensors that may be samples."""
-    look = _Look()
-    items = look.variables
+) -> tuple[_Snapshot, list[torch.Tensor]]:
+    """Return program variables (with a size in `sizes`) and counts, and possible samples."""
+    current = _Snapshot()
+    items = current.variables
     samples: list[torch.Tensor] = []
     ids: dict[str, int] = {}  # `id()` by name
     kinds: dict[str, type] = {}
@@ -420,12 +424,12 @@ def _held_variables(
         if tensor is None or name in items or len(items) >= _MOST_HELD:
             continue
         if tensor.numel() == 1 and (number := float(tensor)) >= 1 and number.is_integer():
-            look.counts[name] = number
+            current.counts[name] = number
         elif tensor.numel() in sizes and bool(tensor.isfinite().all()):
-            items[name] = replace(_numbers(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder(name), NoneType))
+            items[name] = replace(_numbers_of(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder(name), NoneType))
         if tensor.dim() and len(samples) < _MOST_SAMPLES and are_samples(tensor):
             samples.append(tensor)
-    return look, samples
+    return current, samples
 
 
 def _holder(name: str) -> str:
@@ -440,5 +444,5 @@ def _contains(inputs: torch.Tensor, statistic: _Numbers) -> bool:
     windows = numbers.unfold(0, statistic.features, 1)
     if statistic.features == 1:
         return bool(((windows - statistic.mean).abs() <= 1e-6 * statistic.mean.abs()).any())
-    alike = windows @ statistic.mean
-    return bool((alike.abs() >= (1 - 1e-6) * statistic.mean.norm() * windows.norm(dim=1)).logical_and(alike != 0).any())
+    dots = windows @ statistic.mean
+    return bool((dots.abs() >= (1 - 1e-6) * statistic.mean.norm() * windows.norm(dim=1)).logical_and(dots != 0).any())

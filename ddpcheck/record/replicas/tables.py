@@ -24,9 +24,9 @@ _IN_ORDER = 0.75  # share of neighbors in slot order (collisions move some); by 
 
 
 def is_order_of_a_set(names: list[str]) -> bool:
-    """Return True if some set of the names iterates in this order."""
+    """Return True if a set of the names may iterate in the list's order."""
     if len(names) > _FEW:
-        return _follow_slots(names)
+        return _have_ascending_slots(names)
     rng, inserted = Random(0), list(names)
     for _ in range(_INSERTIONS):
         if names in (list(set(inserted)), list(set(dict.fromkeys(inserted)))):  # a set made of a mapping is presized
@@ -35,8 +35,8 @@ def is_order_of_a_set(names: list[str]) -> bool:
     return False
 
 
-def _follow_slots(names: list[str]) -> bool:
-    """Return True if the hash slots rise for some table size, except at collisions."""
+def _have_ascending_slots(names: list[str]) -> bool:
+    """Return True if the names' hash slots mostly ascend for some hash table size."""
     hashes, size = [hash(name) for name in names], 8
     while size < _SLOTS * len(names):
         rising = sum(current & (size - 1) <= following & (size - 1) for current, following in pairwise(hashes))
@@ -47,14 +47,14 @@ def _follow_slots(names: list[str]) -> bool:
 
 
 def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
-    """Return the tables that an object holds, e.g. a dataset."""
+    """Return the tables in the attributes of an object, e.g. of a dataset."""
     name = type(holder).__name__
     attrs = getattr(holder, "__dict__", {})
     file = file_of_class(type(holder))
     until = Location(relative_path(file), sys.maxsize) if is_user_file(file) else None
     tables = [DerivedTable(f"{name}.{key}", table, location) for key, item in attrs.items() if (table := _table(item))]
     tables = [replace(t, location=(until and last_assignment(until, t.name)) or location) for t in tables]
-    return tables + [t for key, item in attrs.items() for t in _places_in(f"{name}.{key}", item, until)]
+    return tables + [t for key, item in attrs.items() for t in _indices_of_texts(f"{name}.{key}", item, until)]
 
 
 def tables_of_program() -> list[DerivedTable]:
@@ -63,12 +63,12 @@ def tables_of_program() -> list[DerivedTable]:
     for path, value, location in program_variables(depth=1):
         if table := _table(value):
             tables.append(DerivedTable(path, table, location and line_of_variable(path, location)))
-        tables += _places_in(path, value, location)
+        tables += _indices_of_texts(path, value, location)
     return tables
 
 
-def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
-    """Return the index of each text in a set-ordered list that the program searches.
+def _indices_of_texts(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
+    """Return {text: index} for a list in set order whose method `index` is called.
 
     The order of other lists, such as the files of a rank, is no finding.
     """

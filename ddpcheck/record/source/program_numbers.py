@@ -32,24 +32,24 @@ from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
 from ddpcheck.record.source.source_scope import body_of, own_nodes
 
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "default_timer", "now")
-_SEVERAL_THINGS = ast.Dict | ast.List | ast.Set | ast.Tuple
+_CONTAINER_NODES = ast.Dict | ast.List | ast.Set | ast.Tuple
 
 
 @functools.cache
 def clock_variables(code: CodeType) -> frozenset[str]:
     """Return the variables that hold only times, e.g. "elapsed" or "self.batch_time"."""
     body, clocks = body_of(code), set[str]()
-    pairs = [] if body is None else list(_made_of(body))
-    while new := {name for name, values in pairs if name not in clocks and all(_has(v, clocks) for v in values)}:
+    pairs = [] if body is None else list(_values_of_variables(body))
+    while new := {name for name, values in pairs if name not in clocks and all(_has_time(v, clocks) for v in values)}:
         clocks |= new
     return frozenset(clocks)
 
 
-def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
-    """Yield each variable that is set, or whose method is called, with the expressions."""
+def _values_of_variables(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
+    """Yield (variable, expressions that are assigned to it or passed to its methods)."""
     for node in own_nodes(body):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            if not isinstance(node.value, _SEVERAL_THINGS):
+            if not isinstance(node.value, _CONTAINER_NODES):
                 for target in assignment_targets(node):
                     yield ast.unparse(target), [node.value]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -58,7 +58,7 @@ def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
                 yield ast.unparse(node.func.value), values
 
 
-def _has(value: ast.expr, known: Container[str]) -> bool:
+def _has_time(value: ast.expr, known: Container[str]) -> bool:
     """Return True if an expression reads a clock or a `known` variable."""
     calls = (node for node in ast.walk(value) if isinstance(node, ast.Call))
     if any(ast.unparse(call.func).rpartition(".")[2] in _CLOCKS for call in calls):
@@ -82,7 +82,7 @@ _MOST_PARTS = 16  # items of a list or tuple that are searched
 
 
 def numbers_of_program() -> dict[str, float]:
-    """Return the numbers in functions on the stack, by function and variable."""
+    """Return the numbers in program variables ("train.loss", "train.sum(losses)")."""
     numbers: dict[str, float] = {}
     for name, value in program_contents():
         number = number_of(value)
@@ -98,7 +98,7 @@ def numbers_of_program() -> dict[str, float]:
 
 
 def counters_of_program() -> dict[str, torch.Tensor]:
-    """Return small tensors, arrays and lists of numbers, by function and variable."""
+    """Return small tensors, arrays and lists of numbers in program variables ("train.counts")."""
     counters: dict[str, torch.Tensor] = {}
     for name, value in program_contents():
         if name not in counters and (numbers := _few_numbers(value)) is not None:
@@ -109,9 +109,9 @@ def counters_of_program() -> dict[str, torch.Tensor]:
 
 
 def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str, float]:
-    """Return the numbers that a script reads from joint counts: items, sum, and trace.
+    """Return numbers that a script may read from a counter: items, sum, trace.
 
-    Skips items that look like counts of many classes: integers, none equal to the number of samples.
+    Skips the items of longer integer tensors that do not contain the number of samples: counts of many classes.
     """
     function, _, variable = name.partition(".")
     parts = {}
@@ -173,7 +173,7 @@ def is_usable(tensor: torch.Tensor) -> bool:
 
 
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
-    """Return labels of `count` samples, by function, variable and table column."""
+    """Return labels of `count` samples in program variables ("evaluate.rows[0]")."""
     labels: dict[str, torch.Tensor] = {}
     for name, value in program_contents():
         columns = {f"{name}[{index}]": column for index, column in enumerate(columns_of(value, count))}
@@ -240,13 +240,13 @@ def columns_of(value: Any, count: int) -> list[Any]:
         if table.dim() != 2 or len(table) != count or not 1 < table.shape[1] <= _MOST_COLUMNS:
             return []
         columns = list(table.cpu().unbind(1))
-        whole = [not c.is_floating_point() or bool((c == c.round()).all()) for c in columns]
-        return [c.long() if is_whole else c for c, is_whole in zip(columns, whole, strict=True)] * any(whole)
+        are_whole = [not c.is_floating_point() or bool((c == c.round()).all()) for c in columns]
+        return [c.long() if is_whole else c for c, is_whole in zip(columns, are_whole, strict=True)] * any(are_whole)
     if type(value) not in (list, tuple) or len(value) != count or type(value[0]) not in (list, tuple, dict):
         return []
     first = value[0]
-    alike = (type(row) is type(first) and len(row) == len(first) for row in value)
-    if not 1 < len(first) <= _MOST_COLUMNS or not all(alike):
+    are_equal = (type(row) is type(first) and len(row) == len(first) for row in value)
+    if not 1 < len(first) <= _MOST_COLUMNS or not all(are_equal):
         return []
     keys = first if isinstance(first, dict) else range(len(first))
     if isinstance(first, dict) and any(row.keys() != first.keys() for row in value):
@@ -256,8 +256,8 @@ def columns_of(value: Any, count: int) -> list[Any]:
 
 
 def _whole_numbers(numbers: list[Any]) -> list[Any]:
-    whole = all(math.isfinite(number) and number == int(number) for number in numbers)
-    return list(map(int, numbers)) if whole else list(map(float, numbers))
+    are_whole = all(math.isfinite(number) and number == int(number) for number in numbers)
+    return list(map(int, numbers)) if are_whole else list(map(float, numbers))
 
 
 def _sum_of(items: Any) -> float | None:
@@ -273,12 +273,12 @@ def _sum_of(items: Any) -> float | None:
 
 
 def program_contents(*, wide: bool = False, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield variables of program functions, innermost first, and contents of meters and dicts.
+    """Yield (name, value) of variables of program functions, and of their attributes and items.
 
-    Skips time measurements.
+    Skips time measurements. Innermost function first.
 
     `wide`: also search lists, modules, classes and closures, except for objects whose `id()` is in `without`; outermost
-    function first, so that names do not depend on the functions it calls.
+    function first, so that a name in a function does not depend on the functions that it calls.
     """
     seen = set(without)
     limit = _MOST_OBJECTS + len(seen)
@@ -294,21 +294,21 @@ def program_contents(*, wide: bool = False, without: Collection[int] = ()) -> It
             if name[len(function) + 1 :] in times:
                 continue
             try:
-                value.__class__  # noqa: B018 - it fails where it stands for something that is not there
+                value.__class__  # noqa: B018 - raises for a weak proxy of a deleted object
             except Exception:
                 continue
             yield name, value
             if depth < _DEEPEST and id(value) not in seen:
                 items: list[tuple[str, Any]] = []
                 with contextlib.suppress(Exception):  # attribute access may raise
-                    items = (_inside_widely(name, value) if wide else []) or items_with_paths(name, value)
+                    items = (_wide_items(name, value) if wide else []) or items_with_paths(name, value)
                 if items:
                     seen.add(id(value))
                     pending.extend((path, item, depth + 1) for path, item in items)
 
 
 def items_with_paths(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the items of a mapping, or attributes of a program object, with paths."""
+    """Return (path, item) pairs of a mapping ("a['b']") or a program object ("a.b")."""
     kind = type(value)  # `__class__` of a proxy may run code
     if issubclass(kind, Mapping) and kind.__module__ in ("builtins", "collections"):
         items = itertools.islice(value.items(), _MOST_NUMBERS)
@@ -322,7 +322,7 @@ def items_with_paths(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(f"{name}.{key}", item) for key, item in attrs.items()]
 
 
-def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
+def _wide_items(name: str, value: Any) -> list[tuple[str, Any]]:
     kind = type(value)
     attrs: dict[str, Any] = {}
     if kind in (list, tuple):
@@ -333,7 +333,7 @@ def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
         attrs = dict(zip(kind._fields, value, strict=False))
     elif kind is FunctionType and is_of_program(value.__code__.co_filename):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        attrs = {key: cell.cell_contents for key, cell in cells if cell != _EMPTY} | vars(value)
+        attrs = {key: cell.cell_contents for key, cell in cells if cell != _EMPTY_CELL} | vars(value)
     elif issubclass(kind, ModuleType | type | nn.Module):
         module_name = vars(value if issubclass(kind, type) else kind).get("__module__")
         module = value if kind is ModuleType else sys.modules.get(str(module_name))
@@ -343,16 +343,16 @@ def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(f"{name}.{key}", item) for key, item in attrs.items() if isinstance(key, str) and key[:2] != "__"]
 
 
-_EMPTY = CellType()  # equals only empty closure cells
+_EMPTY_CELL = CellType()  # equals only empty closure cells
 
 
 def program_frames() -> Iterator[FrameType]:
-    """Return the frames of the program, innermost first."""
+    """Return the frames of the program on the stack, innermost first."""
     return (frame for frame in frames_from(sys._getframe(1)) if is_of_program(frame.f_code.co_filename))
 
 
 def line_of_output() -> Location | None:
-    """Return the line that prints, ignoring a `print` function of the program."""
+    """Return the running program line, skipping functions of the program named `print`."""
     return user_location(next((frame for frame in program_frames() if frame.f_code.co_name != "print"), None))
 
 
@@ -385,7 +385,7 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
 
 
 def lines_of_value() -> dict[str, Location]:
-    """Return, by function on the stack, the line that assigns the value it passes."""
+    """Return, by function on the stack, the line that assigned its call's first argument."""
     lines: dict[str, Location] = {}
     for frame in itertools.islice(program_frames(), 4):
         path, line = relative_path(frame.f_code.co_filename), _line_of_value(frame.f_code, frame.f_lineno)
@@ -405,7 +405,7 @@ def _line_of_value(code: CodeType, line: int) -> int:
 
 
 def lines_after() -> dict[str, Location]:
-    """Return, by function on the stack, the line after the enclosing loop."""
+    """Return, by function on the stack, the line after a loop whose header runs."""
     lines: dict[str, Location] = {}
     for frame in program_frames():
         code = frame.f_code
@@ -417,7 +417,7 @@ def lines_after() -> dict[str, Location]:
 
 @functools.cache
 def _line_after(file: str, line: int) -> int:
-    """Return the line after the innermost `for` that begins at `line`, or 0."""
+    """Return the line after the innermost `for` whose header is at `line`, or 0."""
     for node in ast.walk(parsed_source(file)):
         for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             for stmt, following in itertools.pairwise(body if isinstance(body, list) else []):
@@ -431,7 +431,7 @@ def _line_after(file: str, line: int) -> int:
 
 @functools.cache
 def _enclosing_tests(file: str, line: int) -> tuple[ast.expr, ...]:
-    around = [node for node in ast.walk(parsed_source(file)) if isinstance(node, ast.If)]
+    statements = [node for node in ast.walk(parsed_source(file)) if isinstance(node, ast.If)]
     return tuple(
-        node.test for node in around if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
+        node.test for node in statements if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
     )

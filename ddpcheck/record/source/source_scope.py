@@ -54,7 +54,7 @@ class Scope:
 
 
 def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
-    """Return the code of the script that a call runs, and its global variables."""
+    """Return (code, globals) of the script function that calling `called` runs, or (None, {})."""
     while isinstance(called, nn.Module):
         mods = dict(called._modules.items())  # not a dict in a scripted module
         inner = mods.get("_orig_mod") if mods.get("module") is None else mods["module"]  # truth would call `__len__`
@@ -71,7 +71,7 @@ def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
 
 
 def scope_of_function(called: Any) -> Scope | None:
-    """Return the scope of the script function that a call runs; `None` without source."""
+    """Return the scope of the script function that calling `called` runs; `None` without source."""
     code, outer = function_of(called)
     body = None if code is None else body_of(code)
     return None if code is None or body is None else Scope(code.co_filename, body, {}, outer)
@@ -83,7 +83,7 @@ def is_users(code: Any) -> bool:
 
 
 def resolved(scope: Scope, node: ast.expr) -> Any:
-    """Return the value of names and attributes, without running code of the script."""
+    """Return the value of a name or attribute, else UNKNOWN; runs no script code."""
     if isinstance(node, ast.Name):
         return scope.value(node.id)
     if isinstance(node, ast.Attribute) and (owner := resolved(scope, node.value)) is not UNKNOWN:
@@ -97,11 +97,11 @@ def resolved(scope: Scope, node: ast.expr) -> Any:
 Place = tuple[int, int]  # (line, column); a line may contain several statements
 
 Binding = tuple[Place, "int | ast.AugAssign | None", ast.expr]
-"""(place, index into an unpacked value or in-place statement or None, value)"""
+"""(position, index into an unpacked value or in-place statement or None, value)"""
 
 
 def node_position(node: ast.expr | ast.stmt) -> Place:
-    """Return where a node begins."""
+    """Return the position of the first character of a node."""
     return node.lineno, node.col_offset
 
 
@@ -138,7 +138,6 @@ def returns(body: ast.AST) -> Iterator[ast.expr]:
 
 
 def parameter_names(body: ast.AST) -> set[str]:
-    """Return the parameter names of a function."""
     if not isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return set()
     return {arg.arg for arg in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
@@ -158,7 +157,7 @@ def statement_at(body: ast.AST, frame: FrameType) -> ast.stmt | None:
 
 @functools.cache
 def body_of(code: CodeType) -> ast.AST | None:
-    """Return the tree of a function, or of the top level of a file."""
+    """Return the syntax tree of a function or of a file's top level."""
     tree = parsed_source(code.co_filename)
     if code.co_name == "<module>":
         return tree if tree.body else None
@@ -185,7 +184,7 @@ def user_caller(frame: FrameType) -> FrameType | None:
 
 @functools.cache
 def skipping_lines(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
-    """Return lines that decide if a step follows a backward pass, from both stacks."""
+    """Return lines that decide if a step follows backward; arguments: stacks of both calls."""
     files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
     return tuple(Location(block.path, block.line) for block in skipping_blocks(step, backward, files))
 
@@ -204,7 +203,6 @@ def scopes_from(frame: FrameType | None) -> Iterator[tuple[Scope, FrameType]]:
 
 
 def location_in(scope: Scope, line: int) -> Location:
-    """Return a line in the file of a scope."""
     return Location(relative_path(scope.file), line)
 
 
@@ -235,10 +233,10 @@ def _text_of(file: str) -> bytes:
 @functools.cache
 def asked_for_places(file: str) -> frozenset[str]:
     """Return the names whose method `index` a file calls."""
-    return frozenset(name.decode() for name in _ASKED_FOR_PLACES.findall(_text_of(file)))
+    return frozenset(name.decode() for name in _INDEX_CALLS.findall(_text_of(file)))
 
 
-_ASKED_FOR_PLACES = re.compile(rb"(\w+)\s*\.\s*index\s*\(")
+_INDEX_CALLS = re.compile(rb"(\w+)\s*\.\s*index\s*\(")
 _BY_NAME = (FunctionType, ModuleType, NoneType)  # hold variables, not attributes or items; `NoneType`: a function
 _BY_ITEM = (dict, list, tuple)
 
@@ -256,7 +254,8 @@ def updating_line(path: str, holder: type, *, own: bool = False) -> Location | N
     """Return the line that updates `path` ("norm.mean", "stats['mean']") of a `holder` object.
 
     Prefers a line that computes the new value from the old value, then a line that sets the value in a function except
-    the constructor, or in a loop. An item that no line sets is updated with its container. `own`: ignore other classes.
+    the constructor, or in a loop. If no line sets an item, returns the line that updates the container of the item.
+    `own`: ignore other classes.
     """
     names = re.findall(r"[^\W\d]\w*", path)
     entries = [(score, line) for name in names[-1:] for score, line in _assignments(name, holder)]
@@ -278,7 +277,7 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
         for node in ast.walk(parsed_source(file))
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for target in assignment_targets(node)
-        if _is(target, name, dict) or _is(target, name, object)
+        if _refers_to(target, name, dict) or _refers_to(target, name, object)
         if value is None or not isinstance(node.value, ast.Constant) or node.value.value is value
     }
     return locations.pop() if len(locations) == 1 else None
@@ -287,48 +286,48 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
 def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bool], Location]]:
     for file in _files_with(name):
         for node, repeats, of_class in _statements(parsed_source(file), repeats=False):
-            if (reads := _updates(node, name, holder)) is not None:
+            if (reads := _is_update(node, name, holder)) is not None:
                 is_own = of_class in ("", *(kind.__name__ for kind in holder.__mro__))
                 yield (is_own, reads, repeats), Location(relative_path(file), node.lineno)
 
 
-def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterator[tuple[ast.stmt, bool, str]]:
+def _statements(tree: ast.AST, *, repeats: bool, of_class: str = "") -> Iterator[tuple[ast.stmt, bool, str]]:
     """Yield (statement, True if it may run repeatedly, name of the enclosing class)."""
-    if isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef):
-        repeats = around.name != "__init__"
-    if isinstance(around, ast.ClassDef):
-        of_class = around.name
-    repeats |= isinstance(around, ast.For | ast.While)
-    for node in ast.iter_child_nodes(around):
+    if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef):
+        repeats = tree.name != "__init__"
+    if isinstance(tree, ast.ClassDef):
+        of_class = tree.name
+    repeats |= isinstance(tree, ast.For | ast.While)
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.stmt):
             yield node, repeats, of_class
         yield from _statements(node, repeats=repeats, of_class=of_class)
 
 
-def _updates(node: ast.stmt, name: str, holder: type) -> bool | None:
+def _is_update(node: ast.stmt, name: str, holder: type) -> bool | None:
     """Return True if `node` updates `name`, False if `node` overwrites it, else `None`."""
     if isinstance(node, ast.AugAssign):
-        return True if _is(_base(node.target, name), name, holder) else None
+        return True if _refers_to(_object_of(node.target, name), name, holder) else None
     if isinstance(node, ast.Assign):
         targets = [element for target in node.targets for element in getattr(target, "elts", [target])]
-        set_here = {ast.unparse(base) for target in targets if _is(base := _base(target, name), name, holder)}
-        return any(ast.unparse(part) in set_here for part in ast.walk(node.value)) if set_here else None
+        bases = {ast.unparse(base) for target in targets if _refers_to(base := _object_of(target, name), name, holder)}
+        return any(ast.unparse(part) in bases for part in ast.walk(node.value)) if bases else None
     call = node.value if isinstance(node, ast.Expr) else None
     while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        if call.func.attr.endswith("_") and _is(_base(call.func.value, name), name, holder):
+        if call.func.attr.endswith("_") and _refers_to(_object_of(call.func.value, name), name, holder):
             return True  # in place
         call = call.func.value
     return None
 
 
-def _base(node: ast.expr, name: str) -> ast.expr:
+def _object_of(node: ast.expr, name: str) -> ast.expr:
     """Return the changed object: "mean" for "mean[:]"."""
     if isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) and node.slice.value == name):
         return node.value
     return node
 
 
-def _is(node: ast.expr, name: str, holder: type) -> bool:
+def _refers_to(node: ast.expr, name: str, holder: type) -> bool:
     if issubclass(holder, _BY_NAME):
         return isinstance(node, ast.Name) and node.id == name
     if issubclass(holder, _BY_ITEM):
