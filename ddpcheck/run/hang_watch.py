@@ -178,7 +178,10 @@ class HangWatch:
         stopped = {rank: pid for rank, pid in living.items() if live_ranks.is_stopped(pid)}
         if stopped and not self._has_reported_stopped:
             self._has_reported_stopped = True
-            who, pids = f"{format_ranks(stopped)} {pluralize_verb('was', [*stopped])}", " ".join(map(str, stopped.values()))
+            who, pids = (
+                f"{format_ranks(stopped)} {pluralize_verb('was', [*stopped])}",
+                " ".join(map(str, stopped.values())),
+            )
             self._report(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
 
     def _report_end(self, living: Collection[int]) -> None:
