@@ -151,7 +151,7 @@ def _add_cause(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     return replace(finding, message=message, location=location, evidence=evidence, fix=reason.fix, tags=tags)
 
 
-COUNTED = "format_count by a variable"
+COUNTED = "counted by a variable"
 """Tag of a mismatch caused by the variable named in the next tag. The location is a line after the assignment."""
 
 

@@ -256,12 +256,12 @@ class RankDevices:
 
 
 def local_ranks(all_devices: Sequence[RankDevices]) -> list[int]:
-    """Return the local rank of each rank, format_count per machine if not set."""
-    format_count: Counter[str] = Counter()
+    """Return the local rank of each rank, counted per machine if not set."""
+    counted: Counter[str] = Counter()
     ranks = []
     for devices in all_devices:
-        ranks.append(format_count[devices.machine] if devices.local_rank is None else devices.local_rank)
-        format_count[devices.machine] += 1
+        ranks.append(counted[devices.machine] if devices.local_rank is None else devices.local_rank)
+        counted[devices.machine] += 1
     return ranks
 
 
