@@ -9,7 +9,9 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -22,6 +24,7 @@ from ddpcheck.findings.files import MOST_RANKS, read_file
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of
+from ddpcheck.findings.wording import group_by
 from ddpcheck.stream.codec import decoded, encoded
 from ddpcheck.stream.entries import (
     CallersSeen,
@@ -171,7 +174,7 @@ RESTARTED = "restarted-"  # prefix of an empty file whose name has the restart c
 SCRIPT = "script"  # file with the command line of the script
 
 
-class RankTrace(Struct, frozen=True):
+class RankTrace(Struct, frozen=True, dict=True):
     """Log and counters of a rank."""
 
     started: RankStarted  # first entry
@@ -187,10 +190,15 @@ class RankTrace(Struct, frozen=True):
     unknown: int = 0  # number of entries that this version cannot read
     waits_for: PeerWait | None = None  # current point-to-point wait, or None
 
+    @cached_property
+    def entries_by_type(self) -> dict[type[Entry], list[Any]]:
+        """Group the entries by class, in order."""
+        return group_by(self.entries, type)
+
     @property
     def wrappers(self) -> list[WrapperMade]:
         """Return the wrappers in order of construction."""
-        return [entry for entry in self.entries if isinstance(entry, WrapperMade)]
+        return [*self.entries_by_type.get(WrapperMade, ())]
 
     @property
     def constructs(self) -> bool:
@@ -208,7 +216,7 @@ class RankTrace(Struct, frozen=True):
     @property
     def passes(self) -> list[LoaderPass]:
         """Return the data loader passes with their last batch counts."""
-        passes = {(entry.loader, entry.number): entry for entry in self.entries if isinstance(entry, LoaderPass)}
+        passes = {(entry.loader, entry.number): entry for entry in self.entries_by_type.get(LoaderPass, ())}
         for loader, (number, batches) in enumerate(self.batches):
             if (entry := passes.get((loader, number))) is not None and entry.batches < batches:
                 passes[loader, number] = replace(entry, batches=batches)
@@ -217,7 +225,7 @@ class RankTrace(Struct, frozen=True):
     @property
     def has_ended(self) -> bool:
         """Return True if the script has run to its end on this rank."""
-        return any(isinstance(entry, ProgramEnded) for entry in self.entries)
+        return ProgramEnded in self.entries_by_type
 
     @property
     def exit(self) -> ExitCalled | None:
@@ -225,8 +233,8 @@ class RankTrace(Struct, frozen=True):
 
         The result has no line if SystemExit was raised in a function called by the main module.
         """
-        called = next((entry for entry in reversed(self.entries) if isinstance(entry, ExitCalled)), None)
-        ended = next((entry for entry in self.entries if isinstance(entry, ProgramEnded)), None)
+        called = self.entries_by_type.get(ExitCalled, [None])[-1]
+        ended = self.entries_by_type.get(ProgramEnded, [None])[0]
         if called is not None and called.function == "os._exit":
             return called
         if ended is None:
@@ -238,12 +246,12 @@ class RankTrace(Struct, frozen=True):
     @property
     def thread_errors(self) -> list[ThreadRaised]:
         """Return the errors that ended threads other than the main thread."""
-        return [entry for entry in self.entries if isinstance(entry, ThreadRaised)]
+        return [*self.entries_by_type.get(ThreadRaised, ())]
 
     @property
     def has_left(self) -> bool:
         """Return True if the process group was destroyed, or the script ended."""
-        return any(isinstance(entry, GroupDestroyed | ProgramEnded) for entry in self.entries)
+        return not self.entries_by_type.keys().isdisjoint((GroupDestroyed, ProgramEnded))
 
 
 def rank_processes(folder: Path) -> dict[int, int]:

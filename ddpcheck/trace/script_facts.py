@@ -91,7 +91,7 @@ class Optimizer:
 
 def entries_of(rank: RankTrace, kind: type[_Kind]) -> list[_Kind]:
     """Return a rank's log entries of type `kind`, in order."""
-    return [entry for entry in rank.entries if isinstance(entry, kind)]
+    return [*rank.entries_by_type.get(kind, ())]
 
 
 class ScriptFacts:
