@@ -19,10 +19,7 @@ DIVERGES_AT = "parts at "
 
 
 def first_unequal_call(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:
-    """Return index and calls of the first mismatch between sequences, or None if equal.
-
-    The call of a sequence that has ended is None.
-    """
+    """Return index and calls (None at the end) of the first mismatch, or None."""
     places = enumerate(itertools.zip_longest(*sequences))
     return next(((index, calls) for index, calls in places if len(set(map(call_signature, calls))) > 1), None)
 

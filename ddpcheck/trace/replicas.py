@@ -67,7 +67,7 @@ def ranks_by_call(
 def written_at(changes: Changes, copy: str) -> WriteFacts:
     """Return line, evidence and ranks of the only line that writes a copy.
 
-    Lines at which only writers_by_call ranks write are preferred. Without exactly one line: (None, [], ()).
+    Lines at which only some ranks write are preferred. Without exactly one line: (None, [], ()).
     """
     ranks = ranks_by_call(changes, lambda change: copy in change.names)
     writers_by_call = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
