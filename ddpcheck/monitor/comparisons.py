@@ -48,7 +48,7 @@ from ddpcheck.trace.captured import may_average_by_hand
 from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
 
-def captured_shards(recorder: StepRecorder, step: int) -> ReplicaCaptured:
+def capture_shards(recorder: StepRecorder, step: int) -> ReplicaCaptured:
     """Capture the shards of this rank, with their index in the mesh."""
     mesh = mesh_of(recorder.module)
     number = next((shard_number(shard, mesh) for shard in recorder.parameters.values()), -1)
@@ -98,7 +98,7 @@ class ReplicaComparison:
 
     def _compare_shards(self, step: int, key: int) -> list[Finding]:
         """Find ranks that have equal values in shards of different indices."""
-        captured = captured_shards(self._recorder, step)
+        captured = capture_shards(self._recorder, step)
         digest = digest_of(captured.state.values.parameters)
         pairs = self._alarms.gather(f"shards/{key}", (captured.shard, digest))
         if len({digest for _, digest in pairs}) >= len({shard for shard, _ in pairs}):
@@ -203,7 +203,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         steps: list[int] = []
         entries: list[list[_WrittenShards]] = []
         with contextlib.suppress(RuntimeError):  # the process with the store has exited
-            self._store.write(step, recorder.rank, (recorder.ranks, is_stage, captured_shards(recorder, step)))
+            self._store.write(step, recorder.rank, (recorder.ranks, is_stage, capture_shards(recorder, step)))
             self._written.append(step)
             if len(self._written) > _MOST_KEPT:
                 self._store.remove(self._written.pop(1), recorder.rank)

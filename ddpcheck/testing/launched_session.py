@@ -93,7 +93,7 @@ class InStep:
         except DDPCheckError as error:
             raise pytest.UsageError(str(error)) from None
         if self._launch.rank:
-            silence_files(self._config, self._launch.rank)
+            disable_report_files(self._config, self._launch.rank)
 
     def _may_need_ranks(self, uncollected: str) -> bool:
         """Return True if a file that failed collection mentions tests that need ranks."""
@@ -230,7 +230,7 @@ class InStep:
         plugin = self._config.pluginmanager.getplugin("_cov")
         if self._launched is None or plugin is None or getattr(plugin.cov_controller, "cov", None) is None:
             return
-        local_data = give_up_coverage(plugin) if self._launch.rank else b""
+        local_data = take_coverage_data(plugin) if self._launch.rank else b""
         if self._is_stopping or self._launched.broken is not None:
             return
         self._launched.begin("the end of the session")
@@ -350,7 +350,7 @@ class Terminal:
             self._file.flush()
 
 
-def silence_files(config: pytest.Config, rank: int) -> None:
+def disable_report_files(config: pytest.Config, rank: int) -> None:
     """Disable JUnit report and cache; add the rank to the log file name."""
     with contextlib.suppress(ImportError):
         from _pytest.junitxml import xml_key
@@ -365,7 +365,7 @@ def silence_files(config: pytest.Config, rank: int) -> None:
         logs.set_log_path(f"{path}.rank{rank}")
 
 
-def give_up_coverage(plugin: Any) -> bytes:
+def take_coverage_data(plugin: Any) -> bytes:
     """Stop pytest-cov in this process and return the coverage data for rank 0."""
     coverage = plugin.cov_controller.cov
     coverage.stop()

@@ -209,17 +209,17 @@ def _collecting_unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(args.exc_traceback)]
         caught.append((kind(f"{what}\n\n{text}"), *(frames[-1] if frames else ("", 0))))
 
-    def in_thread(args: Any) -> None:
+    def on_thread_error(args: Any) -> None:
         name = args.thread.name if args.thread is not None else "<unknown>"
         add_warning(pytest.PytestUnhandledThreadExceptionWarning, f"Exception in thread {name}", args)
         if isinstance(args.exc_value, Exception):
             this_rank.save_thread_error(name, args.exc_value)
 
-    def unraisable(args: Any) -> None:
+    def on_unraisable(args: Any) -> None:
         title = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
         add_warning(pytest.PytestUnraisableExceptionWarning, title, args)
 
-    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    threading.excepthook, sys.unraisablehook = on_thread_error, on_unraisable
     try:
         yield caught
     finally:

@@ -397,14 +397,14 @@ def test_a_finding_whose_cause_is_told_elsewhere_is_named_with_it() -> None:
 
 def test_what_is_lost_in_rounding_or_zero_does_not_count_as_equal() -> None:
     entry = ParityEntry(0, "a", "local", 0.1, 0.6, absolute_error=0.1, reference_norm=1.0)
-    assert Tally.count([entry]).vacuous().startswith("rounding may be as large")
+    assert Tally.count([entry]).why_inconclusive().startswith("rounding may be as large")
     zero = ParityEntry(0, "b", "local", 0.0, 1e-6)
-    assert Tally.count([zero]).vacuous().startswith("every gradient was zero")
+    assert Tally.count([zero]).why_inconclusive().startswith("every gradient was zero")
     held = ParityEntry(0, "c", "local", 1e-7, 1e-6, absolute_error=1e-7, reference_norm=1.0)
     assert Tally.count([entry, zero, held]).equal("them", 1) == (
         "1 gradient in 1 step equals them (1 more is zero, 1 more cannot be told from rounding)"
     )
-    assert Tally.count([held, zero]).vacuous() == "" and Tally.count([]).vacuous() == ""
+    assert Tally.count([held, zero]).why_inconclusive() == "" and Tally.count([]).why_inconclusive() == ""
 
 
 def test_a_check_is_asked_for_where_one_of_its_rules_is() -> None:

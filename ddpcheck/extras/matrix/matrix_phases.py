@@ -59,7 +59,7 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 def wrap(options: DDPOptions | None) -> WrappedRow:
     """Wrap the module with `options`, or if None, as the recipe does."""
     passed: list[dict[str, Any]] = []
-    wrapped = model_build.wrap(overridden_options(options, passed))
+    wrapped = model_build.wrap(override_options(options, passed))
     wrapper = rank_state().training_model.wrapper
     if options is not None and options.hook:
         hook = getattr(importlib.import_module(_HOOKS), options.hook)
@@ -90,7 +90,7 @@ def _sharded(shape: tuple[int, ...], module: nn.Module, device: torch.device) ->
 
 
 @contextlib.contextmanager
-def overridden_options(options: DDPOptions | None, passed: list[dict[str, Any]]) -> Iterator[None]:
+def override_options(options: DDPOptions | None, passed: list[dict[str, Any]]) -> Iterator[None]:
     """Override the options of every `DistributedDataParallel` constructor in this context.
 
     Arguments of `VARIED` that are not in `options` get torch's defaults; None overrides nothing. The arguments of the

@@ -48,7 +48,7 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.world_size), LOCAL_WORLD_SIZE=str(local_size))
     os.environ.update(LOCAL_RANK=str(rank % local_size), GROUP_RANK=str(rank // local_size))
     run_as_written()
-    calls, answers = join_simulated(rank, world.world_size, world.folder)
+    calls, answers = init_simulated_group(rank, world.world_size, world.folder)
     with synchronised_on_cpu():
         recipe, device = load_on_rank(target), torch.device("cpu")
         settle_device(device)
@@ -354,7 +354,7 @@ def _scale_to_world(tensor: torch.Tensor, operation: Any, size: int) -> None:
         tensor.detach().pow_(size)
 
 
-def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[ScheduledCall], SimulatedAnswers]:
+def init_simulated_group(rank: int, world_size: int, folder: Path) -> tuple[list[ScheduledCall], SimulatedAnswers]:
     """Initialize a default process group with this rank real and all others simulated.
 
     Returns the list of collectives of this process, which grows, and the object that records what it sends.

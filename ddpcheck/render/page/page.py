@@ -34,7 +34,7 @@ _MOST_DATA = 1 << 28
 _DATA = re.compile(r'<script type="application/(json|zlib)" id="ddpcheck-data">([^<]*)</script>')
 
 
-def data_of(report: Document) -> tuple[str, str]:
+def embedded_data(report: Document) -> tuple[str, str]:
     """Return the format, "json" or "zlib", and the text of the data to embed."""
     text = report.to_json(indent=None)
     if len(text) <= _PLAIN:
@@ -87,7 +87,7 @@ class HtmlRenderer(Renderer):
             sections = {"findings": (), "advice": shown.advice, "options": shown.rows, "run": True, "reading": True}
         else:
             kind_name, verdict, sections = "report", _verdict(shown), _sections(shown)
-        kind, data = data_of(report)
+        kind, data = embedded_data(report)
         kicker = parts.options_in_words(shown, only=("world_size", "backend", "device", "steps"))
         template = _templates().get_template("page.html")
         text = template.render(

@@ -66,10 +66,10 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
         return coroutine  # type: ignore[return-value]  # R is already a coroutine type
 
     @wraps(function)
-    def on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
+    def run_on_rank_0(*args: P.args, **kwargs: P.kwargs) -> R | None:
         return function(*args, **kwargs) if get_dist_info()[0] == 0 else None
 
-    return on_master
+    return run_on_rank_0
 
 
 _PATIENCE = 600.0  # seconds to wait for ranks: machines of a job may start minutes apart
