@@ -115,12 +115,12 @@ class Counters:
             _PAIR.pack_into(self._memory, index * _PAIR.size, first, second)
 
     def put_error(self, number: int) -> None:
-        """Write the number of the error that ended the log."""
+        """Write the `errno` of the error that ended the log; -1 if unknown."""
         _PAIR.pack_into(self._memory, _PAIRS * _PAIR.size, number, 0)
 
 
 def read_counters(path: Path) -> tuple[list[tuple[int, int]], int]:
-    """Return the pairs by index, and the error number (0 if none)."""
+    """Return the pairs by index, and the `errno` of `put_error` (0 if none)."""
     data = read_file(path, (_PAIRS + 1) * _PAIR.size) if path.exists() else b""
     *pairs, (error, _) = _PAIR.iter_unpack(data.ljust((_PAIRS + 1) * _PAIR.size, b"\0"))
     return pairs, error

@@ -208,7 +208,7 @@ class RankTrace(Struct, frozen=True, dict=True):
 
     @property
     def files(self) -> dict[str, str]:
-        """Return the file of each program path in the call stacks of collectives."""
+        """Return files by path in call stacks: {"train.py": "/home/me/train.py"}."""
         entries = [entry for entry in self.entries if isinstance(entry, CallersSeen)]
         pairs = (pair for entry in entries for pair in zip(entry.lines, entry.files, strict=True))
         return {line.rpartition(":")[0]: file for line, file in pairs}
@@ -281,7 +281,7 @@ def _read_node(folder: Path) -> list[RankTrace]:
 
 
 def comparable_logs(ranks: Sequence[RankTrace]) -> list[Sequence[Call]]:
-    """Return each rank's last collectives, from the first that is known on every rank."""
+    """Return each rank's last collectives, from the first number that all ranks still have."""
     first = max((rank.first_call for rank in ranks), default=0)
     return [rank.calls[first - rank.first_call :] for rank in ranks]
 

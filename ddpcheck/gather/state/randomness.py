@@ -334,7 +334,7 @@ def _draw_integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> tor
 
 
 def _to_exponential(uniform: torch.Tensor) -> torch.Tensor:
-    """Return exponential numbers, never 0: users take their logarithm (Gumbel softmax)."""
+    """Convert uniform to exponential numbers, never 0: users take the logarithm (Gumbel softmax)."""
     return -torch.log1p(-uniform).clamp_max(-torch.finfo(uniform.dtype).tiny)
 
 

@@ -348,7 +348,7 @@ def against_average(
 
 
 def _subtract(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Subtract in at least float32 (close numbers subtract exactly in their own dtype)."""
+    """Subtract in at least float32; float64 is not needed, since close numbers subtract exactly."""
     dtype = _at_least_float32(torch.promote_types(got.dtype, want.dtype))
     return got.to(dtype) - want.to(dtype)
 
