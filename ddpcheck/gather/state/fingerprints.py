@@ -112,7 +112,7 @@ _READABLE = {  # no quantized dtypes; no complex dtypes, which may be conjugated
     for name in "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool".split()
 }
 _SMALL = 1 << 16  # max bytes of a tensor that is batched with others
-_MOST_BYTES = 1 << 22  # max bytes per batch
+_MOST_STACKED_BYTES = 1 << 22  # max bytes per batch
 _NamedRows = tuple[Sequence[str], torch.Tensor]  # names, and one row of numbers per name
 
 
@@ -149,7 +149,7 @@ def stack_rows(small: Mapping[str, torch.Tensor]) -> list[Rows]:
     rows = []
     with torch.no_grad():
         for group in groups.values():
-            count, rest = max(1, _MOST_BYTES // group[0][1].nbytes), iter(group)
+            count, rest = max(1, _MOST_STACKED_BYTES // group[0][1].nbytes), iter(group)
             while chunk := list(islice(rest, count)):
                 names, values = zip(*chunk, strict=True)
                 rows.append(Rows(names, torch.stack(values).reshape(len(chunk), -1)))
