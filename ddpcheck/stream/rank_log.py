@@ -191,7 +191,7 @@ class RankTrace(Struct, frozen=True, dict=True):
     waits_for: PeerWait | None = None  # current point-to-point wait, or None
 
     @cached_property
-    def entries_by_type(self) -> dict[type[Entry], list[Any]]:
+    def entries_by_type(self) -> dict[type[Any], list[Any]]:
         """Group the entries by class, in order."""
         return group_by(self.entries, type)
 
@@ -233,7 +233,7 @@ class RankTrace(Struct, frozen=True, dict=True):
 
         The result has no line if SystemExit was raised in a function called by the main module.
         """
-        called = self.entries_by_type.get(ExitCalled, [None])[-1]
+        called: ExitCalled | None = self.entries_by_type.get(ExitCalled, [None])[-1]
         ended = self.entries_by_type.get(ProgramEnded, [None])[0]
         if called is not None and called.function == "os._exit":
             return called

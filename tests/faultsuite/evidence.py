@@ -18,7 +18,7 @@ import pkgutil
 import re
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ddpcheck import findings
 from ddpcheck.findings.errors import DDPCheckError, RankFailure
 from tests.faultsuite.cases import ROOT
 
-_CLASS = "is"
+_CLASS, SHARED = "is", "as"
 _OF_SCRIPTS = (
     "ddpcheck.stream.rank_report",
     "ddpcheck.stream.entries",
@@ -159,30 +159,32 @@ class Encoder:
         return {_CLASS: kind.__name__, "args": self.encode(error.args), **self._mapping(told)}
 
 
-def decode(data: Any) -> Any:
-    """The value that was encoded.
+def decode(data: Any, shared: Sequence[Any] = ()) -> Any:
+    """Return the value that was encoded; `{SHARED: 3}` stands for value 3 of `shared`, which is decoded.
 
     Raises:
-        EvidenceError: It is of a class that is not there any more, or that has other fields.
+        EvidenceError: A value's class is unknown, or has other fields.
     """
     if isinstance(data, list):
-        return tuple(decode(item) for item in data)
+        return tuple([decode(item, shared) for item in data])
     if not isinstance(data, dict):
         return data
     if _CLASS in data:
-        return _made(data[_CLASS], {name: decode(value) for name, value in data.items() if name != _CLASS})
+        return _made(data[_CLASS], {name: decode(value, shared) for name, value in data.items() if name != _CLASS})
     match data:
         case {"list": items}:
-            return [decode(item) for item in items]
+            return list(decode(items, shared))
         case {"set": items}:
-            return {decode(item) for item in items}
+            return set(decode(items, shared))
         case {"frozenset": items}:
-            return frozenset(decode(item) for item in items)
+            return frozenset(decode(items, shared))
         case {"dict": items}:
-            return {decode(key): decode(value) for key, value in items}
+            return dict(decode(items, shared))
         case {"path": text}:
             return Path(text)
-    return {key: decode(value) for key, value in data.items()}
+    if data.keys() == {SHARED}:
+        return shared[data[SHARED]]
+    return {key: decode(value, shared) for key, value in data.items()}
 
 
 def _made(name: str, told: dict[str, Any]) -> Any:

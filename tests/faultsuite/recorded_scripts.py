@@ -24,12 +24,11 @@ from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.rank_log import RankTrace
 from tests.faultsuite.cases import ROOT
-from tests.faultsuite.evidence import Encoder, EvidenceError, decode, here
+from tests.faultsuite.evidence import SHARED, Encoder, EvidenceError, decode, here
 from tests.faultsuite.scripts_page import assert_expected, options_of
 
 FOLDER = ROOT / "tests" / "streams"
 COMMAND = "python -m tests.faultsuite.record_scripts"
-_AS = "as"
 _SHARED = 160  # characters
 _DIGITS = 8  # of a number: what is compared as a number is rounded more than that
 
@@ -109,27 +108,16 @@ def _shared(data: Any) -> dict[str, Any]:
         if not isinstance(value, dict | list) or len(text := json.dumps(value)) < _SHARED:
             return value
         if text in numbers:
-            return {_AS: numbers[text]}
+            return {SHARED: numbers[text]}
         made = {k: short(v) for k, v in value.items()} if isinstance(value, dict) else [short(item) for item in value]
         if times[text] == 1:
             return made
         numbers[text] = len(shared)
         shared.append(made)
-        return {_AS: numbers[text]}
+        return {SHARED: numbers[text]}
 
     count(data)
     return {"left": short(data), "shared": shared}
-
-
-def _whole(value: Any, shared: Sequence[Any]) -> Any:
-    """The inverse."""
-    if isinstance(value, list):
-        return [_whole(item, shared) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {_AS}:
-        return _whole(shared[value[_AS]], shared)
-    return {key: _whole(item, shared) for key, item in value.items()}
 
 
 def _rounded(value: Any) -> Any:
@@ -172,7 +160,10 @@ def read(run: Run) -> dict[str, Any]:
         raise EvidenceError(f"nothing is recorded of {run}; run {COMMAND} {run}") from None
     if data["source"] != _digest(run):
         raise EvidenceError(f"{run.script} has changed since {run} was recorded; run {COMMAND} {run}")
-    return dict(decode(_whole(data["left"], data["shared"])))
+    shared: list[Any] = []
+    for value in data["shared"]:  # a value holds only earlier ones
+        shared.append(decode(value, shared))
+    return dict(decode(data["left"], shared))
 
 
 def report_on(run: Run) -> Report:
