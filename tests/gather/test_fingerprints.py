@@ -29,7 +29,7 @@ def test_tensors_that_are_taken_together_have_the_fingerprints_that_each_has_alo
     tensors = [filled(rows, columns, dtype=dtype, seed=n) for n, (rows, columns, dtype) in enumerate(shapes)]
     named = {str(n): tensor.t() if turned else tensor for n, tensor in enumerate(tensors)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MOST_BYTES", together)
+        patch.setattr(module, "_MOST_STACKED_BYTES", together)
         found = fingerprints(named.items())
     assert found == {name: fingerprint(tensor) for name, tensor in named.items()}
     assert [*found] == [*named]

@@ -160,7 +160,9 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
     def _on_forward(self, state: _State, _module: nn.Module, *inputs: Any) -> None:
         count, state.forwards = state.forwards, state.forwards + 1
         ends_rollout, state.entry = state.entry != 0 and _is_recorded(state.rollouts), 0
-        if not (ends_rollout or _is_recorded(count)) or not (current := self._snapshot(state, inputs)):
+        if not (ends_rollout or is_probed(count) or is_probed(count - 1)) or not (
+            current := self._snapshot(state, inputs)
+        ):
             return
         has_skipped = state.rollout_calls > max(state.last_rollout.calls, state.last_forward.calls, 0)
         counts = state.last_forward.calls == state.rollout_calls and _is_recorded(count - 1)
