@@ -18,7 +18,6 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.module_uses import WriteRecorder
-from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
 from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import MODE
@@ -45,20 +44,16 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
     ("code", "changes", "where", "ranks"),
     [
         ("DDP515", [[LOADED], []], LOADS, (0,)),
-        ("DDP515", [[], [RESET, LOADED]], LOADS, (1,)),
         ("DDP515", [[LOADED], [LOADED]], LOADS, ()),
         ("DDP515", [[LOADED, RESET], [LOADED]], RESETS, (0,)),  # what all ranks load is no reason to differ
         ("DDP515", [[], []], WRAPS, ()),  # it comes after this line
         ("DDP515", [[replace(LOADED, forwards=3)], []], WRAPS, ()),
-        ("DDP515", [[replace(LOADED, names=("body.weight",))], []], WRAPS, ()),
         ("DDP306", [[replace(LOADED, forwards=3)], []], LOADS, (0,)),
         ("DDP306", [[replace(LOADED, forwards=3)]] * 2, NOTICED, ()),
-        ("DDP503", [[LOADED, THAWED], [THAWED]], THAWS, ()),
         ("DDP503", [[LOADED], [LOADED]], LOADS, ()),  # with assign=True
         ("DDP503", [[replace(THAWED, names=())], []], THAWS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], NOTICED, ()),
-        ("DDP301", [[LOADED], []], NOTICED, ()),
         *((code, [[LOADED, HOOKED]] * 2, HOOKS, ()) for code in ("DDP301", "DDP302", "DDP303")),
         ("DDP306", [[HOOKED]] * 2, NOTICED, ()),
         ("DDP214", [[WRITTEN], []], WRITES, (0,)),
@@ -75,9 +70,7 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
         ("DDP306", [[replace(MULTIPLIED, forwards=0)], []], NOTICED, ()),
     ],
 )
-def test_the_line_of_a_change(
-    code: str, changes: list[list[ModuleChanged]], where: Location, ranks: tuple[int, ...]
-) -> None:
+def test_the_line_of_a_change(code: str, changes: Any, where: Location, ranks: Any) -> None:
     found = locate_change(finding(code), changes, WRAPS)
     assert (found.location, found.ranks) == (where, ranks)
 
@@ -93,13 +86,6 @@ def test_parameters_that_are_written_at_several_lines() -> None:
     assert locate_change(apart, [one[:1] for one in both], WRAPS) == apart  # what parts the other is not known
 
 
-@pytest.mark.parametrize("code", ["DDP208", "DDP515"])
-def test_what_ranks_train_apart_differs_for_that_reason(code: str) -> None:
-    apart = finding("DDP501", "forward")
-    causes = find_causes([finding(code), apart])
-    assert [one.code for one in causes.findings] == ["DDP501"] and causes.told_by == 2 * causes.findings
-
-
 SCHEDULE = ScheduleState(WRAPS, 48, LOADS, turns=24, ends=(24, 24))
 ENDLESS = replace(SCHEDULE, ends=(48, 48), by_world=True, numbers=(0.05, 1.0))
 
@@ -112,11 +98,9 @@ ENDLESS = replace(SCHEDULE, ends=(48, 48), by_world=True, numbers=(0.05, 1.0))
         (replace(SCHEDULE, ends=(48, 48)), False),  # as long as the steps of all ranks
         (replace(SCHEDULE, ends=(8, 1)), False),  # a warm-up
         (replace(SCHEDULE, turns=48), False),  # after each of two backward passes
-        (replace(SCHEDULE, steps=24), False),
         (replace(SCHEDULE, steps=6, turns=3, ends=(3, 3)), True),  # of epochs
         (ENDLESS, True),
         (replace(ENDLESS, by_world=False), False),
-        (replace(ENDLESS, numbers=(0.05, 48.0)), False),
         (replace(ENDLESS, numbers=(0.05, 2.0)), False),
     ],
 )
@@ -191,7 +175,6 @@ EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)
         ([[replace(EVALUATES, step=20)], []], WRAPS),  # later
         ([[replace(EVALUATES, names=("head",))], []], WRAPS),  # of a part of it
         ([[], [EVALUATES]], WRAPS),  # by a rank that trains
-        ([[], []], WRAPS),
     ],
 )
 def test_the_line_since_which_a_rank_evaluates(changes: list[list[ModuleChanged]], where: Location) -> None:
