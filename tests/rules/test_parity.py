@@ -13,7 +13,6 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.gradients.reducer import judge_reducer, judge_wrapper_error
 from ddpcheck.rules.loss.ddp307_nothing_compared import ALL_MISSING, judge_nothing_compared
 from ddpcheck.rules.loss.ddp308_nondeterministic import judge_repeat
@@ -21,7 +20,6 @@ from ddpcheck.rules.loss.ddp309_collective_without_gradient import fix_without_g
 from ddpcheck.rules.loss.single_process import judge_single_process
 from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.trace.check_context import JudgeContext, LocalFacts
-from ddpcheck.trace.losses import BY_NORMALISATION
 from tests.reports import assert_says, only
 
 KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))
@@ -417,28 +415,6 @@ def test_a_step_that_is_not_equal_to_itself() -> None:
     finding = only(judge_repeat({0: (good("a"),), 1: (off("a"),)}, 2))
     assert (finding.code, finding.ranks, finding.steps) == ("DDP308", (1,), (2,))
     assert only(judge_repeat({0: (off("a"),), 1: (off("a"),)}, 2)).ranks == ()
-
-
-def finding(code: str, *subjects: str, message: str = "m", tags: tuple[str, ...] = ()) -> Finding:
-    return Finding(code, subjects, message, Severity.ERROR, tags=tags)
-
-
-def merge_causes(findings: list[Finding]) -> list[Finding]:
-    return find_causes(findings).findings
-
-
-def test_state_that_a_rank_changes_does_not_explain_data_that_has_a_name() -> None:
-    named = [finding("DDP516", "labels"), finding("DDP215", "calls")]
-    assert merge_causes(named) == named
-
-
-def test_independent_findings_stay() -> None:
-    both = [finding("DDP101", "a"), finding("DDP301", "b")]
-    assert merge_causes(both) == both
-    coupled = [finding("DDP304", "norm", tags=(BY_NORMALISATION,)), finding("DDP215", "counter")]
-    assert merge_causes(coupled) == coupled
-    in_words = [finding("DDP304", "Norm", message="BatchNorm1d"), finding("DDP215", "Norm.running_mean")]
-    assert merge_causes(in_words) == in_words
 
 
 # --- Advice --------------------------------------------------------------------------------------------------------

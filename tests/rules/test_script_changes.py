@@ -24,6 +24,7 @@ from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import MODE
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.steps import locate_change
+from tests.reports import assert_says
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)
@@ -116,11 +117,9 @@ def test_the_line_of_a_learning_rate_that_only_one_rank_lowers() -> None:
         for rate, steps in (("0.1", 0), ("0.05", 1))
     ]
     alike = [replace(one, count=0, options={"group 0 lr": "0.1"}) for one in apart]
-    (finding,) = judge_optimizer_options([alike, apart])
-    assert (finding.code, finding.location) == ("DDP507", LOADS)
+    assert_says(judge_optimizer_options([alike, apart]), "DDP507 ... at train.py:9 in")
     own = [replace(one, schedule=ScheduleState(WRAPS, 3, LOADS)) for one in apart]  # of another length on each rank
-    (finding,) = judge_optimizer_options([alike, own])
-    assert (finding.code, finding.location) == ("DDP507", WRAPS)
+    assert_says(judge_optimizer_options([alike, own]), "DDP507 ... at train.py:5 in")
 
 
 def test_the_writes_of_wrapped_parameters_are_followed() -> None:
@@ -204,17 +203,16 @@ def test_the_calls_of_eval_that_are_written_down() -> None:
 
 def test_an_assignment_to_data_of_a_shard_is_told_and_other_changes_are_not() -> None:
     ignored = replace(LOADED, what="ignored", how=".data")
-    (found,) = judge_ignored([[ignored], [ignored]])
-    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
+    assert_says(judge_ignored([[ignored], [ignored]]), "DDP503 ... ('head.weight',) ... at train.py:9 in")
     assert judge_ignored([[LOADED, THAWED], [RESET]]) == []
 
 
 @pytest.mark.parametrize(("forwards", "words"), [(0, "the first forward pass fails"), (3, "puts it back")])
 def test_a_parameter_that_takes_the_place_of_a_shard(forwards: int, words: str) -> None:
     replaced = ModuleChanged(0, "replaced", "head.weight", ("head.weight",), LOADS, forwards)
-    (found,) = judge_replaced([[replaced], [replaced]])
-    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
-    assert words in found.message
+    assert_says(
+        judge_replaced([[replaced], [replaced]]), f"DDP503 ... ('head.weight',) ... at train.py:9 in ... {words}"
+    )
     assert judge_replaced([[LOADED, THAWED], [RESET]]) == []
 
 
@@ -228,8 +226,8 @@ def test_gradients_that_are_scaled_are_told_where_the_divisor_was_set() -> None:
 def test_shards_that_one_rank_alone_writes_before_the_first_forward_pass() -> None:
     written = ModuleChanged(0, "written", "uniform_", ("head.weight", "head.bias"), LOADS)
     kept = {"head.weight": 1, "head.bias": 2, "body.weight": 3}
-    (found,) = judge_local_writes([[], [written]], [kept, {"body.weight": 3}])
-    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP515", written.names, (1,), LOADS)
+    findings = judge_local_writes([[], [written]], [kept, {"body.weight": 3}])
+    assert_says(findings, f"DDP515 ... {written.names} of ranks (1,) at train.py:9 in")
     assert judge_local_writes([[written], [written]], [{}, {}]) == []
     assert judge_local_writes([[written], []], [{}, {}]) == []  # which was on meta, and gets other parameters
     assert judge_local_writes([[], [replace(written, forwards=1)]], [kept, kept]) == []

@@ -14,7 +14,6 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_meshes
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
@@ -78,8 +77,7 @@ def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradien
     where = Location("train.py", 7)
     updated = [ShardedStep(rank, 1, **given, against_shard=(EQUAL,), updated_at=where) for rank in (0, 1)]
     first = [ShardedStep(rank, 0, {"w": 1}, against_local=(EQUAL,), against_whole=(EQUAL,)) for rank in (0, 1)]
-    finding = only(judge_sharded(updated, KNOWN))
-    assert (finding.code, finding.subjects, finding.location) == ("DDP306", ("w",), where)
+    assert_says(judge_sharded(updated, KNOWN), "DDP306 ... ('w',) ... at train.py:7")
     assert only(judge_sharded([*first, *updated], KNOWN)).steps == (1,)
     assert judge_sharded(first, KNOWN) == []
     rounded = [ShardedStep(rank, 1, **given, against_shard=(bad if rank else EQUAL,)) for rank in (0, 1)]
@@ -145,8 +143,7 @@ def test_a_factor_of_each_rank_for_all_its_shards_is_that_of_their_norm() -> Non
         assert judge_shard_scales([of_optimizer(*scales)]) == []
     alike = of_optimizer({"0/w": 1.0, "0/b": 1.0}, {"0/w": 1.0, "0/b": 1.0})
     apart = of_optimizer({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.2, "0/b": 0.2})
-    finding = only(judge_shard_scales([alike, apart]))
-    assert (finding.code, finding.steps, finding.location) == ("DDP306", (3,), Location("train.py", 9))
+    assert_says(judge_shard_scales([alike, apart]), "DDP306 ... at train.py:9 in steps (3,)")
 
 
 @pytest.mark.parametrize(
@@ -216,8 +213,7 @@ def shard_of(
 
 
 def test_ranks_that_all_hold_the_same_shard_are_told() -> None:
-    finding = only(judge_repeated([shard_of(0, 0, w=7, one=1), shard_of(1, 1, w=7, one=1)]))
-    assert (finding.code, finding.subjects) == ("DDP521", ("w",))
+    assert_says(judge_repeated([shard_of(0, 0, w=7, one=1), shard_of(1, 1, w=7, one=1)]), "DDP521 ... ('w',)")
     several = ("w", "v")
     healthy = [
         [shard_of(0, 0, w=7), shard_of(1, 1, w=8)],
@@ -253,8 +249,7 @@ def meshes(
 
 
 def test_meshes_that_train_one_model_apart_are_a_warning() -> None:
-    finding = only(meshes(3, 4, 5, 6))
-    assert (finding.code, finding.severity, str(finding.location)) == ("DDP301", Severity.WARNING, "train.py:3")
+    assert_says(meshes(3, 4, 5, 6), "DDP301 warning ... at train.py:3 in")
     assert meshes(3, 4, 3, 4) == []  # averaged in another way
     assert meshes(3, 4, 5, 6, first=(1, 2, 8, 9)) == []  # two models
     assert meshes(3, 4, 5, 6, others=(PeerReceived(),)) == []  # stages of one model, of the same seed
