@@ -25,6 +25,17 @@ def codes(findings: Sequence[Finding]) -> list[str]:
     return [finding.code for finding in findings]
 
 
+def assert_says(findings: Sequence[Finding], words: str) -> None:
+    """Assert that the only finding has all words between " ... ", and none behind "not "; no words: no finding."""
+    assert len(findings) == bool(words), findings
+    for finding in findings:
+        head = f"{finding.code} {finding.severity.value} {finding.subjects} of ranks {finding.ranks}"
+        text = f"{head} at {finding.location} in steps {finding.steps}: {finding.message}"
+        text = " | ".join((text, *finding.evidence, *map(str, finding.related), finding.what_to_do))
+        parts = words.split(" ... ")
+        assert [part for part in parts if (part.removeprefix("not ") in text) == part.startswith("not ")] == [], text
+
+
 REFERENCES = {"reducer": "local", "parity": "single-process"}
 
 

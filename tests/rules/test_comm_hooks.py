@@ -29,6 +29,7 @@ from ddpcheck.trace.loop import GradientChanges
 from ddpcheck.trace.script_facts import ScriptFacts
 
 BFLOAT16 = 0.0078125
+CONTEXT = WatchContext(Names({}), WrapperFacts(), 2)
 
 
 def with_hook(hook: Any, state: Any = None) -> Any:
@@ -40,10 +41,9 @@ def own_hook(state: object, bucket: object) -> None: ...
 
 def found_of(own: dict[str, list[list[float]]], left: dict[str, list[float]], **captured: Any) -> list[tuple[str, str]]:
     """The findings (code, severity) on the ranks' `own` gradients and what the wrapper has `left`, in one step."""
-    context = WatchContext(Names({}), WrapperFacts(), 2)
     ranks = []
     for rank in range(2):
-        made = WrapperMade("Net", (0, 1), context, None, by_library=False, classes={})
+        made = WrapperMade("Net", (0, 1), CONTEXT, None, by_library=False, classes={})
         values = DdpStepEvidence(rank, 3, dict.fromkeys(own, 1))
         mine = {name: of_ranks[rank] for name, of_ranks in own.items()}
         state = ReplicaState(ModuleDescription(), values)
@@ -60,15 +60,27 @@ LARGEST = {"body.weight": [2.0, 0.0, 0.0], "head.weight": [0.0, 0.5, 0.0]}
 DOUBLE = {name: [2 * number for number in numbers] for name, numbers in AVERAGE.items()}
 
 
-def test_what_a_hook_of_the_scripts_own_keeps_back_is_no_alarm():
-    assert found_of(OWN, LARGEST, hook="topk", own_hook=True) == [("DDP302", "note")]
-    assert found_of(OWN, LARGEST, hook="fp16_compress_hook") == [("DDP302", "error")]
-    assert found_of(OWN, LARGEST) == [("DDP302", "error")]
+OWN_BIAS = {"body.weight": OWN["body.weight"], "body.bias": [[1e-9, -2e-9, 0.0], [2e-9, 1e-9, 0.0]]}
+ROUNDED = {"body.weight": AVERAGE["body.weight"], "body.bias": [0.0, 0.0, 0.0]}
+"""The gradient of a bias before a BatchNorm is rounding, which 16 bits do not have."""
+HALF = {"hook": "fp16_compress_hook"}
 
 
-def test_a_hook_that_does_not_divide_is_an_error_of_its_own():
-    assert found_of(OWN, DOUBLE, hook="summing", own_hook=True) == [("DDP303", "error")]
-    assert found_of(OWN, AVERAGE, hook="right", own_hook=True) == []
+@pytest.mark.parametrize(
+    ("own", "left", "captured", "found"),
+    [
+        (OWN, LARGEST, {"hook": "topk", "own_hook": True}, [("DDP302", "note")]),  # what it keeps back is no alarm
+        (OWN, LARGEST, HALF, [("DDP302", "error")]),
+        (OWN, LARGEST, {}, [("DDP302", "error")]),
+        (OWN, DOUBLE, {"hook": "summing", "own_hook": True}, [("DDP303", "error")]),
+        (OWN, AVERAGE, {"hook": "right", "own_hook": True}, []),
+        (OWN_BIAS, ROUNDED, HALF, []),
+        (OWN_BIAS, ROUNDED, {}, [("DDP302", "error")]),
+        (OWN_BIAS, ROUNDED | {"body.bias": [1.0, 0.0, 0.0]}, HALF, [("DDP302", "error")]),
+    ],
+)
+def test_gradients_that_a_hook_leaves(own: Any, left: Any, captured: dict[str, Any], found: list[tuple[str, str]]):
+    assert found_of(own, left, **captured) == found
 
 
 def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypatch: pytest.MonkeyPatch):
@@ -78,9 +90,7 @@ def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypat
     monkeypatch.setitem(registry._judges, GradientChanges, [lambda _: [later]])
     ranks = []
     for rank in range(2):
-        made = WrapperMade(
-            "Net", (0, 1), WatchContext(Names({}), WrapperFacts(), 2), None, by_library=False, classes={}
-        )
+        made = WrapperMade("Net", (0, 1), CONTEXT, None, by_library=False, classes={})
         state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, 3, {"body.weight": 7 + rank}))
         one = ReplicaCaptured(0, 3, state, hook="local", own_hook=True)
         ranks.append(RankTrace(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
@@ -88,15 +98,6 @@ def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypat
     assert finding.code == "DDP301" and finding.message.startswith("The gradients of all 1 parameter differ")
     assert "gradients are reduced by the communication hook local" in finding.evidence
     assert finding.fix.startswith("Let the communication hook return the average")
-
-
-def test_a_hook_rounds_away_what_is_nothing_beside_its_layer():
-    """The gradient of a bias before a BatchNorm is rounding, which 16 bits do not have."""
-    own = {"body.weight": OWN["body.weight"], "body.bias": [[1e-9, -2e-9, 0.0], [2e-9, 1e-9, 0.0]]}
-    left = {"body.weight": AVERAGE["body.weight"], "body.bias": [0.0, 0.0, 0.0]}
-    assert found_of(own, left, hook="fp16_compress_hook") == []
-    assert found_of(own, left) == [("DDP302", "error")]
-    assert found_of(own, {**left, "body.bias": [1.0, 0.0, 0.0]}, hook="fp16_compress_hook") == [("DDP302", "error")]
 
 
 def test_what_a_hook_makes_up_for_later_is_not_known():

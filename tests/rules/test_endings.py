@@ -27,7 +27,7 @@ from ddpcheck.stream.entries import (
 )
 from ddpcheck.stream.log_file import CallRing, read_calls, read_wait
 from ddpcheck.trace.positions import EndingFacts
-from tests.reports import only
+from tests.reports import assert_says, only
 
 PROGRAM = """\
 def main():
@@ -266,11 +266,12 @@ def judge(
     return findings
 
 
-def assert_finding(findings: Sequence[Finding], code: str, rank: int, place: Location | None = None) -> Finding:
-    finding = only(findings)
-    assert (finding.code, finding.ranks) == (code, (rank,))
-    assert place is None or finding.location == place
-    return finding
+def assert_finding(
+    findings: Sequence[Finding], code: str, rank: int, place: Location | None = None, words: str = ""
+) -> Finding:
+    at_place = f" at {place} in " if place else ""
+    assert_says(findings, f"{code} ... of ranks ({rank},){at_place} ... {words}")
+    return findings[0]
 
 
 IF = at("main", "if rank == 0")
@@ -291,7 +292,6 @@ def case(id: str, ranks: str, finding: str, *words: str) -> Any:
     [
         case("break", "main 123 12|", "DDP405 1 break", "after 2 backward passes and waits in barrier"),
         case("no pass skipped by a forward pass more", "main 12| 13c", "DDP403 1"),
-        case("a call of one rank of two", "main 12s| 12|", "DDP403 0 save/barrier", *IN_BRANCH),
         case("a call of one rank of four", "main 12s| 12| 12| 12|", "DDP403 0 save/barrier", *IN_BRANCH),
         case("a forward pass of one rank", "main f1F| f1|", "DDP403 0 save(", "fix: model.module(x)"),
         case("branches of one if", "main 1R 1c", "DDP403 1", f"in the other branch of the `if` at {IF}"),
@@ -317,10 +317,8 @@ def case(id: str, ranks: str, finding: str, *words: str) -> Any:
         ),
         case("contextlib.suppress leaves out a call", "tidies rcr rcc", "DDP403 1 suppress"),
         case("fewer passes of range", "steps bbbbbbbbb bbbbbbbb|", "DDP508 1 continue"),
-        case("fewer passes, and the end", "steps bbbbbbbbb bbbbbbbb.", "DDP508 1 continue"),
         case("fewer passes, and a caught failure", "steps bbbbbbbbb. bbbbbbbb.", "DDP508 1 continue"),
         case("two wrappers", "adversaries DHD DHH", "DDP403 0 if fooled", *IN_SAME_PASS),
-        case("the first branch after the last common call", "adversaries DLHD DLHL", "DDP403 0 if fooled"),
         case("the second branch after the last common call", "adversaries DLHDD DLHDL", "DDP403 1 if weak"),
         case("a barrier decided by a metric", "keeps_best bbb|bbb| bbb|bbbb", "DDP403 0 if score", *BY_METRIC),
         case("an inner loop left early", "keeps_best bbb|bb| bbb|bbb", "DDP405 0", f"left the loop at {INNER}"),
@@ -348,24 +346,18 @@ def test_the_rank_and_the_line_that_ranks_diverge_at(ranks: str, finding: str, w
 
 def test_a_pass_under_no_sync_on_one_rank() -> None:
     rank_0 = [backward(1), backward(3, unsynced=1), call("|", 16)]
-    finding = assert_finding(judge(rank_0, *calls_of("main 123")), "DDP502", 0)
-    assert "under no_sync" in finding.message
-
-
-def test_advice_on_a_call_that_an_exception_may_have_left_out_is_not_about_batches() -> None:
-    assert "batches" not in only(judge(*calls_of("scores kkk kk|"))).fix
+    assert_finding(judge(rank_0, *calls_of("main 123")), "DDP502", 0, words="under no_sync")
 
 
 def test_a_generator_expression_is_in_the_branch_of_its_line_once() -> None:
-    finding = only(judge([backward(1), call("f", 13, 13), call("|", 16)], *calls_of("main 1|")))
-    assert "in the branch at train.py:12" in finding.message
-    assert not [line for line in finding.evidence if "branch" in line]
+    findings = judge([backward(1), call("f", 13, 13), call("|", 16)], *calls_of("main 1|"))
+    assert_says(findings, "in the branch at train.py:12")
+    assert "branch" not in str(findings[0].evidence)
 
 
 def test_a_rank_that_has_returned_before_the_call() -> None:
-    finding = only(judge([backward(1), call("|", 21, MAIN)], [backward(1), call("r", 16)]))
-    assert (finding.code, finding.location) == ("DDP403", at("save", "barrier"))
-    assert "past the `return` at train.py:20" in finding.message
+    findings = judge([backward(1), call("|", 21, MAIN)], [backward(1), call("r", 16)])
+    assert_says(findings, f"DDP403 ... at {at('save', 'barrier')} ... past the `return` at train.py:20")
 
 
 def test_ranks_that_have_called_the_same_have_no_story() -> None:
@@ -388,9 +380,8 @@ def epoch(count: int, number: int = 0) -> list[Call]:
 def test_a_loader_that_ended_earlier() -> None:
     both = {0: [replace(taken(3), indices=range(5))], 1: [replace(taken(2, exhausted=True), indices=range(5))]}
     findings = judge(epoch(3), [*epoch(2), call("|", 16)], passes=both)
-    finding = assert_finding(findings, "DDP405", 1, at("main", "for x"))
-    assert finding.subjects == ("Samples",) and "2 batches on rank 1" in finding.message
-    assert "Join" in finding.fix and "rank 1: 2 batches, 5 samples" in finding.evidence
+    words = "('Samples',) ... 2 batches on rank 1 ... Join ... | rank 1: 2 batches, 5 samples |"
+    assert_finding(findings, "DDP405", 1, at("main", "for x"), words)
 
 
 def test_a_collective_inside_of_join() -> None:
@@ -401,8 +392,7 @@ def test_a_collective_inside_of_join() -> None:
 
     both = {rank: [taken(1 + rank, exhausted=rank == 0)] for rank in (0, 1)}
     findings = judge(*under_join(call("r", 11)), passes=both)
-    finding = assert_finding(findings, "DDP403", 1, Location("train.py", 11))
-    assert "inside of `Join`" in finding.message and "with Join" in finding.fix
+    assert_finding(findings, "DDP403", 1, Location("train.py", 11), "inside of `Join` ... with Join")
     assert "DDP405" not in str(judge(*under_join(), passes=both))
 
 
@@ -416,14 +406,14 @@ def test_a_rank_that_has_left_the_loop_around_a_loader_of_which_another_begins_a
     loop = at("until_told", "while")
     whole = taken(2, line=loop.line + 1, exhausted=True)
     both = {0: [whole, taken(1, 1, line=loop.line + 1)], 1: [whole]}
-    finding = assert_finding(judge(*calls_of("until_told 123 12|"), passes=both), "DDP405", 1, loop)
-    assert "the loop runs while not told" in finding.evidence and "condition" in finding.fix
+    words = "| the loop runs while not told | ... condition"
+    assert_finding(judge(*calls_of("until_told 123 12|"), passes=both), "DDP405", 1, loop, words)
 
 
 def test_a_pass_over_a_loader_that_a_rank_has_dropped() -> None:
     both = {0: [taken(4, exhausted=True)], 1: [taken(2)]}
     ranks = [*epoch(4), backward(5, 1, epoch=1)], [*epoch(2), backward(3, 1, epoch=1), call("|", 16)]
-    assert "in batch 2" in assert_finding(judge(*ranks, passes=both), "DDP405", 1, at("main", "break")).message
+    assert_finding(judge(*ranks, passes=both), "DDP405", 1, at("main", "break"), "in batch 2")
 
 
 def test_a_batch_that_one_rank_alone_looks_at_is_not_skipped() -> None:
@@ -462,21 +452,21 @@ def test_the_batches_tell_whether_a_loop_has_begun_again() -> None:
 )
 def test_a_rank_that_exits_where_the_others_go_on(exit_at: str, code: str, place: Location | None, words: str) -> None:
     gone = at_end(1, [backward(1)], "has ended", exit_at=exit_at)
-    assert words in assert_finding(judge(*calls_of("main 12"), gone), code, 1, place).message
+    assert_finding(judge(*calls_of("main 12"), gone), code, 1, place, words)
 
 
 def test_a_rank_that_exits_is_the_cause_where_the_other_loses_it_in_what_is_in_no_log() -> None:
     gone = at_end(1, [backward(1)], "has ended", exit_at="os._exit at train.py:13")
     lost = at_end(0, [backward(1)], "raised RuntimeError", lines=("train.py:6",))
-    finding = assert_finding(judge(lost, gone), "DDP404", 1, Location("train.py", 13))
-    assert "calls os._exit at train.py:13 while rank 0 continues" in finding.message
+    words = "calls os._exit at train.py:13 while rank 0 continues"
+    assert_finding(judge(lost, gone), "DDP404", 1, Location("train.py", 13), words)
 
 
 def test_a_rank_that_has_ended_before_a_wrapper_that_another_one_constructs() -> None:
     gone = at_end(1, [backward(1)])
     lost = RankAtEnd(0, [backward(1)], doing="raised RuntimeError", lines=("train.py:6",), constructs=True)
-    finding = assert_finding(judge(lost, gone), "DDP403", 1, Location("train.py", 6))
-    assert "rank 1 has run to the end of the script" in finding.message
+    words = "rank 1 has run to the end of the script"
+    assert_finding(judge(lost, gone), "DDP403", 1, Location("train.py", 6), words)
     assert not judge(replace(lost, constructs=False), gone)
     assert not judge(lost, replace(lost, rank=1))  # both are in it
 
@@ -484,28 +474,26 @@ def test_a_rank_that_has_ended_before_a_wrapper_that_another_one_constructs() ->
 def test_an_exception_that_waits_for_a_collective_in_finally() -> None:
     place = place_of_handling("ValueError", Location("train.py", 6), "odd: 3")
     findings = judge(*calls_of("main 12"), [backward(1), call("|", 16, place=place)])
-    finding = assert_finding(findings, "DDP401", 1, Location("train.py", 6))
-    assert "Rank 1 raised ValueError: odd: 3, at train.py:6, and reaches barrier at train.py:16" in finding.message
+    words = "Rank 1 raised ValueError: odd: 3, at train.py:6, and reaches barrier at train.py:16"
+    assert_finding(findings, "DDP401", 1, Location("train.py", 6), words)
     assert only(judge([call("r", 13, place=place)], [call("c", 15, place=place)])).code == "DDP403"  # both handle it
 
 
 def test_a_receive_that_nobody_sends() -> None:
     waits = RankAtEnd(0, [backward(1)], doing="waits in recv at train.py:13", lines=("train.py:13", f"train.py:{MAIN}"))
-    finding = assert_finding(judge(waits, [backward(1), call("|", 16)]), "DDP403", 0, Location("train.py", 13))
-    assert finding.subjects == ("recv",)
+    assert_finding(judge(waits, [backward(1), call("|", 16)]), "DDP403", 0, Location("train.py", 13), "('recv',)")
 
 
 def test_a_rank_that_waits_for_a_peer_which_is_in_a_collective() -> None:
     wait = PeerWait("irecv", 1, 0, "train.py:13")
     waits = RankAtEnd(0, [backward(1)], doing=f"waits in {wait}", lines=("train.py:13",), waits_for=wait)
-    finding = only(judge(waits, [backward(1), call("|", 16)]))
-    assert (finding.code, finding.subjects, finding.location) == ("DDP402", ("irecv",), Location("train.py", 13))
+    assert_says(judge(waits, [backward(1), call("|", 16)]), "DDP402 ... ('irecv',) ... at train.py:13")
 
 
 def test_a_rank_at_work_for_which_the_others_wait() -> None:
     works = RankAtEnd(0, [backward(1)], doing="was at work at data.py:7", lines=("data.py:7",), waits=False)
-    finding = assert_finding(judge(works, [backward(1), call("|", 16)]), "DDP402", 0, Location("data.py", 7))
-    assert "Rank 0 was at work at data.py:7, and rank 1 waits for it" in finding.message
+    words = "Rank 0 was at work at data.py:7, and rank 1 waits for it"
+    assert_finding(judge(works, [backward(1), call("|", 16)]), "DDP402", 0, Location("data.py", 7), words)
 
 
 # Process groups
@@ -518,17 +506,16 @@ def test_a_collective_of_a_group_that_a_member_misses() -> None:
 
 def test_collectives_of_two_groups_in_another_order_are_told_with_their_groups() -> None:
     first, second = (call("|", 16, group=name, group_words=f"the group {name}") for name in ("eval", "train"))
-    finding = only(judge([first, second], [second, first]))
-    assert finding.code == "DDP403" and "in the same order" in finding.what_to_do
-    assert "in the group eval, and rank 1" in finding.message and finding.message.endswith("in the group train.")
+    words = "DDP403 ... in the group eval, and rank 1 ... in the group train. | ... in the same order"
+    assert_says(judge([first, second], [second, first]), words)
 
 
 def test_a_branch_in_which_a_rank_comes_to_another_group_is_told_with_both() -> None:
     own = call("r", 21, 13, group="4", group_words="the process group of train.py:2")
     rank_1 = [backward(1), replace(backward(2), group_words="the default process group")]
-    finding = assert_finding(judge([backward(1), own], rank_1), "DDP403", 0, Location("train.py", 13))
-    assert "in the process group of train.py:2, in the branch at" in finding.message
-    assert finding.message.endswith(", in the default process group.") and "in the same order" in finding.fix
+    words = "in the process group of train.py:2, in the branch at ... , in the default process group. |"
+    findings = judge([backward(1), own], rank_1)
+    assert_finding(findings, "DDP403", 0, Location("train.py", 13), f"{words} ... in the same order")
     (finding,) = judge([backward(1), call("r", 21, 13)], rank_1)
     assert finding.location == Location("train.py", 21) and "process groups" not in finding.fix
 
@@ -592,3 +579,111 @@ def test_what_a_rank_waits_for_is_read_again(tmp_path: Path) -> None:
     assert read_wait(path) == wait
     ring.wait(None)
     assert read_wait(path) is None and read_calls(path, {}, {}) == (0, [])
+
+
+# Ranks that skip the last pass of a loop, and ranks that have left it before
+
+
+BEHIND = call("|", 16)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "line", "words"),
+    [((1, 2, 4), 8, "backward pass of batch 3"), ((1, 2, 3), 5, "forward pass of batch 3")],
+    ids=["after forward", "before forward"],
+)
+def test_a_batch_that_a_rank_skips(numbers: Sequence[int], line: int, words: str) -> None:
+    findings = judge(epoch(4), [*map(backward, numbers, (1, 2, 4)), BEHIND])
+    words = f"{words} ... (`continue` at train.py:{line})"
+    assert_finding(findings, "DDP508", 1, Location("train.py", line), words)
+
+
+@pytest.mark.parametrize(
+    ("forwards", "line", "words"),
+    [
+        ({6: 3}, 8, "the backward pass of batch 3"),
+        ({6: 2}, 5, "the forward pass of batch 3"),
+        ({}, 9, "the backward pass of batch 3"),
+    ],
+    ids=["after forward", "before forward", "unknown"],
+)
+def test_the_last_batch_that_a_rank_skips(forwards: dict[int, int], line: int, words: str) -> None:
+    """Rank 1 has had all three batches, and stands behind the loop: it has not left it earlier."""
+    rank_1 = RankAtEnd(
+        1,
+        [*epoch(2), BEHIND],
+        doing="waits in barrier",
+        lines=BEHIND.callers,
+        passes=[taken(3, exhausted=True)],
+        forwards=forwards,
+    )
+    words = f"Rank 1 skipped {words} ... not Join ... | rank 1: 3 batches |"
+    findings = judge(epoch(3), rank_1, passes={0: [taken(3)]})
+    assert_finding(findings, "DDP508", 1, Location("train.py", line), words)
+
+
+@pytest.mark.parametrize(("batches", "exhausted"), [(3, False), (2, False), (2, True)])
+def test_a_loop_over_a_loader_that_a_rank_has_left(batches: int, exhausted: bool) -> None:
+    """By its `break`, in the batch that the other one is in or before, or at the end of a shorter shard."""
+    both = {0: [taken(3)], 1: [taken(batches, exhausted=exhausted)]}
+    assert only(judge(epoch(3), [*epoch(2), BEHIND], passes=both)).code == "DDP405"
+
+
+@pytest.mark.parametrize(("forwards", "code", "text"), [(3, "DDP508", "continue"), (2, "DDP405", "for x")])
+def test_the_last_pass_of_a_loop_without_a_loader(forwards: int, code: str, text: str) -> None:
+    passes, calls = calls_of("generated 123 12|")
+    lines, line = calls[-1].callers[:1], at("generated", "model(").line
+    rank_1 = RankAtEnd(1, calls, doing="waits", lines=lines, forwards={line: forwards})
+    assert_finding(judge(passes, rank_1), code, 1, at("generated", text))
+
+
+def test_a_forward_pass_of_one_rank_over_another_loader_in_the_same_loop_is_no_skipped_batch() -> None:
+    """A function goes through the data for training, on all ranks, and for evaluation, on rank 0 alone."""
+    trained = taken(1, 1, exhausted=True)
+    passed = [call("f", 6), backward(1, 1, epoch=1)]
+    rank_0, rank_1 = [*passed, call("f", 6)], at_end(1, passed, passes=[trained])
+    findings = judge(rank_0, rank_1, passes={0: [trained, replace(taken(1), loader=1)]})
+    assert [finding.code for finding in findings] != ["DDP508"]
+    assert only(judge(rank_0, rank_1, passes={0: [taken(1, 1)]})).code == "DDP508"  # both went through this loader
+
+
+@pytest.mark.parametrize("forwards", [{6: 3}, {}])
+def test_what_one_rank_calls_before_the_loop_is_no_pass_of_it_that_was_skipped(forwards: dict[int, int]) -> None:
+    """Both ranks have made all backward passes in the end; only one has made the first collective."""
+    ended = {"passes": [taken(3, exhausted=True)], "forwards": forwards}
+    findings = judge(at_end(0, [call("c", 20), *epoch(3)], **ended), at_end(1, epoch(3), **ended))
+    assert_finding(findings, "DDP403", 0, Location("train.py", 20))
+
+
+def test_a_loop_that_a_rank_comes_to_later_is_none_that_it_has_left() -> None:
+    calls = [*epoch(3), BEHIND]
+    assert only(judge(at_end(0, [call("c", 20), *calls]), at_end(1, calls))).code == "DDP403"
+
+
+def of_shards(number: int, batch: int) -> Call:
+    place = place_of_backward(number, Location("train.py", 6), 0, f"batch {batch} of pass 0 over loader 0")
+    return call("S", 6, place=place)
+
+
+def test_a_batch_that_a_rank_skips_under_fully_shard() -> None:
+    """The others wait in the gathering of their last forward pass, before its backward pass."""
+    rank_0 = [of_shards(n, n) for n in (1, 2, 3, 4)]
+    findings = judge(rank_0, [*rank_0[:2], of_shards(3, 4), BEHIND])
+    assert_finding(findings, "DDP508", 1, Location("train.py", 5), "the forward pass of batch 3")
+    findings = judge(rank_0, [*rank_0[:3], BEHIND], passes={0: [taken(4)], 1: [taken(3, exhausted=True)]})
+    assert_says(findings, "DDP405 ... at train.py:3 ... not Join")
+
+
+@pytest.mark.parametrize(
+    ("batches", "code", "line"), [((2, 3), "DDP508", 5), ((1, 2), "DDP405", 11)], ids=["skipped", "left"]
+)
+def test_a_rank_that_skips_and_then_meets_another_collective(batches: tuple[int, int], code: str, line: int) -> None:
+    """Rank 0 is done with the loop, and in a function with an exit; rank 1 is in the forward pass of its last batch."""
+
+    def rank(number: int, batches: tuple[int, int], last: Call, count: int, forwards: int) -> RankAtEnd:
+        calls = [call("r", 6), backward(1, batches[0]), call("r", 6), backward(2, batches[1]), last]
+        passes, doing = [taken(count, exhausted=count == 4)], f"waits in {last.operation}"
+        return RankAtEnd(number, calls, doing=doing, lines=last.callers, passes=passes, forwards={6: forwards})
+
+    findings = judge(rank(0, batches, call("|", 21, 13), 4, 2), rank(1, (1, 2), call("r", 6), 3, 3))
+    assert_says(findings, f"{code} ... at train.py:{line} in")

@@ -7,10 +7,10 @@ import pytest
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
-from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, PathEnd, StepEvidence
+from ddpcheck.findings.evidence.steps import Call, CompiledStep, DdpStepEvidence, PathEnd, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.wording import Names
+from ddpcheck.findings.wording import Names, plain_name
 from ddpcheck.rules.collectives.ddp402_hang import explain_by_hang
 from ddpcheck.rules.collectives.ddp404_rank_died import explain_by_death
 from ddpcheck.rules.collectives.ddp406_marked_ready_twice import judge_hidden_parameters, judge_repeated_arrival
@@ -20,10 +20,7 @@ from ddpcheck.rules.gradients.ddp311_saved_tensor_overwritten import (
     explain_by_overwritten_buffers,
     explain_error_of_overwritten_tensor,
 )
-from ddpcheck.rules.gradients.reducer import (
-    ERROR_EXPLANATIONS,
-    FROM_AVERAGE,
-)
+from ddpcheck.rules.gradients.reducer import ERROR_EXPLANATIONS, FROM_AVERAGE, describe_compiled, judge_compiled
 from ddpcheck.rules.parameters.contribution import judge_always_missing, judge_conditional_use
 from ddpcheck.rules.parameters.ddp109_needless_find_unused import judge_needless_search
 from ddpcheck.rules.parameters.ddp112_opaque_output import judge_opaque_output
@@ -180,3 +177,36 @@ def test_a_search_for_unused_parameters_is_judged_under_the_option_for_it() -> N
     assert codes(judge_repeated_arrival(facts_of(seen(0, arrivals={"a": 2})))) == ["DDP406"]
     assert codes(judge_needless_search(facts_of(seen(0), wrapper=finds))) == ["DDP109"]
     assert judge_needless_search(facts_of(seen(0, 0, "a"), wrapper=finds)) == []
+
+
+# --- Under torch.compile ---------------------------------------------------------------------------------------------
+
+EQUAL = CompiledStep(0, 0, {"a": 1, "b": 2}, (Difference("a", 1e-6, 0.1), Difference("b", 1e-7, 0.1)))
+
+
+def test_gradients_that_are_equal_on_all_ranks_and_near_are_no_finding() -> None:
+    assert judge_compiled([EQUAL, replace(EQUAL, rank=1)], KNOWN) == []
+    assert "the same gradients, within a relative error of 1e-06" in describe_compiled([EQUAL])
+    assert judge_compiled([], KNOWN) == [] and "was not run" in describe_compiled([])
+
+
+def test_gradients_that_differ_between_ranks_under_compilation_alone() -> None:
+    (finding,) = judge_compiled([EQUAL, replace(EQUAL, rank=1, gradients={"a": 1, "b": 3})], KNOWN)
+    assert (finding.code, finding.subjects, finding.steps) == ("DDP301", ("b",), (0,))
+    assert "torch.compile" in finding.message
+
+
+def test_gradients_that_are_others_under_compilation_unless_random_numbers_are() -> None:
+    off = replace(EQUAL, differences=(Difference("a", 0.5, 0.1),))
+    (finding,) = judge_compiled([off, replace(off, rank=1)], KNOWN)
+    assert (finding.code, finding.subjects) == ("DDP302", ("a",))
+    random = replace(off, drew=True)
+    assert judge_compiled([random, replace(random, rank=1)], KNOWN) == []
+    assert "different random numbers" in describe_compiled([random])
+    assert "the same gradients, within a relative error of 1e-06" in describe_compiled([replace(EQUAL, drew=True)])
+
+
+def test_names_are_those_of_the_code() -> None:
+    assert plain_name("_orig_mod.encoder._orig_mod.weight and x_orig_mod.b") == "encoder.weight and x_orig_mod.b"
+    assert plain_name("cut at a.py:1 (in module _orig_mod)") == "cut at a.py:1"
+    assert plain_name("encoder._orig_mod (Linear)") == "encoder (Linear)"

@@ -126,23 +126,6 @@ def test_a_judge_that_no_test_needs_is_reported(monkeypatch: pytest.MonkeyPatch)
 
     judge_found.__annotations__["return"] = "list[Finding]"
     monkeypatch.setattr(f"{__name__}.judges", lambda: {"a.judge_found": judge_found})
-    for tests, names in [
-        ([needs_it_not, is_red_anyway], ["a.judge_found"]),
-        ([needs_it_not, needs_it], []),
-    ]:
+    for tests, names in [([needs_it_not, is_red_anyway], ["a.judge_found"]), ([needs_it_not, needs_it], [])]:
         monkeypatch.setattr(f"{__name__}.candidates", lambda tests=tests: [("", test) for test in tests])
         assert without_protection(["a.judge_found"]) == names
-
-
-def test_judges_are_found_and_broken_in_the_block_alone() -> None:
-    from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
-
-    name = "ddp110_uninitialised_parameter.judge_uninitialised"
-    assert len(judges()) > 60 and judges()[name] is judge_uninitialised
-    with finding_nothing(judge_uninitialised):
-        assert judge_uninitialised([("a",)]) == []
-    with seeing(judges()) as found:
-        assert judge_uninitialised([("a",)])
-        assert not judge_uninitialised([()])
-        assert found == {name}
-    assert judge_uninitialised([("a",)])

@@ -98,17 +98,6 @@ def test_the_mark_is_at_the_first_step_that_differs_and_the_loss_is_the_mean_of_
     assert found[MEAN_LOSS].ranks == pytest.approx((9.0, 6.0, 5.0)) and found[MEAN_LOSS].diverges_at == 2
 
 
-def test_a_loss_with_a_factor_of_its_own_is_not_marked_if_gradients_are_equal() -> None:
-    half = Run(losses=(4.5, 3.0, 1.5))
-    found = drawn(half, half, Run())
-    assert found[MEAN_LOSS].single == (9.0, 6.0, 3.0) and found[MEAN_LOSS].diverges_at is None
-
-
-def test_a_loss_near_zero_is_measured_by_the_largest_one() -> None:
-    crossing, rounded = Run(norms=(3.0, 2.0, 9.0), losses=(0.9, 1e-9, -0.3)), Run(losses=(0.9, 2e-9, -0.3))
-    assert drawn(crossing, crossing, rounded)[MEAN_LOSS].diverges_at is None
-
-
 def test_what_random_numbers_change_as_much_is_not_marked() -> None:
     ranks, noise = (
         Run(norms=(3.0, 2.1, 9.0), losses=(9.0, 7.0, 3.0)),
@@ -151,10 +140,6 @@ def test_a_number_shown_after_evaluations_comes_first_if_it_alone_differs() -> N
     )
 
 
-def test_the_last_digit_of_a_shown_number_is_no_divergence() -> None:
-    assert drawn(shows("0.40", "0.50"), Run(), shows("0.41", "0.50"))["printed: auc"].diverges_at is None
-
-
 def test_what_is_shown_once_or_in_a_pass_or_counts_epochs_or_is_the_ranks_own_is_not_drawn() -> None:
     assert len(drawn(shows("0.4"), Run(), shows("0.4"))) == 2
     assert len(drawn(shows("0", "1", "2"), Run(), shows("0", "1", "2"))) == 2
@@ -164,9 +149,22 @@ def test_what_is_shown_once_or_in_a_pass_or_counts_epochs_or_is_the_ranks_own_is
     assert len(drawn(shows("10", "14", "19"), Run(), shows("10", "14", "19"))) == 3
 
 
-def test_a_count_that_differs_is_drawn() -> None:
-    found = drawn(shows("64", "128"), Run(), shows("128", "256"))
-    assert found["printed: auc"].diverges_at == 1
+CROSSING, LACKING = (0.9, 1e-9, -0.3), (0.9, math.nan, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "single", "name", "mark"),
+    [
+        (Run(losses=(4.5, 3.0, 1.5)), Run(), MEAN_LOSS, None),  # a factor of its own; gradients are equal
+        (Run(norms=(3.0, 2.0, 9.0), losses=CROSSING), Run(losses=(0.9, 2e-9, -0.3)), MEAN_LOSS, None),  # near zero
+        (Run(norms=(3.0, 2.0, 9.0), losses=LACKING), Run(losses=LACKING), MEAN_LOSS, None),  # both lack numbers
+        (Run(norms=(3.0, 2.0, 9.0), losses=LACKING), Run(losses=LACKING), GRADIENTS, 2),
+        (shows("0.40", "0.50"), shows("0.41", "0.50"), "printed: auc", None),  # by the last digit
+        (shows("64", "128"), shows("128", "256"), "printed: auc", 1),  # a count
+    ],
+)
+def test_the_mark_of_a_curve(ranks: Run, single: Run, name: str, mark: int | None) -> None:
+    assert drawn(ranks, replace(ranks, shown=()), single)[name].diverges_at == mark
 
 
 def test_several_after_one_step_are_in_their_order() -> None:
@@ -181,10 +179,7 @@ def test_several_after_one_step_are_in_their_order() -> None:
         ("[#] top1: #", "top1"),
         ("done\n  #/# {'f1': #}", "f1"),
         ("#", "number 1"),
-        (
-            "the mean of a long list of words that say what it is (#)",
-            "f a long list of words that say what it is"[-40:],
-        ),
+        ("the mean of a long list of words that say what it is (#)", "a long list of words that say what it is"),
     ],
 )
 def test_names_are_the_words_before_a_number(text: str, name: str) -> None:
@@ -212,7 +207,7 @@ def test_at_most_six_and_those_that_differ_before_the_others() -> None:
     assert len(found) == MOST_CURVES and found[:2] == ["printed: metric h", GRADIENTS]
 
 
-@pytest.mark.parametrize("at", [None, 0, 1, 777, 1998, 1999])
+@pytest.mark.parametrize("at", [None, 1, 1999])
 def test_long_runs_are_thinned_and_keep_the_ends_and_the_divergence(at: int | None) -> None:
     norms = [1.0 + step / 100 for step in range(2000)]
     wrong = [norm if at is None or step < at else 2 * norm for step, norm in enumerate(norms)]
@@ -227,7 +222,7 @@ def test_long_runs_are_thinned_and_keep_the_ends_and_the_divergence(at: int | No
     assert [curve.ranks[n] for n in (0, -1)] == [wrong[0], wrong[-1]]
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 2 * LARGEST_VALUE])
+@pytest.mark.parametrize("value", [math.inf, math.nan, 2 * LARGEST_VALUE])
 def test_what_is_not_finite_is_none_and_comes_through_json(value: float) -> None:
     wrong = Run(norms=(3.0, math.inf if math.isnan(value) else abs(value), 1.0), losses=(9.0, value, 3.0))
     found = drawn(wrong, wrong, Run(losses=(9.0, 6.0, value)))
@@ -237,14 +232,6 @@ def test_what_is_not_finite_is_none_and_comes_through_json(value: float) -> None
     report = Report("fit.py", curves=tuple(found.values()))
     assert Report.from_json(report.to_json()) == report
     assert json.loads(report.to_json())["curves"][0]["ranks"][1] is None
-
-
-def test_numbers_that_both_runs_lack_are_no_divergence_of_the_loss() -> None:
-    both = (0.9, math.nan, 0.3)
-    wrong = Run(norms=(3.0, 2.0, 9.0), losses=both)
-    found = drawn(wrong, wrong, Run(losses=both))
-    assert found[GRADIENTS].diverges_at == 2
-    assert found[MEAN_LOSS].ranks == (0.9, None, 0.3) and found[MEAN_LOSS].diverges_at is None
 
 
 @pytest.mark.parametrize(("ranks", "words"), [((1.0,), "value at each place"), ((1.0, math.inf), "not finite")])

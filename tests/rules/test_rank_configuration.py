@@ -7,63 +7,44 @@ import pytest
 from ddpcheck.findings.evidence.gradients import Difference, ShardAnalysis
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_program_data
 from ddpcheck.rules.replicas.comparisons import judge_options
 from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_changing_data
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
 from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts
-from tests.reports import only
+from tests.reports import assert_says, only
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
 
-def test_options_that_differ() -> None:
-    assert judge_options("DDP221", [{"static_graph": "False"}] * 2, "The wrapper") == []
-    finding = only(judge_options("DDP221", [{"static_graph": "False"}, {"static_graph": "True"}], "The wrapper"))
-    assert (finding.subjects, finding.ranks, finding.severity) == (("static_graph",), (1,), Severity.ERROR)
-    missing = only(judge_options("DDP223", [{"lr": "0.1"}, {}], "The optimizer"))
-    assert "(not set)" in missing.evidence[0]
+BUCKETS = {"bucket_cap_mb": ("1", "2")}
+SETS = {"group 0 parameters": ("a, b, c", "a, c, d"), "group 0 order": ("a, b, c", "c, d, a")}
 
 
 @pytest.mark.parametrize(
-    ("own", "same", "severity"),
+    ("code", "options", "subjects", "severity", "evidence"),
     [
-        ({"bucket_cap_mb": ("1", "2")}, {}, Severity.WARNING),
-        ({"bucket_cap_mb": ("1", "2"), "static_graph": ("False", "True")}, {}, Severity.ERROR),
-        ({"bucket_cap_mb": ("1", "2")}, {"find_unused_parameters": "True"}, Severity.ERROR),  # buckets are not sent
-        ({"bucket_cap_mb": ("1", "2")}, {"bucket_cap_mb_list": "True"}, Severity.ERROR),
-        ({"gradient_as_bucket_view": ("False", "True")}, {}, Severity.WARNING),
-        ({"batched_grad_copy": ("False", "True")}, {}, Severity.WARNING),
+        ("DDP221", {"static_graph": ("False", "True")}, ("static_graph",), "error", "False"),
+        ("DDP223", {"lr": ("0.1", None)}, ("lr",), "error", "rank 1: (not set)"),
+        ("DDP221", BUCKETS, ("bucket_cap_mb",), "warning", ""),  # how a rank stores its gradients
+        ("DDP221", BUCKETS | {"static_graph": ("False", "True")}, ("bucket_cap_mb", "static_graph"), "error", ""),
+        ("DDP221", BUCKETS | {"find_unused_parameters": ("True", "True")}, ("bucket_cap_mb",), "error", ""),
+        ("DDP221", BUCKETS | {"bucket_cap_mb_list": ("True", "True")}, ("bucket_cap_mb",), "error", ""),
+        ("DDP221", {"gradient_as_bucket_view": ("False", "True")}, ("gradient_as_bucket_view",), "warning", ""),
+        ("DDP221", {"batched_grad_copy": ("False", "True")}, ("batched_grad_copy",), "warning", ""),
+        ("DDP223", {"class": ("SGD", "AdamW"), "group 0 eps": (None, "1e-8")}, ("class",), "error", ""),
+        ("DDP223", SETS, ("group 0 parameters",), "error", "group 0 parameters: rank 0: b; rank 1: d"),
+        ("DDP223", {"group 0 order": ("a, b, c", "a, c, b")}, ("group 0 order",), "warning", "rank 0: number 1 is b;"),
     ],
 )
-def test_how_a_rank_stores_its_gradients_is_only_a_warning(
-    own: dict[str, tuple[str, str]], same: dict[str, str], severity: Severity
-) -> None:
-    ranks = [{name: values[rank] for name, values in own.items()} | same for rank in (0, 1)]
-    assert only(judge_options("DDP221", ranks, "The wrapper")).severity is severity
-
-
-def test_another_optimizer_is_told_once_and_not_by_each_of_its_options() -> None:
-    options = [{"class": "SGD", "group 0 lr": "0.1"}, {"class": "AdamW", "group 0 lr": "0.1", "group 0 eps": "1e-8"}]
-    assert only(judge_options("DDP223", options, "The optimizer")).subjects == ("class",)
-
-
-def test_a_group_with_other_parameters_names_those_that_not_all_ranks_have_in_it() -> None:
-    groups = (("a, b, c", "a, b, c"), ("a, c, d", "c, d, a"))
-    options = [{"group 0 parameters": names, "group 0 order": order} for names, order in groups]
-    finding = only(judge_options("DDP223", options, "The optimizer"))
-    assert (finding.subjects, finding.severity) == (("group 0 parameters",), Severity.ERROR)
-    assert finding.evidence == ("group 0 parameters: rank 0: b; rank 1: d",)
-
-
-def test_a_group_in_another_order_is_a_warning_that_says_where_they_part() -> None:
-    options = [{"group 0 order": "a, b, c"}, {"group 0 order": "a, c, b"}]
-    finding = only(judge_options("DDP223", options, "The optimizer"))
-    assert finding.severity is Severity.WARNING
-    assert finding.evidence == ("group 0 order: rank 0: number 1 is b; rank 1: number 1 is c",)
+def test_options_that_differ(code: str, options: Any, subjects: Any, severity: str, evidence: str) -> None:
+    ranks = [{name: values[rank] for name, values in options.items() if values[rank] is not None} for rank in (0, 1)]
+    finding = only(judge_options(code, ranks, "The wrapper"))
+    assert (finding.code, finding.subjects, finding.severity.value) == (code, subjects, severity)
+    assert finding.ranks == (1,) and evidence in finding.evidence[0]
+    assert judge_options(code, ranks[:1] * 2, "The wrapper") == []
 
 
 def derived(*data: dict[str, str], changed: frozenset[str] = frozenset()) -> list[Finding]:
@@ -75,16 +56,16 @@ def derived(*data: dict[str, str], changed: frozenset[str] = frozenset()) -> lis
 
 def test_a_value_that_the_steps_change_is_state_and_told_before_data() -> None:
     held = ({"t": "0.5", "labels": "{'a': 0}"}, {"t": "1.0", "labels": "{'a': 1}"})
-    finding = only(derived(*held, changed=frozenset({"t"})))
-    assert (finding.code, finding.subjects, finding.severity) == ("DDP216", ("t",), Severity.ERROR)
-    assert "t changes in the steps" in finding.message and finding.evidence[0] == "t: rank 0: 0.5; rank 1: 1.0"
+    words = "t changes in the steps ... | t: rank 0: 0.5; rank 1: 1.0 |"
+    assert_says(derived(*held, changed=frozenset({"t"})), f"DDP216 error ('t',) ... {words}")
     assert only(derived(*held[:1] * 2, *held[1:])).code == "DDP516"
 
 
 def test_a_label_map_that_differs_is_named_with_what_each_rank_holds() -> None:
-    finding = only(derived({"labels": "{'a': 0}", "size": "3"}, {"labels": "{'a': 1}", "size": "3"}))
-    assert (finding.code, finding.subjects, finding.ranks, finding.steps) == ("DDP516", ("labels",), (1,), (1,))
-    assert finding.evidence[0] == "labels: rank 0: {'a': 0}; rank 1: {'a': 1}"
+    words = "in steps (1,) ... | labels: rank 0: {'a': 0}; rank 1: {'a': 1} |"
+    findings = derived({"labels": "{'a': 0}", "size": "3"}, {"labels": "{'a': 1}", "size": "3"})
+    assert_says(findings, f"DDP516 ... ('labels',) of ranks (1,) ... {words}")
+    assert_says(derived({"mean": "0"}, {"mean": "7"}), "('mean',)")  # which is not the rank, but for one
 
 
 @pytest.mark.parametrize(
@@ -96,14 +77,9 @@ def test_a_label_map_that_differs_is_named_with_what_each_rank_holds() -> None:
         [{"only_here": "3"}, {}],
         [],
     ],
-    ids=["equal", "the rank", "a name with the rank", "on one rank only", "nothing known"],
 )
 def test_what_does_not_differ_or_only_names_the_rank_is_no_finding(held: list[dict[str, str]]) -> None:
     assert derived(*held) == []
-
-
-def test_a_number_that_is_not_the_rank_is_told_although_one_rank_holds_its_own() -> None:
-    assert only(derived({"mean": "0"}, {"mean": "7"})).subjects == ("mean",)
 
 
 def test_of_a_long_value_only_what_is_around_the_difference_is_shown() -> None:
@@ -116,10 +92,9 @@ def test_of_a_long_value_only_what_is_around_the_difference_is_shown() -> None:
 
 def test_changes_after_wrapping_are_one_finding_that_names_what_became_of_which() -> None:
     assert judge_changes([{}, {}]) == []
-    changed = only(judge_changes([{"a": "added"}, {"a": "added", "b": "frozen"}]))
-    assert (changed.code, changed.subjects, changed.ranks) == ("DDP503", ("a", "b"), ())
-    assert changed.message.startswith("a was added and b was frozen after wrapping")
-    assert only(judge_changes([{}, {"b": "frozen"}])).ranks == (1,)
+    words = "DDP503 ... ('a', 'b') of ranks () ... : a was added and b was frozen after wrapping"
+    assert_says(judge_changes([{"a": "added"}, {"a": "added", "b": "frozen"}]), words)
+    assert_says(judge_changes([{}, {"b": "frozen"}]), "of ranks (1,)")
 
 
 # --- What a rank says ----------------------------------------------------------------------------------------------

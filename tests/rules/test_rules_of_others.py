@@ -195,8 +195,7 @@ def test_findings_are_capped(severity: Severity) -> None:
 
 
 @pytest.mark.parametrize(
-    ("view", "codes"),
-    [(training(16), ["LAB001"]), (training(8), []), (training(8, "temperature"), ["LAB002"])],
+    ("view", "codes"), [(training(16), ["LAB001"]), (training(8), []), (training(8, "temperature"), ["LAB002"])]
 )
 def test_the_rules_of_the_example(monkeypatch: pytest.MonkeyPatch, view: Training, codes: list[str]) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.rules.collectives.first_divergence import judge_schedules
-from tests.reports import only
+from tests.reports import assert_says, only
 
 
 def call(*members: int, waits: bool = True, payload: str = "float32 of shape (1,)") -> ScheduledCall:
@@ -21,20 +21,16 @@ def judged(*ranks: list[ScheduledCall]):
 
 
 def test_groups_that_two_ranks_come_to_in_another_order_are_a_circle() -> None:
-    finding = only(judged([call(0, 1), call(0, 2)], [call(1, 2), call(0, 1)], [call(0, 2), call(1, 2)]))
-    assert (finding.code, finding.ranks) == ("DDP403", (0, 1, 2))
-    assert finding.message == (
-        "Ranks wait for each other in different process groups: rank 0 in all_reduce(float32 of shape (1,)) at "
-        "train.py:11 of ranks 0 and 1 for rank 1, rank 1 in all_reduce(float32 of shape (1,)) at train.py:12 of ranks "
-        "1 and 2 for rank 2 and rank 2 in all_reduce(float32 of shape (1,)) at train.py:12 of ranks 0 and 2 for rank 0."
-    )
+    findings = judged([call(0, 1), call(0, 2)], [call(1, 2), call(0, 1)], [call(0, 2), call(1, 2)])
+    words = ": Ranks wait for each other in different process groups: rank 0 in all_reduce("
+    call_of_2 = "rank 2 in all_reduce(float32 of shape (1,)) at train.py:12 of ranks 0 and 2 for rank 0. |"
+    assert_says(findings, f"DDP403 ... of ranks (0, 1, 2) ... {words} ... {call_of_2}")
 
 
 def test_a_rank_behind_a_circle_is_no_part_of_it() -> None:
     ab, bc, all_of_them = call(0, 1), call(1, 2), call(0, 1, 2, 3)
-    finding = only(judged([ab, all_of_them], [bc, ab, all_of_them], [all_of_them, bc], [all_of_them]))
-    assert finding.ranks == (0, 1, 2)
-    assert any(line.startswith("ranks 2 and 3 wait in") for line in finding.evidence)
+    findings = judged([ab, all_of_them], [bc, ab, all_of_them], [all_of_them, bc], [all_of_them])
+    assert_says(findings, "of ranks (0, 1, 2) ... | ranks 2 and 3 wait in")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -52,8 +48,8 @@ def test_ranks_that_come_to_all_groups_in_one_order_never_wait_in_a_circle(data:
     assert judged(*([one for one in order if rank in one.call.members] for rank in range(size))) == []
 
 
-def test_of_16384_ranks_with_three_lists_a_report_has_three_lines() -> None:
-    ranks = tuple(range(16384))
+def test_of_4096_ranks_with_three_lists_a_report_has_three_lines() -> None:
+    ranks = tuple(range(4096))
     shapes = {name: f"float32 of shape ({name},)" for name in "123"}
     schedules = {name: [call(*ranks), call(*ranks, payload=shape)] for name, shape in shapes.items()}
     of_ranks = ["1" if rank % 8 else "2" if rank else "3" for rank in ranks]

@@ -18,13 +18,13 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.module_uses import WriteRecorder
-from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
 from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import MODE
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.steps import locate_change
+from tests.reports import assert_says
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)
@@ -45,20 +45,16 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
     ("code", "changes", "where", "ranks"),
     [
         ("DDP515", [[LOADED], []], LOADS, (0,)),
-        ("DDP515", [[], [RESET, LOADED]], LOADS, (1,)),
         ("DDP515", [[LOADED], [LOADED]], LOADS, ()),
         ("DDP515", [[LOADED, RESET], [LOADED]], RESETS, (0,)),  # what all ranks load is no reason to differ
         ("DDP515", [[], []], WRAPS, ()),  # it comes after this line
         ("DDP515", [[replace(LOADED, forwards=3)], []], WRAPS, ()),
-        ("DDP515", [[replace(LOADED, names=("body.weight",))], []], WRAPS, ()),
         ("DDP306", [[replace(LOADED, forwards=3)], []], LOADS, (0,)),
         ("DDP306", [[replace(LOADED, forwards=3)]] * 2, NOTICED, ()),
-        ("DDP503", [[LOADED, THAWED], [THAWED]], THAWS, ()),
         ("DDP503", [[LOADED], [LOADED]], LOADS, ()),  # with assign=True
         ("DDP503", [[replace(THAWED, names=())], []], THAWS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], NOTICED, ()),
-        ("DDP301", [[LOADED], []], NOTICED, ()),
         *((code, [[LOADED, HOOKED]] * 2, HOOKS, ()) for code in ("DDP301", "DDP302", "DDP303")),
         ("DDP306", [[HOOKED]] * 2, NOTICED, ()),
         ("DDP214", [[WRITTEN], []], WRITES, (0,)),
@@ -75,9 +71,7 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
         ("DDP306", [[replace(MULTIPLIED, forwards=0)], []], NOTICED, ()),
     ],
 )
-def test_the_line_of_a_change(
-    code: str, changes: list[list[ModuleChanged]], where: Location, ranks: tuple[int, ...]
-) -> None:
+def test_the_line_of_a_change(code: str, changes: Any, where: Location, ranks: Any) -> None:
     found = locate_change(finding(code), changes, WRAPS)
     assert (found.location, found.ranks) == (where, ranks)
 
@@ -93,13 +87,6 @@ def test_parameters_that_are_written_at_several_lines() -> None:
     assert locate_change(apart, [one[:1] for one in both], WRAPS) == apart  # what parts the other is not known
 
 
-@pytest.mark.parametrize("code", ["DDP208", "DDP515"])
-def test_what_ranks_train_apart_differs_for_that_reason(code: str) -> None:
-    apart = finding("DDP501", "forward")
-    causes = find_causes([finding(code), apart])
-    assert [one.code for one in causes.findings] == ["DDP501"] and causes.told_by == 2 * causes.findings
-
-
 SCHEDULE = ScheduleState(WRAPS, 48, LOADS, turns=24, ends=(24, 24))
 ENDLESS = replace(SCHEDULE, ends=(48, 48), by_world=True, numbers=(0.05, 1.0))
 
@@ -112,11 +99,9 @@ ENDLESS = replace(SCHEDULE, ends=(48, 48), by_world=True, numbers=(0.05, 1.0))
         (replace(SCHEDULE, ends=(48, 48)), False),  # as long as the steps of all ranks
         (replace(SCHEDULE, ends=(8, 1)), False),  # a warm-up
         (replace(SCHEDULE, turns=48), False),  # after each of two backward passes
-        (replace(SCHEDULE, steps=24), False),
         (replace(SCHEDULE, steps=6, turns=3, ends=(3, 3)), True),  # of epochs
         (ENDLESS, True),
         (replace(ENDLESS, by_world=False), False),
-        (replace(ENDLESS, numbers=(0.05, 48.0)), False),
         (replace(ENDLESS, numbers=(0.05, 2.0)), False),
     ],
 )
@@ -132,11 +117,9 @@ def test_the_line_of_a_learning_rate_that_only_one_rank_lowers() -> None:
         for rate, steps in (("0.1", 0), ("0.05", 1))
     ]
     alike = [replace(one, count=0, options={"group 0 lr": "0.1"}) for one in apart]
-    (finding,) = judge_optimizer_options([alike, apart])
-    assert (finding.code, finding.location) == ("DDP507", LOADS)
+    assert_says(judge_optimizer_options([alike, apart]), "DDP507 ... at train.py:9 in")
     own = [replace(one, schedule=ScheduleState(WRAPS, 3, LOADS)) for one in apart]  # of another length on each rank
-    (finding,) = judge_optimizer_options([alike, own])
-    assert (finding.code, finding.location) == ("DDP507", WRAPS)
+    assert_says(judge_optimizer_options([alike, own]), "DDP507 ... at train.py:5 in")
 
 
 def test_the_writes_of_wrapped_parameters_are_followed() -> None:
@@ -191,7 +174,6 @@ EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)
         ([[replace(EVALUATES, step=20)], []], WRAPS),  # later
         ([[replace(EVALUATES, names=("head",))], []], WRAPS),  # of a part of it
         ([[], [EVALUATES]], WRAPS),  # by a rank that trains
-        ([[], []], WRAPS),
     ],
 )
 def test_the_line_since_which_a_rank_evaluates(changes: list[list[ModuleChanged]], where: Location) -> None:
@@ -221,17 +203,16 @@ def test_the_calls_of_eval_that_are_written_down() -> None:
 
 def test_an_assignment_to_data_of_a_shard_is_told_and_other_changes_are_not() -> None:
     ignored = replace(LOADED, what="ignored", how=".data")
-    (found,) = judge_ignored([[ignored], [ignored]])
-    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
+    assert_says(judge_ignored([[ignored], [ignored]]), "DDP503 ... ('head.weight',) ... at train.py:9 in")
     assert judge_ignored([[LOADED, THAWED], [RESET]]) == []
 
 
 @pytest.mark.parametrize(("forwards", "words"), [(0, "the first forward pass fails"), (3, "puts it back")])
 def test_a_parameter_that_takes_the_place_of_a_shard(forwards: int, words: str) -> None:
     replaced = ModuleChanged(0, "replaced", "head.weight", ("head.weight",), LOADS, forwards)
-    (found,) = judge_replaced([[replaced], [replaced]])
-    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
-    assert words in found.message
+    assert_says(
+        judge_replaced([[replaced], [replaced]]), f"DDP503 ... ('head.weight',) ... at train.py:9 in ... {words}"
+    )
     assert judge_replaced([[LOADED, THAWED], [RESET]]) == []
 
 
@@ -245,8 +226,8 @@ def test_gradients_that_are_scaled_are_told_where_the_divisor_was_set() -> None:
 def test_shards_that_one_rank_alone_writes_before_the_first_forward_pass() -> None:
     written = ModuleChanged(0, "written", "uniform_", ("head.weight", "head.bias"), LOADS)
     kept = {"head.weight": 1, "head.bias": 2, "body.weight": 3}
-    (found,) = judge_local_writes([[], [written]], [kept, {"body.weight": 3}])
-    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP515", written.names, (1,), LOADS)
+    findings = judge_local_writes([[], [written]], [kept, {"body.weight": 3}])
+    assert_says(findings, f"DDP515 ... {written.names} of ranks (1,) at train.py:9 in")
     assert judge_local_writes([[written], [written]], [{}, {}]) == []
     assert judge_local_writes([[written], []], [{}, {}]) == []  # which was on meta, and gets other parameters
     assert judge_local_writes([[], [replace(written, forwards=1)]], [kept, kept]) == []

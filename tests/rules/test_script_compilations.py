@@ -43,9 +43,7 @@ AGAIN = [first(), *(compiled(SIZE, step=step) for step in (1, 2, 3))]
         ([[], AGAIN], None),  # trains nothing with it
     ],
 )
-def test_a_guard_that_fails_again_and_again_on_some_ranks_only(
-    ranks: list[list[FunctionCompiled]], told: tuple[int, ...] | None
-) -> None:
+def test_a_guard_that_fails_repeatedly_on_some_ranks_only(ranks: Any, told: tuple[int, ...] | None) -> None:
     found = judge_recompilations(trained_functions(ranks))
     assert [one.ranks for one in found] == ([] if told is None else [told])
 
@@ -75,9 +73,7 @@ OF_A_BREAK = FunctionCompiled("Net.torch_dynamo_resume_in_forward_at_14", Locati
         ([[compiled()], [compiled()]], None),  # nothing with gradients
     ],
 )
-def test_other_operations_for_the_same_inputs(
-    ranks: list[list[FunctionCompiled]], told: tuple[int, ...] | None
-) -> None:
+def test_other_operations_for_the_same_inputs(ranks: Any, told: tuple[int, ...] | None) -> None:
     found = judge_compilations(ranks)
     assert [one.ranks for one in found] == ([] if told is None else [told])
     assert all("a different number of relu and sigmoid" in one.message for one in found)

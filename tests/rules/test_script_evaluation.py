@@ -40,7 +40,7 @@ from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_target
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, evaluations_of
-from tests.reports import codes
+from tests.reports import assert_says, codes
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
 
@@ -104,14 +104,8 @@ def lone(
     return judge_evaluations([[loader], others], [[held], []], [[], []], [prints(mean, how=how), []])
 
 
-@pytest.mark.parametrize("how", ["printed", "broadcast", "decides"])
-def test_one_rank_alone_evaluates_its_share(how: str) -> None:
-    (found,) = lone(how=how)
-    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP802", ("total",), (0,), LOOP)
-    assert how in found.evidence[0]
-
-
-def test_one_rank_alone_evaluates_what_is_no_share_or_others_evaluate_theirs() -> None:
+def test_one_rank_alone_evaluates_its_share_and_no_rank_the_others() -> None:
+    assert_says(lone(how="decides"), "DDP802 ... ('total',) of ranks (0,) at train.py:30 ... decides")
     theirs = LoaderPass(4, 0, LINE, "Photos", 41, indices=strided(41)[1], replicas=2)  # from another line
     assert not lone(others=[theirs])
     assert not lone(replicas=0)
@@ -130,7 +124,6 @@ def test_one_rank_alone_evaluates_what_is_no_share_or_others_evaluate_theirs() -
     [
         (call(3, 5), call(4, 5)),  # a counter beside the number of correct ones
         (call(total=5), call(total=5)),  # a confusion matrix
-        (call(0.6), call(0.8)),  # a mean of each rank
         (call(60.0, operation="all_gather"), call(80.0, operation="all_gather")),  # in per cent
     ],
 )
@@ -139,9 +132,8 @@ def test_samples_that_a_sampler_repeats_are_counted(of_rank_0: ResultExchanged, 
         {"evaluate.correct": 3.0, "evaluate.sum(table)": 5.0},
         {"evaluate.correct": 4.0, "evaluate.sum(table)": 5.0},
     ]
-    (found,) = judged(strided(9), size=9, numbers=held, given=[[of_rank_0], [of_rank_1]])
-    assert (found.code, found.subjects) == ("DDP801", ("Photos",))
-    assert "over 10 samples, and the ranks have 9 different ones: 1 sample counts twice" in found.message
+    words = "DDP801 ... ('Photos',) ... over 10 samples, and the ranks have 9 different ones: 1 sample counts twice"
+    assert_says(judged(strided(9), size=9, numbers=held, given=[[of_rank_0], [of_rank_1]]), words)
 
 
 PAIRS = [[call(5), call(3, 2.5)], [call(5), call(4, 2.5)]]
@@ -158,21 +150,13 @@ COUNTED = [[call(3, 5)], [call(4, 5)]]
         (9, PAIRS, {}, []),  # 5 may be the number of anything
         (601, [[call(301.0)], [call(301.0)]], {}, ["DDP801"]),
         (9, [[call(3, 5)], [call(4, 4)]], {}, []),  # each rank leaves out what is there twice
-        (9, [[call(3)], [call(4)]], {}, []),  # of which it is not known
-        (9, [(), ()], {}, []),
         (8, [[call(3, 4)], [call(4, 4)]], {}, []),  # samples are there once
         (9, COUNTED, {"replaces": True}, []),
         (9, COUNTED, {"own": [{"contents": {"0": {0: sample}}} for sample in (7, 8)]}, []),  # two samples of an index
     ],
 )
-def test_samples_are_counted_if_what_is_reduced_counts_them(
-    size: int, given: Any, more: dict[str, Any], found: list[str]
-) -> None:
+def test_samples_are_counted_if_a_reduction_counts_them(size: int, given: Any, more: Any, found: list[str]) -> None:
     assert codes(judged(strided(size), size=size, given=given, **more)) == found
-
-
-def test_samples_that_every_rank_evaluates_are_no_fault() -> None:
-    assert judged([range(4), range(4)], size=4, given=[[call(3, 4)], [call(4, 4)]]) == []
 
 
 def test_gathered_rows_count_twice_unless_they_are_cut() -> None:
@@ -199,11 +183,10 @@ def test_gathered_rows_count_twice_unless_they_are_cut() -> None:
 OWN = [{"evaluate.correct": 300.0}, {"evaluate.correct": 200.0}]
 
 
-@pytest.mark.parametrize("how", ["printed", "logged", "saved", "decides"])
-def test_what_one_rank_shows_of_its_own_samples_is_reported(how: str) -> None:
-    (found,) = judged(strided(800), size=800, numbers=OWN, shown=[prints(0.75, how=how), []])
-    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP802", ("correct",), (0,), LINE)
-    assert "0.75" in found.message and "rank 1 has 0.5, and all ranks together have 0.625" in found.message
+def test_what_one_rank_shows_of_its_own_samples_is_reported() -> None:
+    findings = judged(strided(800), size=800, numbers=OWN, shown=[prints(0.75, how="decides"), []])
+    words = "('correct',) of ranks (0,) at train.py:34 ... 0.75 ... rank 1 has 0.5, and all ranks together have 0.625"
+    assert_says(findings, f"DDP802 ... {words}")
 
 
 def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_none_of_them() -> None:
@@ -212,9 +195,8 @@ def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_no
         {"evaluate.correct": 200.0, "evaluate.total": 190.9, "evaluate.margin": 290.9},
     ]
     reduced = [[call(220.2)], [call(290.9)]]
-    (found,) = judged(strided(800), size=800, numbers=own, given=reduced, shown=[prints(0.7575, 0.32575, 0.5505), []])
-    assert found.subjects == ("correct", "total")
-    assert any(one.startswith("also total: Rank 0 printed 0.32575") for one in found.evidence)
+    findings = judged(strided(800), size=800, numbers=own, given=reduced, shown=[prints(0.7575, 0.32575, 0.5505), []])
+    assert_says(findings, "('correct', 'total') ... | also total: Rank 0 printed 0.32575")
 
 
 @pytest.mark.parametrize("shown", [6100 / 3900, math.exp(6100 / 3900)], ids=["a token", "perplexity"])
@@ -265,23 +247,17 @@ def held_of(counts: Any, added: Sequence[Any]) -> dict[str, float]:
     "zeros",
     [
         lambda: torch.zeros(2),
-        lambda: torch.zeros(2, dtype=torch.float64),
         lambda: torch.zeros(2, dtype=torch.int64),
         lambda: numpy.zeros(2),
-        lambda: [0, 0],
         lambda: [torch.tensor(0), 0],
     ],
-    ids=["float32", "float64", "int64", "numpy", "list", "list of tensors"],
 )
 def test_counts_that_are_kept_together_are_told_apart(zeros: Any) -> None:
     own = [held_of(zeros(), added) for added in ((500, 700), (600, 900))]
-    assert (
-        own[0].items()
-        >= {"evaluate.counts[0]": 500.0, "evaluate.counts[1]": 700.0, "evaluate.sum(counts)": 1200.0}.items()
-    )
+    numbers = {"evaluate.counts[0]": 500.0, "evaluate.counts[1]": 700.0, "evaluate.sum(counts)": 1200.0}
+    assert own[0].items() >= numbers.items()
     shown = [prints(float(torch.tensor(5) / 7)), []]  # a quotient of float32
-    (found,) = judged(strided(800), size=800, numbers=own, shown=shown)
-    assert (found.code, found.subjects, found.ranks) == ("DDP802", ("counts[0]",), (0,))
+    assert_says(judged(strided(800), size=800, numbers=own, shown=shown), "DDP802 ... ('counts[0]',) of ranks (0,)")
     apart = [
         {"evaluate.hits[0]": 500.0, "evaluate.counts[1]": 700.0},
         {"evaluate.hits[0]": 600.0, "evaluate.counts[1]": 900.0},
@@ -296,8 +272,8 @@ def test_a_table_of_counts_has_a_diagonal() -> None:
     tables = [[[301.0, 100.0], [100.0, 600.0]], [[400.0, 100.0], [200.0, 600.0]]]
     own = [held_of(torch.zeros(2, 2), list(map(torch.tensor, table))) for table in tables]
     assert own[0] == {"evaluate.sum(counts)": 1101.0, "evaluate.trace(counts)": 901.0}
-    (found,) = judged(strided(800), size=800, numbers=own, shown=[prints(901 / 1101), []])
-    assert (found.code, found.subjects) == ("DDP802", ("trace(counts)",))
+    findings = judged(strided(800), size=800, numbers=own, shown=[prints(901 / 1101), []])
+    assert_says(findings, "DDP802 ... ('trace(counts)',)")
     assert judged(strided(800), size=800, numbers=own, shown=[prints(1901 / 2401), []]) == []  # of all
 
 
@@ -323,12 +299,6 @@ def test_what_does_not_begin_with_zeros_or_is_large_is_no_counter(numbers: torch
     assert held_of(numbers, (5, 7)) == {}
 
 
-@pytest.mark.parametrize(("text", "known"), [("0.7500", True), ("75.0", True), ("0.8", False), ("3.00", False)])
-def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None:
-    shown = [MetricShown(0, "printed", LINE, (ShownNumber(text),))]
-    assert codes(judged(strided(800), size=800, numbers=OWN, shown=[shown, []])) == ["DDP802"] * known
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -337,19 +307,11 @@ def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None
         {"shown": [prints(0.625), []]},  # that of all
         {"shown": [prints(0.75, 0.625), []]},  # both
         {"shown": [prints(0.75), []], "given": [[call(300.0)], [call(200.0)]]},  # which is reduced
-        {"shown": [prints(0.3), []]},  # another number
-        {"shown": [prints(0.75), []], "numbers": [OWN[0], OWN[0]]},  # the same on all ranks
         {"shown": [prints(0.75), []], "numbers": [OWN[0], {}]},
     ],
 )
 def test_a_metric_that_is_of_all_or_of_nobody_is_not_reported(more: dict[str, Any]) -> None:
     assert judged(strided(800), **{"size": 800, "numbers": OWN, **more}) == []
-
-
-def test_a_metric_of_own_samples_is_that_of_a_shard_or_a_subset_and_not_of_all() -> None:
-    assert judged([range(400), range(400)], size=400, numbers=OWN, shown=[prints(0.75), []]) == []
-    assert codes(judged(strided(800), size=400, numbers=OWN, shown=[prints(0.75), []])) == ["DDP802"]
-    assert judged(strided(800), size=400, numbers=OWN, shown=[prints(0.75, 0.625), []]) == []
 
 
 # Order
@@ -362,9 +324,8 @@ RIGHT = [[0, 2, 0, 2], [1, 3, 1, 3]]  # of all samples, by rank
 def test_results_in_the_order_of_the_ranks_are_compared_with_labels_in_another() -> None:
     given = [[call(operation="all_gather", rows=of)] for of in RIGHT]
     compared = {"size": 8, "given": given, "references": {"labels": LABELS}}
-    (found,) = judged(strided(8), shown=[prints(2 / 8), []], **compared)
-    assert (found.code, found.location) == ("DDP803", REDUCE)
-    assert "the 0.25 that is printed would be 1" in found.message
+    words = "DDP803 ... at train.py:33 ... the 0.25 that is printed would be 1"
+    assert_says(judged(strided(8), shown=[prints(2 / 8), []], **compared), words)
     assert judged(strided(8), shown=[prints(1.0), []], **compared) == []
     blocks = [range(4), range(4, 8)]  # in which gathering keeps the order
     assert judged(blocks, shown=[prints(2 / 8), []], **compared) == []
@@ -395,9 +356,8 @@ def errors(predicted: Sequence[float]) -> list[float]:
     return [abs(p - t) for p, t in zip(predicted, TARGETS, strict=True)]
 
 
-@pytest.mark.parametrize("power", [1, 2])
-def test_targets_are_compared_with_what_was_gathered_rank_by_rank(power: int) -> None:
-    wrong, right = (sum(error**power for error in errors(order)) / 8 for order in (JOINED, PREDICTED))
+def test_targets_are_compared_with_what_was_gathered_rank_by_rank() -> None:
+    wrong, right = (sum(error**2 for error in errors(order)) / 8 for order in (JOINED, PREDICTED))
 
     def found(*values: float, text: str = "", given: Any = GATHERED) -> list[str]:
         shown = [prints(*values, text=text), []]
@@ -414,9 +374,8 @@ def test_targets_are_compared_with_what_was_gathered_rank_by_rank(power: int) ->
 
 def test_targets_are_those_that_come_with_the_samples_too() -> None:
     own = [{"targets": targets} for targets in TARGETS_OF_RANKS]
-    (found,) = judged(strided(8), own=own, given=GATHERED, shown=[prints(max(errors(JOINED))), []])
-    assert (found.code, found.location) == ("DDP803", REDUCE)
-    assert "the largest error" in found.evidence[2]
+    findings = judged(strided(8), own=own, given=GATHERED, shown=[prints(max(errors(JOINED))), []])
+    assert_says(findings, "DDP803 ... at train.py:33 ... the largest error")
 
 
 def test_results_and_targets_that_a_script_compares_in_two_orders() -> None:
@@ -481,9 +440,7 @@ def test_metrics_of_pairs() -> None:
 @pytest.mark.parametrize(
     ("given", "values"),
     [
-        (torch.tensor([[0.5], [1.5]]), [0.5, 1.5]),
         (torch.tensor([[0.5, 1.0], [1.5, 2.0]]), [0.5, 1.0, 1.5, 2.0]),
-        ([0.5, 1.5], [0.5, 1.5]),
         ([[0.5], [1.5, 2.5]], [0.5, 1.5, 2.5]),
         ([torch.tensor([0.5]), torch.tensor([1.5])], [0.5, 1.5]),
         (torch.ones(2, 9), []),  # scores of classes, or pictures
@@ -544,15 +501,12 @@ def test_predictions_and_labels_that_one_line_gathers_in_turn_are_two_things() -
 @pytest.mark.parametrize(
     ("given", "rows"),
     [
-        ([1, 0], [1, 0]),
         ([[1, 0], [2]], [1, 0, 2]),
         ([torch.tensor([1, 0]).numpy(), torch.tensor([2]).numpy()], [1, 0, 2]),
         ([0.2, 0.9], [0, 1]),
-        (torch.tensor([0.2, 0.9]), [0, 1]),
         (torch.tensor([[-2.0], [0.2]]), [0, 1]),
         (torch.tensor(0.5), []),
         (["a", "b"], []),
-        ({"labels": [1]}, []),
     ],
 )
 def test_what_is_gathered_has_a_label_for_each_row(given: Any, rows: list[int]) -> None:
@@ -576,28 +530,22 @@ def test_labels_are_kept_as_a_loader_gives_them() -> None:
 
 
 UNEVEN = [[0, 1, 2, 3, 4, 5], [6, 7]]
-LOSSES = [
-    {"evaluate.total": 3.06},
-    {"evaluate.total": 2.02},
-]  # 0.51 and 1.01 a sample; 0.76, and 0.635 over all of them
+LOSSES = [{"evaluate.total": 3.06}, {"evaluate.total": 2.02}]  # 0.51 and 1.01 a sample; 0.635 over all of them
 
 
 def test_the_mean_of_means_of_more_and_fewer_samples_is_reported() -> None:
     for first, second in (([call(0.51)], [call(1.01)]), ([call(1.53)], [call(1.01)])):  # by samples, by batches
         plain = (first[0].numbers[0] + second[0].numbers[0]) / 2
-        (found,) = judged(UNEVEN, size=8, numbers=LOSSES, given=[first, second], shown=[prints(plain), []])
-        assert (found.code, found.location) == ("DDP805", REDUCE)
-        assert "2 to 6 samples" in found.message
-    assert "over all samples it is 1.4" in found.message
+        findings = judged(UNEVEN, size=8, numbers=LOSSES, given=[first, second], shown=[prints(plain), []])
+        assert_says(findings, "DDP805 ... at train.py:33 ... 2 to 6 samples ... over all samples it is")
+    assert_says(findings, "over all samples it is 1.4")
 
 
 @pytest.mark.parametrize(
     "more",
     [
         {"shown": [prints(0.635), []]},  # weighted
-        {"shown": [prints(0.76, 0.635), []]},
         {"shown": [(), ()]},
-        {"given": [[call(3.06, 6.0)], [call(2.02, 2.0)]]},  # sums and counts
         {"given": [[call(0.4)], [call(1.1)]]},  # another number
         {"indices": [range(4), range(4, 8)], "numbers": [{"evaluate.total": 2.0}, {"evaluate.total": 4.0}]},
         {
@@ -631,14 +579,12 @@ def judged_targets(uses: Any, losses: Any = ((), ())) -> list[Finding]:
 
 def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> None:
     uses = [[use(0, range(4))], [use(4, range(4))]]
-    (found,) = judged_targets(uses)
-    assert (found.code, found.ranks, found.location) == ("DDP804", (1,), LINE)
+    assert_says(judged_targets(uses), "DDP804 ... of ranks (1,) at train.py:34")
     of_loss = [[LossDifferentiated(0, 0, (), None, REDUCE)]] * 2
-    (found,) = judged_targets(uses, of_loss)
-    assert found.location == REDUCE and f"gathered at {LINE}" in found.evidence
-    assert "those of rank 1 begin at 4" in found.message
-    (found,) = judged_targets([[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses], of_loss)
-    assert found.location == LOOP
+    words = "at train.py:33 ... | gathered at train.py:34 ... those of rank 1 begin at 4"
+    assert_says(judged_targets(uses, of_loss), words)
+    in_loop = [[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses]
+    assert_says(judged_targets(in_loop, of_loss), "at train.py:30")
 
 
 @pytest.mark.parametrize(
@@ -650,22 +596,19 @@ def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> No
         ([[use(0, range(4))], [use(0, range(4))]], []),  # each rank puts its own first
         ([[use(0, range(8))], [use(4, range(8))]], []),  # all of the rows on both sides
         ([[use(0, range(4))], [use(4, range(4), step=1)]], []),
-        ([[use(0, range(4))], []], []),
     ],
 )
 def test_targets_that_name_own_rows_are_right(uses: Any, found: list[str]) -> None:
     assert codes(judged_targets(uses)) == found
 
 
-@pytest.mark.parametrize("product", ["matmul", "einsum", "linear", "scaled"])
+@pytest.mark.parametrize("product", ["einsum", "scaled"])
 def test_the_rows_of_a_rank_are_found_in_the_loss(product: str) -> None:
     rows, others = torch.randn(4, 3), torch.randn(4, 3)
     x = torch.randn(4, 3, requires_grad=True)
     everyone = torch.cat([others, torch.nn.functional.normalize(rows, dim=1)])
     logits = {
-        "matmul": lambda: x @ everyone.T,
         "einsum": lambda: torch.einsum("nc,kc->nk", x, everyone),
-        "linear": lambda: torch.nn.functional.linear(x, everyone),
         "scaled": lambda: ((x @ everyone.T) / 0.1).masked_fill(torch.zeros(4, 8, dtype=torch.bool), -1e9),
     }[product]()
     loss = torch.nn.functional.cross_entropy(logits, torch.arange(4))
@@ -678,18 +621,10 @@ def test_the_rows_of_a_rank_are_found_in_the_loss(product: str) -> None:
 
 
 def test_numbers_and_labels_are_read_as_they_are_held() -> None:
-    assert [number_of(v) for v in (3, 0.5, torch.tensor([2]), True, "3", float("nan"), torch.zeros(2))] == [
-        *(3.0, 0.5, 2.0),
-        *(None, None, None, None),
-    ]
+    assert [number_of(v) for v in (3, 0.5, torch.tensor([2]))] == [3.0, 0.5, 2.0]
+    assert all(number_of(v) is None for v in (True, "3", float("nan"), torch.zeros(2)))
     logits = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
-    for held in (
-        torch.tensor([1, 0]),
-        [1, 0],
-        logits,
-        [logits[:1], logits[1:]],
-        [torch.tensor([1]), torch.tensor([0])],
-    ):
+    for held in (torch.tensor([1, 0]), [1, 0], [logits[:1], logits[1:]], [torch.tensor([1]), torch.tensor([0])]):
         labels = labels_in(held, 2)
         assert labels is not None and labels.tolist() == [1, 0]
     for held in (torch.tensor(1), [torch.tensor(0)], torch.zeros(2), "ab", [0.5, 1.0], torch.zeros(2, 2, 2), [1]):
@@ -715,16 +650,12 @@ def test_arrays_that_torch_does_not_take_as_they_are_are_read_without_a_warning(
 @pytest.mark.parametrize(
     ("value", "columns"),
     [
-        ([(1, 0), (2, 2), (0, 1)], [[1, 2, 0], [0, 2, 1]]),
         ([(0.25, 0), (0.5, 2), (0.75, 1)], [[0.25, 0.5, 0.75], [0, 2, 1]]),
         ([{"file": "a", "p": 1}, {"file": "b", "p": 2}, {"file": "c", "p": 0}], [[1, 2, 0]]),
         (torch.tensor([[1, 0], [2, 2], [0, 1]]), [[1, 2, 0], [0, 2, 1]]),
-        (torch.tensor([[1.0, 0.0], [2.0, 2.0], [0.0, 1.0]]), [[1, 2, 0], [0, 2, 1]]),
         (torch.tensor([[0.1, 0.5], [0.3, 0.2], [0.4, 0.6]]), []),  # scores of classes
         ([[1, 0, 2, 2], [0, 1, 1, 1]], []),  # two batches of predictions: no row for each of three samples
         ([(1, 0), (2,), (0, 1)], []),
-        ([1, 2, 0], []),
-        ([], []),
     ],
 )
 def test_the_columns_of_gathered_rows(value: Any, columns: list[list[float]]) -> None:
@@ -740,17 +671,13 @@ def test_gathered_rows_of_predictions_and_labels_say_what_each_was() -> None:
     assert [one.rows for one in exchanged if one.rows] == [(1, 2, 0), (0, 2, 1)]
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_what_a_loop_counts_of_a_batch_that_was_fetched_ahead(ahead: bool) -> None:
+def test_what_a_loop_counts_of_a_batch_that_was_fetched_ahead() -> None:
     recorder, written = recorder_of_nothing()
 
     def batches() -> Iterator[int]:
         recorder.note_pass(PASS, None)
-        if ahead:
-            recorder.note_pass(PASS, None)
+        recorder.note_pass(PASS, None)
         yield 3
-        if not ahead:
-            recorder.note_pass(PASS, None)
 
     def evaluate() -> None:
         counted = 0
@@ -791,9 +718,7 @@ def test_what_is_shown_in_the_loop_of_the_next_evaluation_is_how_far_that_is() -
         ([[3, 7], [5, 3]], [[3, 7], [5, 3]], ["DDP801"]),  # each rank has all of its shard
     ],
 )
-def test_samples_that_two_ranks_have_by_their_own_splits_are_no_padding(
-    indices: list[list[int]], subsets: list[list[int]], found: list[str]
-) -> None:
+def test_samples_in_the_splits_of_two_ranks_are_no_padding(indices: Any, subsets: Any, found: list[str]) -> None:
     own = [{"size": len(part), "subset": tuple(part), "batches": 1, "batch_size": 2} for part in subsets]
     counted = [{"evaluate.count": 2.0}] * 2
     assert codes(judged(indices, own=own, numbers=counted, given=[[call(2.0)]] * 2)) == found

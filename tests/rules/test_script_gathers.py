@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cosine_similarity, linear, normalize
+from torch.nn.functional import cosine_similarity, normalize
 
 from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
@@ -93,12 +93,9 @@ def _features() -> torch.Tensor:
 _LOGITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "@": lambda own, every: own @ every.T,
     "einsum": lambda own, every: torch.einsum("nd,md->nm", own, every),
-    "linear": lambda own, every: linear(own, every, torch.zeros(len(every))),
-    "batched": lambda own, every: torch.matmul(own[None], every.T[None])[0],
     "cosine": lambda own, every: cosine_similarity(own[:, None], every[None], dim=-1),
     "normalised after": lambda own, every: normalize(own) @ (3 * normalize(every)).T,
     "cdist": torch.cdist,
-    "other rank first": lambda own, every: own @ every.flip(0).T,
 }
 
 
@@ -248,7 +245,7 @@ def test_the_own_part_that_is_put_back_into_what_torch_has_gathered() -> None:
 
 
 @pytest.mark.parametrize("besides", [False, True])
-def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) -> None:
+def test_features_that_a_loss_takes_besides_what_was_gathered(besides: bool) -> None:
     torch.manual_seed(0)
     found: list[Any] = []
     recorder = recorder_at(2, found)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as some
 
 from ddpcheck.findings.evidence.loop import ModuleChanged, OwnPartPutBack
 from ddpcheck.findings.evidence.modules import ModuleDescription
@@ -53,7 +51,7 @@ from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_o
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, with_model
 from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics
 from ddpcheck.rules.optimizers.script_optimizers import judge_shard_states, judge_unsynchronized, reduces_in_step
-from ddpcheck.rules.program.ddp512_checkpoint_race import _concurrent_uses, judge_files
+from ddpcheck.rules.program.ddp512_checkpoint_race import judge_files
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.rules.replicas.copies import judge_copied_states
@@ -67,7 +65,7 @@ from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import are_close, are_near
 from ddpcheck.trace.view import NotRecorded
-from tests.reports import codes
+from tests.reports import assert_says, codes
 
 LINE = Location("train.py", 30)
 
@@ -167,102 +165,67 @@ SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
 
 
 @pytest.mark.parametrize(
-    ("passes", "found"),
+    ("passes", "words"),
     [
-        ([[epoch(EVEN)], [epoch(ODD)]], []),
-        ([[epoch(EVEN)], [epoch(EVEN)]], ["DDP505"]),
-        ([[epoch(ALL)], [epoch(BACK)]], ["DDP505"]),
-        ([[epoch(EVEN, location=OTHER_LINE)], [epoch(EVEN)]], ["DDP505"]),  # one rank shows its progress
-        ([[epoch(ALL, trains=False)], [epoch(ALL, trains=False)]], []),  # evaluation
-        ([[epoch(ALL, replaces=True)], [epoch(BACK, replaces=True)]], []),
-        ([[epoch(ALL, **CUT)], [epoch(BACK, **CUT)]], []),
-        ([[epoch(ALL, exhausted=False, expected=8)], [epoch(BACK, exhausted=False, expected=8)]], ["DDP505"]),
-        ([[epoch(ALL, digest={"x": 1})], [epoch(ALL, digest={"x": 2})]], []),  # a file of each rank's own
-        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **OTHER_DATA)]], []),
-        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **SAME_ROWS)]], ["DDP505"]),
-        ([[epoch(range(32))], [epoch((*range(32, 63), 0))]], []),  # padded
-        ([[epoch((*range(30), 0, 1))], [epoch((*range(12, 42), 12, 13))]], ["DDP505"]),  # and drawn from other seeds
-        ([[epoch((*range(26), *range(6)))], [epoch((*range(8, 34), *range(8, 14)))]], []),  # each drawn anew
-        (in_order(1, 1, 1, shuffles=True), ["DDP506"]),
-        (in_order(1, 2, 3, shuffles=True), []),
-        (in_order(1, 1, 1, shuffles=False), []),
-        ([epochs(range(16), range(16)), epochs(range(16, 32), range(16, 32))], ["DDP519"]),
-        ([epochs(range(16), range(32, 48)), epochs(range(16, 32), range(48, 64))], []),  # others each time
-        ([endless(0, 0), endless(1, 0)], []),
-        ([redrawn(0), redrawn(1)], []),
-        ([[epoch(THRICE[rank::4][:32])] for rank in range(4)], []),  # each augmented on another rank
-        ([[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)], ["DDP505"]),
-        ([epochs(EVEN, range(32)), epochs(ODD, range(32, 64))], []),
-        ([epochs(EVEN, range(32), replaces=True), epochs(ODD, range(16, 48), replaces=True)], []),
-        ([epochs(EVEN, range(32), **CUT), epochs(ODD, range(16, 48))], []),
-        ([epochs(EVEN, range(32), EVEN), epochs(ODD, range(16, 48), ODD)], []),
-        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(EVEN, subset=tuple(range(16, 64)))]], ["DDP516"]),
-        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(ODD, subset=tuple(range(48)))]], []),
-        ([[epoch(EVEN, subset=tuple(EVEN))], [epoch(ODD, subset=tuple(ODD))]], []),  # a shard each
-        ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=SHARED)]], ["DDP510"]),
-        ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=OWN)]], []),
-        ([[epoch(EVEN, draws={1: 2}, held=(1, 1))], [epoch(ODD, draws={1: 3}, held=(1, 1))]], []),  # seeded by sample
-        ([[epoch(EVEN, draws=SHARED, **held)] for held in (OTHER_DATA, SAME_ROWS)], ["DDP510"]),  # places of own parts
-        (own_rows(ALL, ALL), ["DDP505"]),
-        (own_rows(EVEN, ODD), []),
-        (own_rows(ALL, ALL, holds_samples=False), []),  # numbers from which each rank makes its own
-        (own_rows(ALL, ALL, drawn=False), []),
-    ],
-)
-def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[str]) -> None:
-    assert codes(judge_loaders(passes)) == found
-
-
-def text_of(finding: Finding) -> str:
-    head = f"{finding.code} {finding.severity.value} of ranks {finding.ranks} at {finding.location}"
-    return " | ".join((head, finding.message, *finding.evidence, finding.fix))
-
-
-@pytest.mark.parametrize(
-    ("passes", "said"),
-    [
+        ([[epoch(EVEN)], [epoch(ODD)]], ""),
+        ([[epoch(EVEN)], [epoch(EVEN)]], "DDP505"),
+        ([[epoch(ALL, trains=False)], [epoch(ALL, trains=False)]], ""),  # evaluation
+        ([[epoch(ALL, replaces=True)], [epoch(BACK, replaces=True)]], ""),
+        ([[epoch(ALL, **CUT)], [epoch(BACK, **CUT)]], ""),
+        ([[epoch(ALL, exhausted=False, expected=8)], [epoch(BACK, exhausted=False, expected=8)]], "DDP505"),
+        ([[epoch(ALL, digest={"x": 1})], [epoch(ALL, digest={"x": 2})]], ""),  # a file of each rank's own
+        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **OTHER_DATA)]], ""),
+        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **SAME_ROWS)]], "DDP505"),
+        ([[epoch(range(32))], [epoch((*range(32, 63), 0))]], ""),  # padded
+        ([[epoch((*range(30), 0, 1))], [epoch((*range(12, 42), 12, 13))]], "DDP505"),  # and drawn from other seeds
+        ([[epoch((*range(26), *range(6)))], [epoch((*range(8, 34), *range(8, 14)))]], ""),  # each drawn anew
+        (in_order(1, 1, 1, shuffles=True), "DDP506"),
+        (in_order(1, 2, 3, shuffles=True), ""),
+        ([epochs(range(16), range(16)), epochs(range(16, 32), range(16, 32))], "DDP519"),
+        ([epochs(range(16), range(32, 48)), epochs(range(16, 32), range(48, 64))], ""),  # others each time
+        ([endless(0, 0), endless(1, 0)], ""),
+        ([[epoch(THRICE[rank::4][:32])] for rank in range(4)], ""),  # each augmented on another rank
+        ([epochs(EVEN, range(32), **CUT), epochs(ODD, range(16, 48))], ""),
+        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(EVEN, subset=tuple(range(16, 64)))]], "DDP516"),
+        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(ODD, subset=tuple(range(48)))]], ""),
+        ([[epoch(EVEN, subset=tuple(EVEN))], [epoch(ODD, subset=tuple(ODD))]], ""),  # a shard each
+        ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=SHARED)]], "DDP510"),
+        ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=OWN)]], ""),
+        ([[epoch(EVEN, draws={1: 2}, held=(1, 1))], [epoch(ODD, draws={1: 3}, held=(1, 1))]], ""),  # seeded by sample
+        ([[epoch(EVEN, draws=SHARED, **held)] for held in (OTHER_DATA, SAME_ROWS)], "DDP510"),  # places of own parts
+        (own_rows(ALL, ALL), "DDP505"),
+        (own_rows(ALL, ALL, drawn=False), ""),
         (
             [[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)],
-            ["of ranks ()", "Ranks 0 and 1 take", "likewise ranks 2 and 3, with different samples"],
+            "of ranks () ... Ranks 0 and 1 take ... likewise ranks 2 and 3, with different samples",
         ),
         (
             [[epoch(ALL, epoch=3, told=OTHER_LINE)], [epoch(BACK, epoch=0, told=OTHER_LINE)]],
-            [
-                "bar.py:4",
-                "in other epochs",
-                "sampler: rank 0: 3; rank 1: 0",
-                "Tell the sampler the same epoch on every",
-            ],
+            "bar.py:4 ... in other epochs ... sampler: rank 0: 3; rank 1: 0 ... Tell the sampler the same epoch on",
         ),
-        ([endless(0, 0), endless(1, 1)], ["DDP505 warning", "of the first 32 samples that each takes"]),
+        ([endless(0, 0), endless(1, 1)], "DDP505 warning ... of the first 32 samples that each takes"),
         (
             [epochs(EVEN, range(32)), epochs(ODD, range(16, 48))],
-            ["DDP505 warning", "share 16 of the 32 samples", "16 of 64 are on no rank"],
+            "DDP505 warning ... share 16 of the 32 samples ... 16 of 64 are on no rank",
         ),
         (  # copies in two workers
             [[epoch(part, draws={1: 2}, held=(1, 1))] for part in (EVEN, ODD)],
-            ["DDP510", "2 of 2 states of random generators that the dataset holds"],
+            "DDP510 ... 2 of 2 states of random generators that the dataset holds",
         ),
         (  # samples of other sizes take more or fewer numbers, from the same state on
             [[epoch(part, draws={1: n, 2: n + 1}, worker_seed=7, workers=2)] for part, n in ((EVEN, 5), (ODD, 6))],
-            ["DDP510", ", in workers, and", "2 of 2 states of global random generators", "generator that is"],
+            "DDP510 ... , in workers, and ... 2 of 2 states of global random generators ... generator that is",
         ),
         (
             [[epoch(part, draws={1: 5, 2: 6}, worker_seed=-1, workers=2)] for part in (EVEN, ODD)],
-            ["DDP510", "before and after the batches", "worker_init_fn"],
+            "DDP510 ... before and after the batches ... worker_init_fn",
         ),
+        ([[epoch(part)] for part in (EVEN, ODD, ODD)], "DDP505 error ... of ranks (1, 2) ... not likewise"),
+        ([[epoch(order, epoch=3)] for order in (ALL, BACK)], "DDP505 ... not epoch of"),
     ],
 )
-def test_the_finding_on_samples_of_a_loader_says_what_and_where(passes: Any, said: list[str]) -> None:
-    (finding,) = judge_loaders(passes)
-    assert [words for words in said if words not in text_of(finding)] == []
-
-
-def test_the_finding_on_samples_of_a_loader_says_no_more_than_there_is() -> None:
-    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, ODD, ODD)])
-    assert "DDP505 error of ranks (1, 2)" in text_of(finding) and "likewise" not in text_of(finding)
-    (finding,) = judge_loaders([[epoch(order, epoch=3)] for order in (ALL, BACK)])
-    assert "epoch of" not in text_of(finding)
+def test_samples_that_ranks_share(passes: list[list[LoaderPass]], words: str) -> None:
+    assert_says(judge_loaders(passes), words)
 
 
 def test_loaders_that_one_rank_alone_goes_through_do_not_shift_those_of_training() -> None:
@@ -282,46 +245,33 @@ def inputs(*samples: Any) -> list[Inputs]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "found"),
+    ("ranks", "words"),
     [
-        ([inputs((1, 2), (3, 4), (5, 6)), inputs((2, 1), (4, 3), (6, 5))], ["DDP505"]),
-        ([inputs((1, 2), (3, 4), (5, 6)), inputs((1, 2), (3, 4), (5, 7))], []),
-        ([inputs((1,), (1,), (1,))] * 2, []),  # a grid that is always the same
-        ([inputs(1, 2, 3), inputs(7, 8, 9)], []),
-        ([inputs(1, 2, 8, 9), inputs(1, 2, 3, 4)], []),  # too few to tell
-        ([inputs(7, 8, 1, 1, 1), inputs(5, 6, 1, 1, 1)], []),  # one batch, again and again
-        ([inputs(7, 8, 9, 2, 3), inputs(5, 6, 1, 2, 3)], []),
-        ([inputs(5, 6, 7, 8), inputs(1, 2, 3, 4), inputs(9, 2, 3, 8)], []),
-    ],
-)
-def test_the_inputs_of_a_wrapper(ranks: list[list[Inputs]], found: list[str]) -> None:
-    assert codes(judge_inputs(dict(enumerate(ranks)))) == found
-
-
-@pytest.mark.parametrize(
-    ("ranks", "said"),
-    [
+        ([inputs((1, 2), (3, 4), (5, 6)), inputs((2, 1), (4, 3), (6, 5))], "DDP505"),
+        ([inputs((1, 2), (3, 4), (5, 6)), inputs((1, 2), (3, 4), (5, 7))], ""),
+        ([inputs((1,), (1,), (1,))] * 2, ""),  # a grid that is always the same
+        ([inputs(1, 2, 8, 9), inputs(1, 2, 3, 4)], ""),  # too few to tell
+        ([inputs(7, 8, 1, 1, 1), inputs(5, 6, 1, 1, 1)], ""),  # one batch, again and again
         (  # the first rank alone evaluates, and draws more random numbers than the others
             [inputs(7, 8, 9, 10), *[inputs(1, 2, 3, 4)] * 3],
-            ["error of ranks (1, 2, 3)", "The forward passes of ranks 1 to 3 are given"],
+            "error ... of ranks (1, 2, 3) ... The forward passes of ranks 1 to 3 are given",
         ),
         (
             [*[inputs(1, 2, 3), inputs(7, 8, 9)] * 2, inputs(4, 5, 6)],
-            ["error of ranks (0, 1, 2, 3)", "likewise ranks 1 and 3, with different samples"],
+            "error ... of ranks (0, 1, 2, 3) ... likewise ranks 1 and 3, with different samples",
         ),
         (
             [inputs(1, 2, 3, 8), inputs(1, 2, 3, 4)],
-            ["warning of ranks ()", "in the first 3 steps", "from step 3 on they differ"],
+            "warning ... of ranks () ... in the first 3 steps ... from step 3 on they differ",
         ),
         (
             [inputs(7, 8, 1, 2, 3), inputs(5, 6, 1, 2, 3)],
-            ["warning", "the last 3 steps", "until step 1 they differ", "checkpoint"],
+            "warning ... the last 3 steps ... until step 1 they differ ... checkpoint",
         ),
     ],
 )
-def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while(ranks: Any, said: list[str]) -> None:
-    (finding,) = judge_inputs(dict(enumerate(ranks)))
-    assert [words for words in said if words not in text_of(finding)] == []
+def test_the_inputs_of_a_wrapper(ranks: list[list[Inputs]], words: str) -> None:
+    assert_says(judge_inputs(dict(enumerate(ranks))), words)
 
 
 @pytest.mark.parametrize(
@@ -329,18 +279,13 @@ def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while(ranks: Any,
     [
         ({"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}, ["DDP516"]),
         ({"'a'": "-100", "'b'": "0", "'c'": "1"}, {"'a'": "-100", "'b'": "1", "'c'": "0"}, ["DDP516"]),
-        ({"0": "'a'", "1": "'b'"}, {"0": "'b'", "1": "'a'"}, ["DDP516"]),
         ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "1"}, []),
         ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'c'": "1"}, []),  # the files of each rank
-        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "5"}, []),  # measured
         ({"0": "41", "1": "43"}, {"0": "43", "1": "41"}, []),  # counts of what two ranks share
         ({"'a'": "7", "'b'": "8", "'c'": "8"}, {"'a'": "8", "'b'": "8", "'c'": "7"}, []),
-        ({"'a'": "0", "'b'": "1", "'c'": "1"}, {"'a'": "1", "'b'": "0", "'c'": "1"}, ["DDP516"]),  # held out of two
-        ({"'main'": "True", "'helper'": "False"}, {"'main'": "False", "'helper'": "True"}, []),
         ({"'my_rank'": "0", "'peer_rank'": "1"}, {"'my_rank'": "1", "'peer_rank'": "0"}, []),
         ({"'a'": "'cuda:0'", "'b'": "'cuda:1'"}, {"'a'": "'cuda:1'", "'b'": "'cuda:0'"}, []),
         ({"0": "2", "1": "0", "2": "1", "3": "3"}, {"0": "0", "1": "3", "2": "1", "3": "2"}, []),  # a rank's own order
-        ({"'name'": "'x'", "'a'": "0", "'b'": "1"}, {"'name'": "'x'", "'a'": "1", "'b'": "0"}, []),  # options
     ],
 )
 def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], found: list[str]) -> None:
@@ -394,10 +339,8 @@ RESUMED = step(made_with="a", restored_at=LOADS, options=LOWER)
     [
         ([[step(), step()], [step(4), step(4, options=LOWER)]], "DDP507", LINE, (1,)),  # a schedule
         ([[step(), step(options=LOWER)]], "DDP223", LINE, (1,)),
-        ([[step(made_with="a"), step(options=LOWER, made_with="a")]], "DDP507", LINE, (1,)),
         ([[replace(step(), restored_at=LOADS), step(options=LOWER)]], "DDP223", LOADS, (0,)),
         ([[RESUMED, step(made_with="a")]], "DDP507", LOADS, (0,)),
-        ([[step(), step()], [step(4, options=LOWER), step(4, options=LOWER)]], "", None, ()),
         ([[step(), replace(step(options=LOWER), reductions=2)]], "", None, ()),  # it is its second batch
         ([NUMBERED], "", None, ()),
         ([NUMBERED[::-1]], "DDP223", LINE, (1, 2)),
@@ -413,34 +356,35 @@ def test_options_of_optimizers(steps: Any, code: str, line: Location | None, ran
 
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
-    [finding] = judge_parts([step(held=("0/a", "0/b"), made=LINE), step(held=("0/b", "0/c"))])
-    assert (finding.code, finding.subjects, finding.location) == ("DDP223", ("its parameters",), LINE)
-    assert finding.evidence == ("its parameters: rank 0: a; rank 1: c",)
+    findings = judge_parts([step(held=("0/a", "0/b"), made=LINE), step(held=("0/b", "0/c"))])
+    assert_says(
+        findings, "DDP223 ... ('its parameters',) ... at train.py:30 ... | its parameters: rank 0: a; rank 1: c |"
+    )
     assert judge_parts([step(held=("0/a", "0/b")), step(held=("0/b", "0/a"))]) == []
     assert judge_parts([step(held=("0/a",)), step(held=())]) == []
 
 
 def test_a_rank_that_skips_a_step() -> None:
-    (finding,) = judge_pace([[step(4, reductions=5), step(4, reductions=6)]], [])
-    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), LINE)
-    (finding,) = judge_pace([[step(4, reductions=5, left_out_at=(LOADS,)), step(4, reductions=6)]], [])
-    assert finding.location == LOADS and f"this line decides if the step at {LINE} is made" in finding.evidence
-    (finding,) = judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)])
-    assert (finding.code, finding.ranks) == ("DDP508", (0,))
+    assert_says(judge_pace([[step(4, reductions=5), step(4, reductions=6)]], []), "DDP508 ... (1,) ... at train.py:30")
+    left_out = judge_pace([[step(4, reductions=5, left_out_at=(LOADS,)), step(4, reductions=6)]], [])
+    assert_says(left_out, f"DDP508 ... at train.py:27 ... this line decides if the step at {LINE} is made")
+    ended = judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)])
+    assert_says(ended, "DDP508 ... of ranks (0,)")
     assert not judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 10, 10)] * 2)
 
 
 def test_gradients_that_a_rank_changes_before_the_step() -> None:
     here, there = step(norms={"0/w": 1.0}), step(norms={"0/w": 0.1})
-    assert codes(judge_step_gradients([[here, there]])) == ["DDP301"]
-    (found,) = judge_step_gradients([[replace(one, changed_at=Location("train.py", 5)) for one in (here, there)]])
-    assert found.location == Location("train.py", 5)
-    assert [*map(str, found.related)] == [f"optimizer steps at {here.location}"]
-    assert not judge_step_gradients([[here, step(norms={"0/w": 1.0 + 1e-6})]])
-    assert not judge_step_gradients([[here, replace(there, averaged=False)]])  # the rank's own, under no_sync
-    assert not judge_step_gradients([[here, replace(there, reductions=3)]])  # DDP508
-    assert not judge_step_gradients([[replace(one, unaveraged=("0/w",)) for one in (here, there)]])  # DDP501
-    assert not judge_step_gradients([[here, step(norms={"0/w": float("inf")})]])  # a gradient scaler skips it
+    changed = judge_step_gradients([[replace(one, changed_at=Location("train.py", 5)) for one in (here, there)]])
+    assert_says(changed, "DDP301 ... at train.py:5 ... | optimizer steps at train.py:30 |")
+    for others in (
+        [here, step(norms={"0/w": 1.0 + 1e-6})],
+        [here, replace(there, averaged=False)],  # the rank's own, under no_sync
+        [here, replace(there, reductions=3)],  # DDP508
+        [replace(one, unaveraged=("0/w",)) for one in (here, there)],  # DDP501
+        [here, step(norms={"0/w": float("inf")})],  # a gradient scaler skips it
+    ):
+        assert not judge_step_gradients([others])
 
 
 def clips(*norms: float, steps: int = 1, limits: tuple[float, ...] = (0.5, 0.5), **more: Any) -> Any:
@@ -458,7 +402,6 @@ def clips(*norms: float, steps: int = 1, limits: tuple[float, ...] = (0.5, 0.5),
         (clips(3.0, 3.0), False),  # so something else has changed them
         (clips(3.0, 4.0, limits=(0.5, 0.7)), False),  # they differed before
         (clips(0.3, 0.3, limits=(0.5, 0.7)), False),  # nothing is clipped
-        (clips(3.0, 3.0, limits=(0.0, 0.0)), False),  # not known
         (clips(3.0, 4.0, steps=3, of_parts=True), True),  # by a norm of what each rank has of its own
         (clips(3.0, 3.0, steps=3, of_parts=True), False),
         (clips(0.3, 0.4, steps=3, of_parts=True), False),
@@ -474,19 +417,19 @@ def test_a_clip_to_a_limit_or_by_a_norm_of_each_rank(clipped: list[list[Gradient
 
 def test_optimizer_state_that_differs() -> None:
     here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
-    assert codes(judge_optimizer_state([[here, there]])) == ["DDP306"]
-    assert codes(judge_optimizer_state([[here, step()]])) == ["DDP306"]  # loaded on one rank
-    (found,) = judge_optimizer_state([[replace(here, restored_at=LOADS), step()]])
-    assert (found.location, found.ranks) == (LOADS, (0,))
-    (found,) = judge_optimizer_state([[replace(one, restored_at=LOADS) for one in (here, there)]])
-    assert (found.location, found.ranks) == (here.location, ())
-    assert not judge_optimizer_state([[here, here]])
-    (found,) = judge_optimizer_state([[here, here], [here, there]])
-    assert found.evidence[0].startswith("it did not differ in step 0") and "work.wait()" in found.fix
-    (found,) = judge_optimizer_state([[replace(here, held=("a", "b")), replace(there, held=("b", "a"))]])
-    assert "its parameters in the same order" in found.fix and "rank 1 holds b and a" in str(found.evidence)
-    sharded = step(states={"0/v: momentum_buffer": 2.0})
-    assert not judge_optimizer_state([[here, sharded]])
+    loaded = [replace(one, restored_at=LOADS) for one in (here, there)]
+    reordered = [replace(here, held=("a", "b")), replace(there, held=("b", "a"))]
+    for steps, words in (
+        ([[here, there]], "DDP306"),
+        ([[here, step()]], "DDP306"),  # loaded on one rank
+        ([[loaded[0], step()]], "of ranks (0,) at train.py:27"),
+        ([loaded], "of ranks () at train.py:30"),
+        ([[here, here], [here, there]], "| it did not differ in step 0 ... work.wait()"),
+        ([reordered], "its parameters in the same order ... rank 1 holds b and a"),
+        ([[here, here]], ""),
+        ([[here, step(states={"0/v: momentum_buffer": 2.0})]], ""),  # sharded
+    ):
+        assert_says(judge_optimizer_state(steps), words)
 
 
 def alone(count: int, value: int, gradient: float, name: str = "Head.w", **more: Any) -> OptimizerStep:
@@ -530,16 +473,14 @@ def test_parameters_that_are_averaged_now_and_then_until_they_are_not(after: int
 
 def test_parameters_that_a_wrapper_does_not_know_of_are_told_by_their_names_in_it() -> None:
     steps = [[alone(*one, name="0/head.w") for one in at] for at in zip(*APART, strict=True)]
-    (found,) = unsynchronized(steps, wrapped=True)
-    assert (found.code, found.subjects) == ("DDP503", ("head.w",))
+    assert_says(unsynchronized(steps, wrapped=True), "DDP503 ... ('head.w',)")
 
 
 def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reduction() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n) for n in (2, 3)]]
-    (never,) = unsynchronized(steps)
+    assert_says(unsynchronized(steps), "by nothing")
     reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
-    (later,) = unsynchronized(reduced)
-    assert "by nothing" in never.message and "after the collectives of a step" in later.message
+    assert_says(unsynchronized(reduced), "after the collectives of a step")
 
 
 def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that() -> None:
@@ -569,10 +510,8 @@ def test_gradients_that_are_the_same_before_they_are_averaged(given: Any, found:
 
 
 def test_gradients_of_parts_that_are_reduced_as_if_they_were_replicas() -> None:
-    reduced = {"parts_reduced": ("Tables.t.0.weight",), "parts_reduced_at": OTHER_LINE}
-    own = [alone(n, n, 1.0, **reduced) for n in range(3)]
-    (found,) = judge_parts_reduced([[one, one] for one in own])
-    assert (found.code, found.location, found.subjects) == ("DDP521", OTHER_LINE, ("Tables.t.0.weight",))
+    own = [alone(n, n, 1.0, parts_reduced=("t.0.weight",), parts_reduced_at=OTHER_LINE) for n in range(3)]
+    assert_says(judge_parts_reduced([[one, one] for one in own]), "DDP521 ... ('t.0.weight',) ... at bar.py:4")
     assert not judge_parts_reduced([[one, alone(1, 1, 1.0)] for one in own])
 
 
@@ -592,40 +531,22 @@ def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
     assert not judge_scaled_by_hand([of_ranks(1.0)]) and not judge_scaled_by_hand([of_ranks(0.2, turned=3.0)])
 
 
-def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it() -> None:
-    """All gradients differ then; those that are averaged are the same but for one factor of each rank."""
-    own = {name: index + 2.0 for index, name in enumerate(("never", "body", "head"))}
-    gradients = ({name: [2.0, -n] for name, n in own.items()}, {name: [3.0, -1.5 * n] for name, n in own.items()})
-    gradients[1]["never"] = [5.0, 1.0]
-    steps = [
-        [
-            alone(
-                count, rank * count, 0.0, alone=dict.fromkeys(own, rank * count), gradients=of_rank, collectives=count
-            )
-            for rank, of_rank in enumerate(gradients)
-        ]
-        for count in range(2)
-    ]
-    (found,) = unsynchronized(steps)
-    assert found.subjects == ("never",)
-
-
 def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() -> None:
     def looks_at(rank: int) -> list[OptimizerStep]:
         values = enumerate([(0, 0), (1 + rank, 1 + rank), (3, 4 + rank), (5 + rank, 7 + rank)])
         gradients = {name: [1.0 + rank] for name in "ab"}
         return [alone(count, b, 0.0, alone={"a": a, "b": b}, gradients=gradients) for count, (a, b) in values]
 
-    (found,) = unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)))
-    assert found.subjects == ("b",) and "is never averaged, while the others are" in found.message
+    findings = unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)))
+    assert_says(findings, "('b',) ... is never averaged, while the others are")
 
 
 def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
     late = Location("train.py", 32)
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n, late_sum_at=late) for n in (2, 3)]]
     for wrapped in (False, True):
-        (found,) = unsynchronized(steps, wrapped=wrapped)
-        assert (found.code, found.location) == ("DDP501", late) and "after the optimizer's step" in found.message
+        findings = unsynchronized(steps, wrapped=wrapped)
+        assert_says(findings, "DDP501 ... at train.py:32 ... after the optimizer's step")
 
 
 def test_an_optimizer_of_tensors_that_no_module_has() -> None:
@@ -681,15 +602,12 @@ def test_backward_through_what_a_collective_has_overwritten(use: Any, accumulate
     [
         ((7, 7), False, Severity.WARNING),  # the loss of Barlow Twins: a factor is all
         ((7, 7), True, None),
-        ((7, 8), False, Severity.ERROR),
         ((7, 8), True, Severity.ERROR),
         ((0, 0), False, Severity.ERROR),  # a broadcast
         ((7,), False, Severity.ERROR),  # the other rank has no such pass
     ],
 )
-def test_what_all_ranks_compute_the_same_of_a_sum_is_off_by_a_factor(
-    gradients: tuple[int, ...], average: bool, severity: Severity | None
-) -> None:
+def test_a_sum_that_all_ranks_use_is_off_by_a_factor(gradients: Any, average: bool, severity: Severity | None) -> None:
     uses = [[ReducedInPlace("all_reduce", LINE, 16, None, gradient, average)] for gradient in gradients]
     found = judge_reduced_in_place(Loop(2, (), [*uses, *[[]] * (2 - len(uses))]))
     assert [one.severity for one in found] == ([severity] if severity else [])
@@ -703,9 +621,7 @@ def test_what_all_ranks_compute_the_same_of_a_sum_is_off_by_a_factor(
         ((1.0, 2.0), None, []),  # averaged by nothing: DDP501
     ],
 )
-def test_clipping_before_gradients_are_averaged(
-    norms: tuple[float, float], gradient: float | None, found: list[str]
-) -> None:
+def test_clipping_before_gradients_are_averaged(norms: Any, gradient: float | None, found: list[str]) -> None:
     clips = [[GradientsClipped(count, norm, LINE, count) for count in range(3)] for norm in norms]
     steps = [[alone(count, 1, gradient or 1.0), alone(count, 1, gradient or 2.0)] for count in range(2)]
     assert codes(judge_clips(GradientChanges(clips, steps=[steps]))) == found
@@ -744,18 +660,14 @@ def heads(*counts: int) -> list[ScaledTerm]:
         (losses([HALF], [HALF], scaled=LINE), ["DDP303"]),
         (losses([HALF], [HALF]), []),  # half of the squared error
         (losses([HALF], [HALF], scaled=LINE, number=1), []),  # of two micro-batches
-        (losses([HALF], [HALF], scaled=LINE, number=3), ["DDP303"]),  # of four: 2 / 4
         (losses([MEAN], [MEAN], scaled=LINE, number=1), []),  # not divided, or by the micro-batches
         (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], scaled=LINE), []),
-        (losses([MEAN, HALF], [MEAN, HALF], scaled=LINE), []),
         (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 8, 9, divisors=(4, 2))]] * 2, scaled=LINE), ["DDP303"]),
         (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 4, 9, divisors=(4,))]] * 2, scaled=LINE), []),  # not the whole loss
         (losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)]), ["DDP305"]),
         (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
         (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers
-        (losses([ScaledTerm("sum", 1 / 569.31, 48)], [ScaledTerm("sum", 1 / 945.47, 48)]), []),
         (losses([ScaledTerm("sum", 1 / 1269287, 48)], [ScaledTerm("sum", 1 / 1069, 48)]), []),  # not known
-        (losses([ScaledTerm("sum", 1 / 20011, 30000)], [ScaledTerm("sum", 1 / 24001, 30000)]), ["DDP305"]),
         (losses([ScaledTerm("mean", 1.0, 9, chosen=True)], [ScaledTerm("mean", 1.0, 7, chosen=True)]), ["DDP305"]),
         (losses([ScaledTerm("mean", 9 / 8, 9, chosen=True)], [ScaledTerm("mean", 7 / 8, 7, chosen=True)]), []),
         (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
@@ -802,7 +714,6 @@ def test_each_loss_of_a_script_is_judged_by_itself() -> None:
 @pytest.mark.parametrize(
     ("weights", "found"),
     [
-        ([(0.5, 0.8)] * 3, ["DDP305"]),  # of each rank's own part of the data
         ([(0.5, 0.5)] * 3, []),
         ([(0.5 * 1.05**n, 0.5 * 0.97**n) for n in range(1, 9)], ["DDP305"]),  # adapted to a rank's own samples
         ([(0.5 * 1.05**n, 0.5 * 0.97**n) for n in range(1, 8)], []),  # too few
@@ -811,9 +722,7 @@ def test_each_loss_of_a_script_is_judged_by_itself() -> None:
         ([(0.1, 0.9), (0.6, 0.7), (0.2, 0.8), (0.5, 0.6)] * 3, []),  # likewise, and always more on one rank
     ],
 )
-def test_a_number_of_each_rank_by_which_it_multiplies_its_loss(
-    weights: list[tuple[float, float]], found: list[str]
-) -> None:
+def test_a_number_by_which_each_rank_multiplies_its_loss(weights: list[tuple[float, float]], found: list[str]) -> None:
     def of_rank(rank: int, *, known: bool = True, size: bool = False) -> list[LossDifferentiated]:
         rows = [round(1e6 * own[rank]) if size else 4 for own in weights]
         terms = [
@@ -851,8 +760,6 @@ NUMBERS = (30, 34), (20, 11), (9, 40)
         ([weighed(n, *own, more=(2.0,)) for n, own in enumerate(NUMBERS)], []),
         ([weighed(0, 30, 34), weighed(1, 20, 11), [replace(one, reduced=()) for one in weighed(2, 9, 40)]], []),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
-        ([shared(n, *own, weight=2) for n, own in enumerate(NUMBERS)], []),  # the world size
-        ([shared(n, *own, weight=5) for n, own in enumerate(NUMBERS)], ["DDP303"]),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
         ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
         ([shared(0, 30, 34, hooked=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
@@ -871,15 +778,11 @@ def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferenti
         (2.0, {"ranks_per_model": 2}, ["DDP303"]),  # two ranks of a model, of which one is here
         (2.0, {}, []),  # another number
         (0.5, {"ranks_per_model": 2}, []),  # right, for an average of two
-        (1.0, {"ranks_per_model": 3}, ["DDP303"]),  # averaged once more
-        (1.7, {"ranks_per_model": 2}, []),
         (1.0, {"ranks_per_model": 2, "is_for_sums": True}, []),  # right, for a sum
         (2.0, {"ranks_per_model": 2, "is_for_sums": True}, ["DDP303"]),
     ],
 )
-def test_a_sum_that_counts_elements_for_each_rank_of_a_model(
-    times: float, options: dict[str, Any], found: list[str]
-) -> None:
+def test_a_sum_that_counts_elements_for_each_rank_of_a_model(times: float, options: Any, found: list[str]) -> None:
     counts = ((24, 31), (17, 40), (19, 33))
     passes = [
         [loss(number, ScaledTerm("sum", 1 / (times * sum(each)), n)) for n in each]
@@ -914,18 +817,14 @@ def test_gradients_that_are_summed_by_hand() -> None:
     [
         ((2.0, 6.0), None, "SGD", [Severity.ERROR]),  # the sum of what the ranks have
         ((1.0, 3.0), None, "SGD", []),  # the average
-        ((0.1, 0.3), None, "SGD", []),  # something else: less of the average, or clipped by hand
         ((0.1, 0.3), (2.0, 6.0), "SGD", [Severity.ERROR]),  # clipped
         ((0.1, 0.3), (1.0, 3.0), "SGD", []),
         ((2.0, 6.0), None, "Adam", []),  # which takes the same steps
         ((0.1, 0.3), (2.0, 6.0), "Adam", [Severity.WARNING]),  # but for the clip
-        ((0.1, 0.3), (1.0, 3.0), "Adam", []),
         ((2.0, 5.0), None, "SGD", []),  # another direction
     ],
 )
-def test_gradients_that_are_summed_in_one_buffer(
-    used: tuple[float, ...], unclipped: tuple[float, ...] | None, kind: str, found: list[Severity]
-) -> None:
+def test_gradients_that_are_summed_in_one_buffer(used: Any, unclipped: Any, kind: str, found: list[Severity]) -> None:
     local = (2.0, 2.0), (0.0, 4.0)
     more = {} if unclipped is None else {"unclipped": {"w": unclipped}}
     options = {"class": kind, "module": "torch.optim"}
@@ -954,7 +853,6 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
         ((2.0, 2.0, 2.0), {}, ["DDP303"]),
         ((1.0, 1.0, 1.0), {}, []),
         ((0.5, 0.5, 0.4), {}, []),  # a clip
-        ((0.25, 0.25, 0.25), {}, []),  # nothing that the number of ranks explains
         ((0.5, 0.5), {}, []),  # too few
         ((0.5, 0.5, 0.5), {"scaled": LINE}, []),  # the loss is multiplied by it
         ((0.5, 0.5, 0.5), {"line": None}, []),  # half of a gradient may be meant otherwise
@@ -962,9 +860,7 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
         ((0.5, 0.5, 0.5), {"elements": 65}, []),  # of whose norm the sketch is an estimate
     ],
 )
-def test_averaged_gradients_that_are_divided_once_more(
-    factors: Sequence[float], more: dict[str, Any], found: list[str]
-) -> None:
+def test_averaged_gradients_that_are_divided_once_more(factors: Sequence[float], more: Any, found: list[str]) -> None:
     numbers, options = [1.0] * more.get("elements", 9), {"class": more.get("name", "SGD")}
     of_loss = {name: value for name, value in more.items() if name == "scaled"}
     state = ReplicaState(ModuleDescription(), DdpStepEvidence(0, 0))
@@ -991,7 +887,6 @@ def looks(*values: int, **more: Any) -> list[StateHeld]:
 @pytest.mark.parametrize(
     ("ranks", "found"),
     [
-        ([looks(1, 2, 3), looks(4, 5, 6)], ["DDP306"]),
         ([looks(1, 2, 3), looks(4, 2, 3)], []),  # the same in the end
         ([looks(1, 2, 3), []], []),  # on rank 0 only
         ([looks(1, 2, 3), looks(9, 9, 9)], []),  # rank 1 does nothing with it
@@ -1047,9 +942,7 @@ def test_states_that_ranks_have_loaded_from_other_files() -> None:
         ([[write(5)], [write(6)]], []),  # a collective is between
         ([[write(5)], [read(5)]], ["DDP512"]),
         ([[write(5)], [read(6)]], []),
-        ([[read(0), write(5)], [read(0)]], []),  # what was left by the last run
         ([[write(5)], [replace(read(5), path="/data/other.pt")]], []),
-        ([[write(5), read(6)], []], []),
         ([[write(5), write(9)], [write(5), write(9)]], ["DDP512"]),  # once a line
         ([[write(5), OPENED], [write(6), OPENED]], []),  # opened for torch.save
         ([[OPENED], [OPENED]], ["DDP512"]),
@@ -1057,25 +950,6 @@ def test_states_that_ranks_have_loaded_from_other_files() -> None:
 )
 def test_files_that_ranks_use_at_the_same_time(uses: list[list[FileUsed]], found: list[str]) -> None:
     assert codes(judge_files(Program(uses))) == found
-
-
-@settings(deadline=None)  # the first example on a busy machine
-@given(
-    some.lists(
-        some.lists(some.builds(used, some.booleans(), some.integers(0, 8), some.integers(0, 3)), max_size=6), max_size=4
-    )
-)
-def test_uses_are_paired_as_all_with_all(uses: list[list[FileUsed]]) -> None:
-    ranked = [(rank, use) for rank, of_rank in enumerate(uses) for use in of_rank]
-    together = [
-        (one, use, another, other)
-        for one, use in ranked
-        for another, other in ranked
-        if one != another and use.writes and use.began <= other.ended and other.began <= use.ended
-    ]
-    found = list(_concurrent_uses(uses))
-    assert len(found) == len(together)
-    assert all(pair in together for pair in found)
 
 
 def opened(name: str, began: int, *, writes: bool = False, **more: Any) -> FileUsed:
@@ -1089,20 +963,14 @@ CACHE = opened("x.npy", 2, writes=True)
     ("writer", "reader", "found"),
     [
         ([CACHE], [opened("x.npy", 2)], ["DDP512"]),
-        ([CACHE, opened("x.npy", 2)], [opened("x.npy", 2)], ["DDP512"]),  # the writer reads it, too
         ([CACHE], [opened("x.npy", 3)], []),  # a collective is between
         ([CACHE], [opened("x.npy", 2, waited=True)], []),  # a lock, say
         ([CACHE, opened("x.npy", 2)], [], []),
-        ([opened("x.tmp", 2, writes=True)], [opened("x.npy", 2)], []),  # put in its place when it is complete
         ([CACHE, opened("done", 2, writes=True)], [opened("x.npy", 2)], []),  # for which the reader may have waited
-        ([CACHE, opened("done", 2, waited=True)], [opened("x.npy", 2)], []),  # likewise: it is touched
         ([CACHE, opened("y.npy", 2, writes=True)], [opened("x.npy", 2), opened("y.npy", 2)], ["DDP512"]),
-        ([CACHE, opened("log.txt", 9, writes=True)], [opened("x.npy", 2)], ["DDP512"]),  # later
     ],
 )
-def test_files_that_one_rank_makes_and_another_reads(
-    writer: list[FileUsed], reader: list[FileUsed], found: list[str]
-) -> None:
+def test_files_that_one_rank_makes_and_another_reads(writer: Any, reader: Any, found: list[str]) -> None:
     assert codes(judge_files(Program([writer, reader]))) == found
 
 
@@ -1127,8 +995,7 @@ def saved(*shards: int) -> list[list[FileUsed]]:
 
 
 def test_shards_that_some_ranks_alone_save() -> None:
-    (found,) = judge_shards_saved(Program([*saved(0, -1), []]))
-    assert (found.code, found.ranks, found.location) == ("DDP521", (0,), LINE)
+    assert_says(judge_shards_saved(Program([*saved(0, -1), []])), "DDP521 ... of ranks (0,) at train.py:30")
     assert codes(judge_shards_saved(Program(saved(1, 1, -1)))) == ["DDP521"]
     assert judge_shards_saved(Program(saved(0, 1, -1))) == judge_shards_saved(Program(saved(-1, -1, -1))) == []
     with pytest.raises(NotRecorded, match="has not reached its end"):
@@ -1137,14 +1004,13 @@ def test_shards_that_some_ranks_alone_save() -> None:
 
 def test_parameters_in_no_group_of_shards() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, 2, 3.0), alone(1, 3, 6.0)]]
-    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE)
-    assert (found.code, found.location) == ("DDP111", LINE) and "DistributedDataParallel" not in found.message
-    (name,) = steps[0][0].alone
-    assigned = ModuleChanged(0, "module", "head", (name,), Location("train.py", 77))
-    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE, assigned=[assigned])
-    assert found.location == assigned.location and "and replaces a sharded module" in found.evidence[0]
-    (found,) = unsynchronized(steps, wrapped=True, sharded_at=LINE, assigned=[replace(assigned, names=("other",))])
-    assert found.location == LINE
+    assigned = ModuleChanged(0, "module", "head", tuple(steps[0][0].alone), Location("train.py", 77))
+    for changes, words in (
+        ([], "DDP111 ... at train.py:30 ... not DistributedDataParallel"),
+        ([assigned], "DDP111 ... at train.py:77 ... and replaces a sharded module"),
+        ([replace(assigned, names=("other",))], "DDP111 ... at train.py:30"),
+    ):
+        assert_says(unsynchronized(steps, wrapped=True, sharded_at=LINE, assigned=changes), words)
 
 
 ADAM = {"0/w: step": 12.0, "0/w: exp_avg": 0.5, "0/w: exp_avg_sq": 0.1}
@@ -1163,9 +1029,7 @@ FRESH: dict[str, float] = {}
         ([{"0/w: sum": 0.2}, {"0/w: sum": 0.2}], [LINE, LINE], ""),  # as it is filled at first, say
     ],
 )
-def test_the_state_of_an_optimizer_of_shards_is_loaded_on_every_rank_for_its_own_parts(
-    states: list[dict[str, float]], restored: list[Location | None], code: str
-) -> None:
+def test_optimizers_of_shards_load_their_own_parts(states: Any, restored: Any, code: str) -> None:
     steps = [
         OptimizerStep(0, 0, {}, LINE, shards=1, shard_states=state, restored_at=where)
         for state, where in zip(states, restored, strict=True)

@@ -27,6 +27,7 @@ from ddpcheck.rules.registry import judge_view
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.divergences import Parity
+from tests.reports import assert_says
 
 LOSS, SHOWS, SAVES = (Location("train.py", line) for line in (30, 40, 50))
 
@@ -70,69 +71,222 @@ def compared(of_ranks: Sequence[Entry], single: Sequence[Entry], noise: Sequence
 ALIKE, ALONE = steps(3, 2, 1, 1), steps(3, 2, 1, 1, samples=16.0)
 
 
-def test_equal_runs_have_no_finding_and_need_no_noise() -> None:
+def of_two(
+    first: Sequence[Entry], second: Sequence[Entry], single: RankTrace, noise: RankTrace | None = None
+) -> Parity:
+    return Parity([rank(first), rank(second, 1)], single, noise)
+
+
+def after(of_ranks: Entry, alone: Entry, noise: Entry | None = None) -> Parity:
+    """Equal steps, and then one entry of the ranks, of the single process and of its noise."""
+    return compared([*ALIKE, of_ranks], [*ALONE, alone], [*ALONE, noise or alone])
+
+
+def scaled(factor: float, **more: Any) -> list[ParityStep]:
+    return steps(*(factor * norm for norm in (3, 2, 1, 1)), **more)
+
+
+def epochs(made: list[ParityStep], *numbers: str) -> list[Entry]:
+    return [*made, *(shown(number, 2 * epoch) for epoch, number in enumerate(numbers, 1))]
+
+
+def every(*numbers: str) -> list[NumbersShown]:
+    return [shown(number, after + 1, evaluates=False) for after, number in enumerate(numbers)]
+
+
+def evaluated(rows: int, *shows: Entry) -> list[Entry]:
+    return [PassTaken("DataLoader train.py:9#0 pass 0", rows, 24, trains=False), *shows]
+
+
+def repeated(rows: int) -> Parity:
+    """A set of 24 samples of which the ranks evaluate `rows`."""
+    first, second, alone = evaluated(12, shown("0.2575", 4)), evaluated(rows - 12), evaluated(24, shown("0.2500", 4))
+    return of_two([*ALIKE, *first], [*ALIKE, *second], rank([*ALONE, *alone], 0, 1))
+
+
+def saved(shapes: dict[str, tuple[int, ...]], *norms: float) -> TensorsSaved:
+    return TensorsSaved(SAVES, 4, shapes, dict.fromkeys(shapes, norms or (1.0, 1.0)))
+
+
+def taking(*rows: int, chosen: Sequence[int] = (), trains: bool = True) -> Parity:
+    """Passes of two ranks and of a single process over so many samples, of which a sampler chose so many."""
+    passes = [
+        PassTaken(*("DataLoader train.py:9#0 pass 0", n, m, trains)) for n, m in zip(rows, chosen or rows, strict=True)
+    ]
+    return of_two([*ALIKE, passes[0]], [*ALIKE, passes[1]], rank([*ALONE, passes[2]], 0, 1))
+
+
+def rated(made: list[ParityStep], *rates: float) -> list[ParityStep]:
+    return [replace(step, rates=(rate,)) for step, rate in zip(made, rates, strict=True)]
+
+
+def at_rates(of_ranks: Sequence[float], alone: Sequence[float], noise: Sequence[float] | None = None) -> Parity:
+    return compared(rated(ALIKE, *of_ranks), rated(ALONE, *alone), rated(ALONE, *noise) if noise else None)
+
+
+def by_accelerate(scales: bool, sooner: float) -> Parity:
+    on_ranks, alone = rated(ALIKE, 0.8, 0.6, sooner, 0.2), rated(ALONE, 0.8, 0.7, 0.6, sooner)
+    return of_two(on_ranks, on_ranks, rank(alone, 0, 1, steps_schedules=scales))
+
+
+def shown_rate(number: str, alone: str, scale: float = 0.5) -> Parity:
+    both = [[replace(step, rates=(0.4 * by,)) for step in made] for made, by in ((ALIKE, 1.0), (ALONE, scale))]
+    of_ranks, single = ([*made, shown(n, 4)] for made, n in zip(both, (number, alone), strict=True))
+    return compared(of_ranks, single, single)
+
+
+def with_values(made: list[ParityStep], *sizes: float) -> list[ParityStep]:
+    return [replace(step, values=(1.0, size)) for step, size in zip(made, sizes, strict=True)]
+
+
+def of_other_samples(*sizes: float) -> Parity:
+    """The inputs of a discriminator are computed with parameters that differ already."""
+    alone = with_values([*steps(3, 2, samples=16.0), *steps(3, 2, 1, 1, samples=12.0)[2:]], 1.0, 1.0, 1.0, 1.0)
+    return compared(with_values(ALIKE, *sizes), alone, alone)
+
+
+CLIPS = GradientsClipped(0, 3.0, Location("train.py", 31), limit=0.5)
+CLIPPED, CLIPPED_ALONE = (
+    [replace(step, clip=(3.0, limit)) for step in made]
+    for made, limit in ((steps(0.5, 0.5), 0.5), (steps(1, 1, samples=16.0), 1.0))
+)
+BANK = saved({"bank": (16, 2), "head": (4,)})
+BIAS = {"bias": (4,)}
+MOMENTS = {"head.bias.exp_avg": (4,), "body.bias.exp_avg": (4,)}
+ROUNDED = [TensorsSaved(SAVES, 4, MOMENTS, dict(zip(MOMENTS, ((0.5,), (n,)), strict=True))) for n in (9e-15, 2e-14)]
+UNNAMED = [replace(step, names=("parameter 0", "parameter 1")[: 2 * (not step.count)]) for step in ALONE]
+WIDER = [replace(step, elements=(9, 1)) for step in steps(6, 2, samples=16.0)]
+NOT_SAMPLED, NOT_SAMPLED_ALONE = steps(6, 4, samples=0.0), steps(3, 2, samples=0.0)
+NOISY = ("0.5100", "0.4000"), ("0.5300", "0.4200")
+LEFT_OUT = NotReplayed("train.py:9", "their shapes differ")
+FALLS, PLATEAU = (0.4, 0.3, 0.2, 0.1), (0.4, 0.1, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("parity", "words"),
+    [
+        (compared(scaled(2), ALONE, ALONE), "error ... at train.py:30 ... 2 times those"),
+        (compared(scaled(0.5), ALONE, ALONE), "1/2 of those"),
+        (
+            compared(steps(3, 2, 1.2, 1.5), ALONE, ALONE),
+            "From optimizer step 2 on, the gradients on 2 ranks are 0.17 (relative) from ... before, 2 steps had",
+        ),
+        (compared(scaled(1.2), ALONE, scaled(1.04, samples=16.0)), "the gradients on 2 ranks are"),
+        (compared(steps(3, math.inf), steps(3, math.inf, samples=16.0)), ""),
+        (compared(steps(3, math.inf), steps(3, 2, samples=16.0), steps(3, 2, samples=16.0)), "the gradients"),
+        (compared(ALIKE, UNNAMED), ""),  # their sizes are the same
+        (compared(NOT_SAMPLED, NOT_SAMPLED_ALONE), "the gradients"),  # without a wrapper; all was replayed
+        (after(shown("0.50", 4, evaluates=False), shown("1.00", 4)), ""),
+        (after(shown("0.50", 4, during=True), shown("1.00", 4)), ""),  # batch by batch
+        (after(shown("0.50", 4, known=(0,)), shown("1.00", 4)), ""),  # known before the evaluation
+        (after(shown("0.2604", 4), shown("1.00", 4)), ""),  # the mean of the losses of rank 0
+        (after(shown("0.9031", 4), shown("0.0125", 4), shown("0.1876", 4)), ""),  # times
+        (repeated(24), "0.2575"),
+        (repeated(25), ""),
+        (repeated(28), ""),
+        (repeated(48), "0.2575"),
+        (
+            compared(
+                [*ALIKE, *every("2.0000", "1.8000", "1.6000")], [*ALONE, *every("1.0000", "0.9000", "0.8000")], ALONE
+            ),
+            "(factor 2)",
+        ),
+        (after(saved({"bank": (8, 2), "head": (4,)}), BANK), "warning ... at train.py:50 ... bank (different shapes)"),
+        (after(saved({"head": (4,)}), BANK), "bank (missing)"),
+        (after(saved({"bank": (16, 2), "head": (4,)}, 2.0, 2.0), BANK), "bank and head (different values)"),
+        (after(BANK, BANK), ""),
+        (after(*ROUNDED), ""),
+        (after(*(saved(BIAS, *norms) for norms in ((1.7, 1.0), (1.3, 1.0), (1.3, 1.0)))), "bias (different values)"),
+        (after(*(saved(BIAS, *norms) for norms in ((1.7, 1.0), (1.3, 1.0), (1.3, 1.2)))), ""),  # of one norm of two
+        (of_other_samples(1.0, 1.0, 1.01, 1.02), "('update',) ... : Before optimizer step 2, the parameters"),
+        (of_other_samples(1.0, 1.0, 1.0, 1.02), ""),  # in a later step, they follow from other samples
+        (
+            compared([CLIPS, *CLIPPED], CLIPPED_ALONE, CLIPPED_ALONE),
+            "('clip',) ... at train.py:31 ... clipped to 0.5 and 1; the norm before is 3 in both",
+        ),
+        (
+            of_two(ALIKE, ALIKE, rank(ALONE, 0, 1, made=6)),
+            "The ranks make 4 optimizer steps, a single process makes 6.",
+        ),
+        (at_rates(FALLS, (0.2, 0.15, 0.1, 0.0)), "learning rate"),
+        (at_rates(FALLS, (0.2, 0.15, 0.1, 0.05)), ""),
+        (at_rates((0.4, 0.3, 0.2, 0.049), (0.2, 0.15, 0.1, 0.029)), ""),  # scaled, and fall to one that is not: 0.01
+        (at_rates((0.4, 0.3, 0.2, 0.2), (0.2, 0.15, 0.1, 0.01)), "learning rate"),
+        (at_rates((0.2, 0.3, 0.4, 0.2), (0.2, 0.2, 0.2, 0.1)), ""),  # a warm-up from the rate of one process
+        (at_rates((0.2, 0.4, 0.4, 0.4), (0.1, 0.15, 0.175, 0.2)), "learning rate"),  # one that is over too soon
+        (at_rates(PLATEAU, FALLS), "At step 1, the learning rate on the ranks is at 0.25 of its highest value"),
+        (at_rates((0.4, 0.2, 0.2, 0.1), (0.4, 0.4, 0.4, 0.1), PLATEAU), ""),  # by a metric that noise changes
+        (by_accelerate(scales=False, sooner=0.4), "learning rate"),
+        (by_accelerate(scales=True, sooner=0.4), ""),  # which steps a schedule for each rank
+        (shown_rate("0.4", "0.2"), ""),
+        (shown_rate("0.8", "0.4"), "('shown',)"),
+        (shown_rate("0.4", "0.2", scale=1.0), "('shown',)"),
+        (
+            taking(32, 32, 64, chosen=(32, 32, 128)),
+            "at train.py:9 ... : An epoch has 64 samples on 2 ranks, and 128 in a single process.",
+        ),
+        (taking(64, 64, 128), ""),
+        (taking(65, 65, 130, chosen=(65, 65, 129)), ""),  # padded
+        (taking(128, 128, 128), ""),  # the same samples on purpose
+        (taking(32, 32, 64, chosen=(-1, -1, -1)), ""),
+        (taking(32, 32, 64, chosen=(32, 32, 128), trains=False), ""),
+    ],
+)
+def test_what_differs_from_a_single_process(parity: Parity, words: str) -> None:
+    assert_says(judge_view(parity), words)
+
+
+@pytest.mark.parametrize(
+    ("parity", "words"),
+    [
+        (compared(scaled(1.2), ALONE, scaled(1.06, samples=16.0)), "not decided"),
+        (compared(epochs(ALIKE, "0.5000", "0.4000"), *(epochs(ALONE, *numbers) for numbers in NOISY)), ""),
+        (compared(epochs(ALIKE, "0.5000", "0.4100"), *(epochs(ALONE, *numbers) for numbers in NOISY)), "not decided"),
+        (compared(steps(6, 2), steps(3, 2, samples=12.0)), "different samples"),
+        (compared(steps(3, 2), WIDER), "a different model"),
+        (compared(NOT_SAMPLED, [*NOT_SAMPLED_ALONE, LEFT_OUT]), "train.py:9 (their shapes differ)"),
+        (compared([], []), "no optimizer has stepped, and no number was shown after an evaluation"),
+        (compared([shown("0.25", 0)], [shown("0.25", 0)]), ""),
+        (
+            Parity([rank(ALIKE, n, full_at=3, why_full="No space left on device") for n in (0, 1)], rank(ALONE, 0, 1)),
+            "samples are recorded for 3 backward passes only: No space left on device",
+        ),
+    ],
+)
+def test_what_is_not_compared_has_its_reason_and_no_finding(parity: Parity, words: str) -> None:
+    assert judge_view(parity) == []
+    assert words in parity.not_compared and bool(words) == bool(parity.not_compared)
+
+
+@pytest.mark.parametrize(("noise", "finds"), [(1.002, True), (1.005, False)])
+def test_parameters_that_differ_after_equal_gradients_are_those_of_the_update(noise: float, finds: bool) -> None:
+    built = OptimizerStep(0, 0, {}, Location("train.py", 33), made=Location("train.py", 12))
+    on_ranks = with_values(steps(3, 2, 1.1, 1.2), 1.0, 1.0, 1.01, 1.02)
+    parity = compared([built, *on_ranks], *(with_values(ALONE, 1.0, 1.0, size, size) for size in (1.0, noise)))
+    found = [finding for finding in judge_view(parity) if finding.subjects == ("update",)]
+    assert len(found) == finds
+    for finding in found:
+        assert finding.message.startswith("Before optimizer step 2, the parameters on 2 ranks are 0.0071 (relative)")
+        assert finding.location == Location("train.py", 12) and "norm of bias: 1.01 and 1" in finding.evidence
+
+
+def test_equal_runs_say_what_they_confirm() -> None:
     both = compared([*ALIKE, shown("0.25", 4)], [*ALONE, shown("0.25", 4)])
-    assert judge_view(both) == [] and both.not_compared == ""
+    assert judge_view(both) == [] and both.not_compared == "" and both.is_equal
     assert both.matches == "gradients of 4 steps equal those of a single process within 0; 1 shown number equal"
-    assert both.is_equal
-
-
-@pytest.mark.parametrize(("factor", "said"), [(2, "2 times those"), (0.5, "1/2 of those")])
-def test_a_factor_of_the_world_size_is_named(factor: float, said: str) -> None:
-    both = compared(steps(*(factor * norm for norm in (3, 2, 1, 1))), ALONE, ALONE)
-    (found,) = judge_view(both)
-    assert said in found.message and found.location == LOSS and found.severity is Severity.ERROR
-    assert not both.is_equal
-
-
-def test_the_first_step_that_differs_is_named_and_how_equal_those_before_were() -> None:
-    (found,) = judge_view(compared(steps(3, 2, 1.2, 1.5), ALONE, ALONE))
-    assert found.message.startswith("From optimizer step 2 on, the gradients on 2 ranks are 0.17 (relative) from those")
-    assert any(one.startswith("before, 2 steps had the same gradients") for one in found.evidence)
-
-
-@pytest.mark.parametrize(("noise", "finds"), [(1.0, True), (1.04, True), (1.06, False), (3.0, False)])
-def test_what_noise_may_be_is_not_decided(noise: float, finds: bool) -> None:
-    changed = steps(*(noise * norm for norm in (3, 2, 1, 1)), samples=16.0)
-    both = compared(steps(*(1.2 * norm for norm in (3, 2, 1, 1))), ALONE, changed)
-    assert bool(judge_view(both)) is finds
-    assert ("not decided" in both.not_compared) is not finds
-
-
-@pytest.mark.parametrize(("second", "decides"), [("0.4000", True), ("0.4100", False)])
-def test_a_shown_number_is_decided_if_it_is_in_one_of_the_epochs(second: str, decides: bool) -> None:
-    def epochs(made: list[ParityStep], *numbers: str) -> list[Entry]:
-        return [*made, *(shown(number, 2 * epoch) for epoch, number in enumerate(numbers, 1))]
-
-    alone, noise = epochs(ALONE, "0.5100", "0.4000"), epochs(ALONE, "0.5300", "0.4200")
-    both = compared(epochs(ALIKE, "0.5000", second), alone, noise)
-    assert judge_view(both) == []
-    assert ("not decided" in both.not_compared) is not decides
-
-
-def test_gradients_that_are_not_finite_in_both_runs_are_equal() -> None:
-    assert judge_view(compared(steps(3, math.inf), steps(3, math.inf, samples=16.0))) == []
-    assert judge_view(compared(steps(3, math.inf), steps(3, 2, samples=16.0), steps(3, 2, samples=16.0)))
-
-
-def test_other_samples_or_another_model_are_not_compared() -> None:
-    other = compared(steps(6, 2), steps(3, 2, samples=12.0))
-    assert judge_view(other) == [] and "different samples" in other.not_compared
-    wider = [replace(step, elements=(9, 1)) for step in steps(6, 2, samples=16.0)]
-    model = compared(steps(3, 2), wider)
-    assert judge_view(model) == [] and "a different model" in model.not_compared
-
-
-def test_names_that_only_ranks_know_are_those_of_parameters_of_the_same_sizes() -> None:
-    unnamed = [replace(step, names=("parameter 0", "parameter 1")[: 2 * (not step.count)]) for step in ALONE]
-    assert judge_view(compared(ALIKE, unnamed)) == []
-
-
-def test_without_a_wrapper_samples_are_known_if_all_was_replayed() -> None:
-    none = steps(6, 4, samples=0.0)
-    assert judge_view(compared(none, steps(3, 2, samples=0.0)))
-    partly = compared(none, [*steps(3, 2, samples=0.0), NotReplayed("train.py:9", "their shapes differ")])
-    assert judge_view(partly) == [] and "train.py:9 (their shapes differ)" in partly.not_compared
+    assert both.confirmed == {
+        "loss": "gradients of 4 steps equal those of a single process",
+        "evaluation": "1 shown number equal to those of a single process",
+    }
+    assert not compared(scaled(2), ALONE, ALONE).is_equal
+    assert compared([*ALIKE, shown("0.50", 4)], [*ALONE, shown("0.25", 4)]).confirmed == {}
+    assert compared(steps(3, 2), steps(3, 2, samples=12.0)).confirmed == {}  # other samples
+    local = compared([*ALIKE, shown("0.2604", 4)], [*ALONE, shown("0.2500", 4)])  # the mean of losses
+    assert [*local.confirmed] == ["loss"]
+    single = rank(ALONE, 0, 1, splits_statistics=True)
+    assert of_two(ALIKE, ALIKE, single).matches.endswith("separately in both (DDP304)")
+    halved = Parity([rank(ALIKE, number, batch=4) for number in (0, 1)], rank(ALONE, 0, 1))
+    assert halved.matches.endswith("; with batches of at most 4 samples (--check-parity-batch)")
 
 
 _Values = Sequence[tuple[int, str, float]]
@@ -192,192 +346,11 @@ def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differ
         ),
     ],
 )
-def test_the_line_is_the_first_that_makes_another_number(
-    of_ranks: Sequence[_Values], alone: _Values, numbers: tuple[str, str], line: int
-) -> None:
+def test_the_line_is_the_first_that_makes_another_number(of_ranks: Any, alone: Any, numbers: Any, line: int) -> None:
     entries = [[*ALIKE, shown(numbers[0], 4), traced_at(*of_ranks[0])], [*ALIKE, traced_at(*of_ranks[1])]]
     single = rank([*ALONE, shown(numbers[1], 4), traced_at(*alone)], 0, 1)
     (found,) = judge_view(Parity([rank(entries[0]), rank(entries[1], 1)], single, single))
     assert found.location == Location("train.py", line)
-
-
-def test_statistics_of_each_rank_are_named() -> None:
-    single = rank(ALONE, 0, 1, splits_statistics=True)
-    assert Parity([rank(ALIKE), rank(ALIKE, 1)], single).matches.endswith("separately in both (DDP304)")
-
-
-def test_runs_without_steps_and_numbers_have_no_tick() -> None:
-    assert compared([], []).not_compared == "no optimizer has stepped, and no number was shown after an evaluation"
-    assert compared([shown("0.25", 0)], [shown("0.25", 0)]).not_compared == ""
-
-
-def test_other_check_lines_are_confirmed_by_what_is_equal() -> None:
-    equal = compared([*ALIKE, shown("0.25", 4)], [*ALONE, shown("0.25", 4)])
-    assert equal.confirmed == {
-        "loss": "gradients of 4 steps equal those of a single process",
-        "evaluation": "1 shown number equal to those of a single process",
-    }
-    assert compared([*ALIKE, shown("0.50", 4)], [*ALONE, shown("0.25", 4)]).confirmed == {}
-    assert compared(steps(3, 2), steps(3, 2, samples=12.0)).confirmed == {}  # other samples
-    local = compared([*ALIKE, shown("0.2604", 4)], [*ALONE, shown("0.2500", 4)])  # the mean of losses
-    assert [*local.confirmed] == ["loss"]
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        pytest.param(shown("0.50", 4, evaluates=False), id="in training"),
-        pytest.param(shown("0.50", 4, during=True), id="batch by batch"),
-        pytest.param(shown("0.50", 4, known=(0,)), id="known before the evaluation"),
-        pytest.param(shown("0.2604", 4), id="the mean of the losses of rank 0"),
-    ],
-)
-def test_a_number_of_one_rank_is_none_of_an_evaluation(entry: NumbersShown) -> None:
-    assert judge_view(compared([*ALIKE, entry], [*ALONE, shown("1.00", 4)], [*ALONE, shown("1.00", 4)])) == []
-
-
-@pytest.mark.parametrize(("rows", "finds"), [(24, True), (25, False), (28, False), (48, True)])
-def test_samples_that_evaluations_repeat_may_change_a_number(rows: int, finds: bool) -> None:
-    def evaluated(count: int) -> PassTaken:
-        return PassTaken("DataLoader train.py:9#0 pass 0", count, 24, trains=False)
-
-    ranks = [rank([*ALIKE, evaluated(12), shown("0.2575", 4)]), rank([*ALIKE, evaluated(rows - 12)], 1)]
-    made = Parity(ranks, rank([*ALONE, evaluated(24), shown("0.2500", 4)], 0, 1))
-    assert bool(judge_view(made)) is finds
-
-
-def test_what_a_faster_clock_changes_is_no_difference() -> None:
-    took = (shown(number, 4) for number in ("0.9031", "0.0125", "0.1876"))
-    on_ranks, alone, faster = ([*made, entry] for made, entry in zip((ALIKE, ALONE, ALONE), took, strict=True))
-    assert judge_view(compared(on_ranks, alone, faster)) == []
-
-
-def test_a_sum_over_ranks_that_is_shown_in_training_is_told_by_its_factor() -> None:
-    def every(*numbers: str) -> list[NumbersShown]:
-        return [shown(number, after + 1, evaluates=False) for after, number in enumerate(numbers)]
-
-    of_ranks, alone = every("2.0000", "1.8000", "1.6000"), every("1.0000", "0.9000", "0.8000")
-    (found,) = judge_view(compared([*ALIKE, *of_ranks], [*ALONE, *alone], ALONE))
-    assert "(factor 2)" in found.message
-
-
-def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
-    def saved(shapes: dict[str, tuple[int, ...]], norm: float = 1.0) -> TensorsSaved:
-        return TensorsSaved(SAVES, 4, shapes, dict.fromkeys(shapes, (norm, norm)))
-
-    whole = saved({"bank": (16, 2), "head": (4,)})
-    for entry, said in (
-        (saved({"bank": (8, 2), "head": (4,)}), "bank (different shapes)"),
-        (saved({"head": (4,)}), "bank (missing)"),
-        (saved({"bank": (16, 2), "head": (4,)}, 2.0), "bank and head (different values)"),
-    ):
-        (found,) = judge_view(compared([*ALIKE, entry], [*ALONE, whole], [*ALONE, whole]))
-        assert said in found.message and found.location == SAVES and found.severity is Severity.WARNING
-    assert judge_view(compared([*ALIKE, whole], [*ALONE, whole])) == []
-    moments = {"head.bias.exp_avg": (4,), "body.bias.exp_avg": (4,)}
-    rounded = [
-        TensorsSaved(SAVES, 4, moments, dict(zip(moments, ((0.5,), (norm,)), strict=True))) for norm in (9e-15, 2e-14)
-    ]
-    assert judge_view(compared([*ALIKE, rounded[0]], [*ALONE, rounded[1]], [*ALONE, rounded[1]])) == []
-
-
-@pytest.mark.parametrize(("noise", "finds"), [((1.3, 1.0), True), ((1.3, 1.2), False)])
-def test_noise_of_a_saved_tensor_is_the_largest_change_in_its_norms(noise: tuple[float, ...], finds: bool) -> None:
-    """By chance, rounding of a bias that has no other gradient leaves its norm as it is."""
-    on_ranks, alone, again = (
-        TensorsSaved(SAVES, 4, {"bias": (4,)}, {"bias": n}) for n in ((1.7, 1.0), (1.3, 1.0), noise)
-    )
-    assert bool(judge_view(compared([*ALIKE, on_ranks], [*ALONE, alone], [*ALONE, again]))) is finds
-
-
-def with_values(made: list[ParityStep], *sizes: float) -> list[ParityStep]:
-    return [replace(step, values=(1.0, size)) for step, size in zip(made, sizes, strict=True)]
-
-
-@pytest.mark.parametrize(("noise", "finds"), [(1.0, True), (1.002, True), (1.005, False)])
-def test_parameters_that_differ_after_equal_gradients_are_those_of_the_update(noise: float, finds: bool) -> None:
-    built = OptimizerStep(0, 0, {}, Location("train.py", 33), made=Location("train.py", 12))
-    on_ranks = with_values(steps(3, 2, 1.1, 1.2), 1.0, 1.0, 1.01, 1.02)
-    alone, again = with_values(ALONE, 1.0, 1.0, 1.0, 1.0), with_values(ALONE, 1.0, 1.0, noise, noise)
-    found = [one for one in judge_view(compared([built, *on_ranks], alone, again)) if one.subjects == ("update",)]
-    assert bool(found) is finds
-    for one in found:
-        assert one.message.startswith("Before optimizer step 2, the parameters on 2 ranks are 0.0071 (relative)")
-        assert one.location == Location("train.py", 12) and "norm of bias: 1.01 and 1" in one.evidence
-
-
-def test_parameters_after_the_last_step_on_the_same_samples_are_compared() -> None:
-    """The inputs of a discriminator are computed with parameters that differ already."""
-    on_ranks = with_values(steps(3, 2, 1, 1), 1.0, 1.0, 1.01, 1.02)
-    alone = [*steps(3, 2, samples=16.0), *steps(3, 2, 1, 1, samples=12.0)[2:]]
-    both = compared(on_ranks, with_values(alone, 1.0, 1.0, 1.0, 1.0), with_values(alone, 1.0, 1.0, 1.0, 1.0))
-    (found,) = judge_view(both)
-    assert found.subjects == ("update",) and found.message.startswith("Before optimizer step 2, the parameters")
-    same = compared(with_values(on_ranks, 1.0, 1.0, 1.0, 1.02), with_values(alone, 1.0, 1.0, 1.0, 1.0))
-    assert judge_view(same) == []  # of a later step, parameters follow from other samples
-
-
-def test_a_clip_with_another_limit_is_no_fault_of_the_loss() -> None:
-    clipped = [
-        [replace(step, clip=(3.0, limit)) for step in made]
-        for made, limit in ((steps(0.5, 0.5), 0.5), (steps(1, 1, samples=16.0), 1.0))
-    ]
-    at = GradientsClipped(0, 3.0, Location("train.py", 31), limit=0.5)
-    (found,) = judge_view(compared([at, *clipped[0]], clipped[1], clipped[1]))
-    assert found.subjects == ("clip",) and found.location == at.location
-    assert any("clipped to 0.5 and 1; the norm before is 3 in both" in one for one in found.evidence)
-
-
-def test_other_numbers_of_steps_are_told() -> None:
-    (found,) = judge_view(Parity([rank(ALIKE), rank(ALIKE, 1)], rank(ALONE, 0, 1, made=6)))
-    assert found.message == "The ranks make 4 optimizer steps, a single process makes 6."
-
-
-def rated(made: list[ParityStep], *rates: float) -> list[ParityStep]:
-    return [replace(step, rates=(rate,)) for step, rate in zip(made, rates, strict=True)]
-
-
-FALLS, PLATEAU = (0.4, 0.3, 0.2, 0.1), (0.4, 0.1, 0.1, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("of_ranks", "alone", "noise", "message"),
-    [
-        (FALLS, (0.2, 0.15, 0.1, 0.0), None, "learning rate"),
-        (FALLS, (0.2, 0.15, 0.1, 0.05), None, ""),
-        ((0.4, 0.3, 0.2, 0.049), (0.2, 0.15, 0.1, 0.029), None, ""),  # scaled, and fall to one that is not: 0.01
-        ((0.4, 0.3, 0.2, 0.2), (0.2, 0.15, 0.1, 0.01), None, "learning rate"),
-        ((0.2, 0.3, 0.4, 0.2), (0.2, 0.2, 0.2, 0.1), None, ""),  # a warm-up that begins at the rate of one process
-        ((0.2, 0.4, 0.4, 0.4), (0.1, 0.15, 0.175, 0.2), None, "learning rate"),  # one that is over too soon
-        (PLATEAU, FALLS, None, "At step 1, the learning rate on the ranks is at 0.25 of its highest value"),
-        ((0.4, 0.2, 0.2, 0.1), (0.4, 0.4, 0.4, 0.1), PLATEAU, ""),  # by a metric that noise changes
-    ],
-)
-def test_schedules_that_end_at_other_rates_are_told(of_ranks: Any, alone: Any, noise: Any, message: str) -> None:
-    again = rated(ALONE, *noise) if noise else None
-    messages = [
-        finding.message for finding in judge_view(compared(rated(ALIKE, *of_ranks), rated(ALONE, *alone), again))
-    ]
-    assert [message in each for each in messages] == [True] * bool(message)
-
-
-@pytest.mark.parametrize(("scales", "sooner"), [(False, 0.4), (True, 0.4), (True, 0.5)])
-def test_a_schedule_that_accelerate_steps_for_each_rank_is_no_difference(scales: bool, sooner: float) -> None:
-    on_ranks, alone = rated(ALIKE, 0.8, 0.6, sooner, 0.2), rated(ALONE, 0.8, 0.7, 0.6, sooner)
-    single = rank(alone, 0, 1, steps_schedules=scales)
-    assert bool(judge_view(Parity([rank(on_ranks), rank(on_ranks, 1)], single))) is not scales
-
-
-def test_a_scaled_rate_that_is_shown_is_no_difference() -> None:
-    def runs(number: str, alone: str, scale: float = 0.5) -> Parity:
-        both = [[replace(step, rates=(0.4 * by,)) for step in made] for made, by in ((ALIKE, 1.0), (ALONE, scale))]
-        of_ranks, single = ([*made, shown(n, 4)] for made, n in zip(both, (number, alone), strict=True))
-        return compared(of_ranks, single, single)
-
-    assert judge_view(runs("0.4", "0.2")) == []
-    (found,) = judge_view(runs("0.8", "0.4"))
-    assert found.subjects == ("shown",)
-    assert judge_view(runs("0.4", "0.2", scale=1.0)) != []
 
 
 def test_an_early_end_has_the_line_of_the_number_that_decides_it() -> None:
@@ -386,37 +359,6 @@ def test_an_early_end_has_the_line_of_the_number_that_decides_it() -> None:
     alone = rank([*ALONE, traced_at((20, "value", 0.4), (31, "best", 0.4))], 0, 1, made=6)
     (found,) = judge_view(Parity([first, other], alone))
     assert found.location == Location("train.py", 20) and "make 4 optimizer steps" in found.message
-
-
-def test_an_epoch_of_fewer_samples_is_told() -> None:
-    def epoch(rows: int, chosen: int, *, trains: bool = True) -> PassTaken:
-        return PassTaken("DataLoader train.py:9#0 pass 0", rows, chosen, trains)
-
-    def runs(*made: PassTaken) -> Parity:
-        *of_ranks, alone = made
-        return Parity([rank([*ALIKE, one], n) for n, one in enumerate(of_ranks)], rank([*ALONE, alone], 0, 1))
-
-    (found,) = judge_view(runs(epoch(32, 32), epoch(32, 32), epoch(64, 128)))
-    assert found.message == "An epoch has 64 samples on 2 ranks, and 128 in a single process."
-    assert found.location == Location("train.py", 9)
-    for healthy in (
-        runs(epoch(64, 64), epoch(64, 64), epoch(128, 128)),
-        runs(epoch(65, 65), epoch(65, 65), epoch(130, 129)),  # padded
-        runs(epoch(128, 128), epoch(128, 128), epoch(128, 128)),  # the same samples on purpose
-        runs(epoch(32, -1), epoch(32, -1), epoch(64, -1)),
-        runs(epoch(32, 32, trains=False), epoch(32, 32, trains=False), epoch(64, 128, trains=False)),
-    ):
-        assert judge_view(healthy) == []
-
-
-def test_what_was_left_out_on_purpose_is_said() -> None:
-    def compare(**named: Any) -> Parity:
-        return Parity([rank(ALIKE, number, **named) for number in (0, 1)], rank(ALONE, 0, 1))
-
-    assert compare(batch=4).matches.endswith("; with batches of at most 4 samples (--check-parity-batch)")
-    assert compare(full_at=3, why_full="No space left on device").not_compared == (
-        "samples are recorded for 3 backward passes only: No space left on device"
-    )
 
 
 def test_only_findings_that_may_explain_a_difference_stand_for_it() -> None:

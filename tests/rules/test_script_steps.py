@@ -56,14 +56,11 @@ def windows(terms: Sequence[ScaledTerm], batches: Sequence[int] = (0, 0, 0)) -> 
     ("of_rank", "found"),
     [
         (passes(1.0), ["DDP514"]),
-        (passes(0.25), []),
         (passes(1.0, batches=(1, 2, 3, 4)), ["DDP514"]),
         (passes(1.0, batches=(1, 2, 3, 4), put_off=False), ["DDP514"]),  # each micro-batch is averaged
         (passes(1.0, batches=(1, 1, 1, 1)), []),  # tasks of one batch, whose losses are added up
-        (passes(1.0, put_off=False), []),  # losses one after the other; nobody says that these are micro-batches
         (passes(1.0, again=False), []),  # a loss on real samples, and one on made ones
         (passes(1.0, kind="sum"), []),
-        (passes(0.25, kind="sum"), ["DDP514"]),  # divided by its four elements by hand
         (passes(0.0625, kind="sum"), []),
         ([replace(one, weighed=(1.0,)) for one in passes(0.9)], ["DDP514"]),  # of smoothed labels
         ([replace(one, weighed=(0.25,)) for one in passes(1.0)], []),  # with a penalty of another weight
@@ -71,7 +68,6 @@ def windows(terms: Sequence[ScaledTerm], batches: Sequence[int] = (0, 0, 0)) -> 
         (windows(KD, batches=(5, 9, 13)), ["DDP514"]),  # a trainer takes all batches of a step before the first pass
         (windows(KD, batches=(2, 3, 4)), []),  # several losses of one batch
         (windows([replace(one, divisors=(4.0, *one.divisors), factor=one.factor / 4) for one in KD]), []),
-        (windows([replace(one, multipliers=(*one.multipliers, 0.25), factor=one.factor / 4) for one in KD]), []),
         (windows([replace(KD[0], multipliers=())]), []),  # its weight is not explained
     ],
 )
@@ -90,17 +86,13 @@ def changed(*factors: float, by: str = "", put_off: bool = True) -> list[Gradien
     ("ranks", "found"),
     [
         ([changed(0.2, 0.3, by="clip_grad_norm_"), changed(0.5, 0.1, by="clip_grad_norm_")], [Severity.ERROR]),
-        ([changed(0.2, 0.3), changed(0.5, 0.1)], [Severity.ERROR]),  # by hand
         ([changed(0.5, 0.5), changed(0.5, 0.5)], []),  # by one factor
         ([changed(0.2, by="clip_grad_norm_"), changed(0.5, by="clip_grad_norm_")], []),  # once
         ([changed(0.2, 0.3, by="clip_grad_norm_", put_off=False)] * 2, [Severity.WARNING]),
-        ([changed(0.2, 0.3, put_off=False)] * 2, []),
         ([changed(1.00001, 1.0), changed(1.0, 0.99999)], []),  # by rounding
     ],
 )
-def test_gradients_that_are_changed_after_each_micro_batch(
-    ranks: list[list[GradientsChanged]], found: list[Severity]
-) -> None:
+def test_gradients_that_are_changed_after_each_micro_batch(ranks: Any, found: list[Severity]) -> None:
     assert [one.severity for one in judge_partial_changes(GradientChanges(between_backwards=ranks))] == found
 
 
@@ -126,15 +118,11 @@ ONE_MASK, OTHER_MASK = HookedGradient("masked", 1.0, 17), HookedGradient("masked
         ([scaled(0.2), scaled(0.5)], []),  # once
         ([hooked(ONE_MASK, ONE_MASK), hooked(OTHER_MASK, OTHER_MASK)], [Severity.ERROR]),
         ([hooked(ONE_MASK, ONE_MASK), []], [Severity.ERROR]),
-        ([hooked(ONE_MASK, ONE_MASK)] * 2, []),
         ([hooked(CUT, None, CUT), hooked(None, CUT)], [Severity.WARNING]),
-        ([hooked(CUT), hooked(CUT)], []),
         ([hooked(OTHERWISE, OTHERWISE), scaled(0.5, 0.5)], []),  # not known
     ],
 )
-def test_hooks_that_change_gradients_before_they_are_averaged(
-    ranks: list[list[GradientsHooked]], found: list[Severity]
-) -> None:
+def test_hooks_that_change_gradients_before_their_average(ranks: Any, found: list[Severity]) -> None:
     findings = judge_hooked(ranks, range(3))
     assert [(one.code, one.severity) for one in findings] == [("DDP310", severity) for severity in found]
     assert all(one.location == CLIPS for one in findings)
@@ -146,7 +134,6 @@ def test_hooks_that_change_gradients_before_they_are_averaged(
         ([(3.0, 3.0), (5.0, 5.0)], [(8.0, 8.0), (2.0, 2.0)], False),  # by the number of samples, divided out later
         ([(3.0, 3.0), (5.0, 5.0)], [(8.0, 8.0), ()], False),  # of one sample: as it was
         ([(3.0, 3.0), (3.0, 3.0)], [(8.0, 8.0), (8.0, 8.0)], True),  # by the rank
-        ([(0.2, 0.4), (0.3, 0.1)], [(0.5, 0.3), (0.1, 0.2)], True),  # by the norm of each gradient
     ],
 )
 def test_weights_of_batches_are_no_change(first: Any, second: Any, found: bool) -> None:
@@ -179,7 +166,6 @@ def test_backward_hooks_of_modules_that_scale_by_rank(ranks: list[list[float]], 
     ("weight", "bias", "steps", "found"),
     [
         (2.0, 2.0, 3, True),
-        (0.5, 0.5, 3, True),
         (2.0, None, 3, True),  # a bias of one element: no kind of change is known
         (3.0, 3.0, 3, False),
         (1.0, 2.0, 3, False),  # biases learn twice as fast
@@ -215,18 +201,13 @@ PASSES_5, PASSES_9 = pace((0, 1, 1), (5, 1, 2), (6, 1, 1)), pace((0, 1, 1), (9, 
     [
         ([SKIPS_5, SKIPS_9], [Severity.ERROR]),
         ([SKIPS_5, SKIPS_5], []),  # all ranks together
-        ([PLAIN, PLAIN], []),
         ([PASSES_5, PASSES_9], [Severity.WARNING]),
         ([pace((0, 1, 0)), pace((0, 1, 0))], []),  # without a loader
-        ([SKIPS_5, pace((0, 1, 1), reductions=25)], []),  # which ends otherwise, and is told by that
         ([pace((0, 1, 1), (5, 9, 1), (6, 1, 1)), SKIPS_9], []),  # passes of something else
         ([pace(*((n, 1 + n % 3, 1) for n in range(24))), SKIPS_9], []),  # no regular pace
         ([SKIPS_FIRST, SKIPS_LAST], [Severity.ERROR]),  # all steps are averaged with others
-        ([SKIPS_FIRST, SKIPS_FIRST], []),
-        ([SKIPS_LAST, SKIPS_LAST], []),
         ([PASSES_FIRST, PASSES_LAST], [Severity.WARNING]),
         ([pace((0, 1, 1), (5, 2, 1), (6, 1, 1)), pace((0, 1, 1), (9, 2, 1), (10, 1, 1))], []),  # the same batch again
-        ([pace((0, 1, 0), (5, 2, 0), (6, 1, 0)), pace((0, 1, 0), (24, 1, 0))], [Severity.ERROR]),  # without a loader
     ],
 )
 def test_steps_that_shift_between_ranks(paces: list[WrapperPace], found: list[Severity]) -> None:
@@ -260,7 +241,6 @@ BODY_MOVES = {"0/body": True, "0/head": False}
     [
         (OptimizedParameters(BODY_MOVES, ["0/body"], MADE), ["head"]),
         (OptimizedParameters(BODY_MOVES, ["0/body", "0/head"], MADE), []),  # at a rate of zero
-        (OptimizedParameters({"0/body": True, "0/head": True}, ["0/body"], MADE), []),  # moved by other code
         (OptimizedParameters(NOTHING_MOVES, ["0/body"], MADE), []),
         (OptimizedParameters(BODY_MOVES, [], MADE), []),  # an optimizer that is none of torch's
         (OptimizedParameters(NOTHING_MOVES, [], MADE, True), ["body", "head"]),  # the optimizer is of another model
@@ -278,7 +258,6 @@ def test_parameters_that_no_optimizer_holds(parameters: OptimizedParameters, fou
     [
         ({}, ["head"]),
         ({"options": {"module": "torch.optim.sgd", "class": "SGD", "group 0 lr": "0.1"}}, []),  # by rounding only
-        ({"options": {"module": "train", "class": "Muon", "group 0 lr": "0.0"}}, []),
         ({"norms": {"0/body": 1.0}}, []),  # its gradient is taken away
         ({"held": ("0/head",)}, []),  # nothing of what it holds moves
     ],

@@ -9,15 +9,15 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.collectives.ddp408_result_not_awaited import judge_async_handles
 from ddpcheck.trace.collectives import AsyncHandles
+from tests.reports import assert_says
 
 LINE, OTHER = Location("train.py", 10), Location("train.py", 20)
 
 
 def test_a_handle_that_is_dropped_on_some_ranks() -> None:
     gone = WorkDropped("all_reduce", LINE, False)
-    (found,) = judge_async_handles(AsyncHandles([[], [gone], [gone]], [[], [], []], [[], [], []]))
-    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP408", ("all_reduce",), (1, 2), LINE)
-    assert "Nothing waits" in found.message
+    findings = judge_async_handles(AsyncHandles([[], [gone], [gone]], [[], [], []], [[], [], []]))
+    assert_says(findings, "DDP408 ... ('all_reduce',) of ranks (1, 2) at train.py:10 ... Nothing waits")
 
 
 def test_the_last_handle_of_a_line_that_waits_for_the_others_may_be_left() -> None:

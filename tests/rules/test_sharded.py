@@ -14,7 +14,6 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_meshes
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
@@ -29,7 +28,7 @@ from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.script_facts import WrapperTrace
-from tests.reports import only
+from tests.reports import assert_says, only
 
 SHARDED = ShardedFacts(is_ddp=False)
 KNOWN = JudgeContext(Names(), SHARDED, world_size=2)
@@ -47,33 +46,29 @@ def steps(*gradients: int, found: Difference = EQUAL, events: tuple[LoopEvent, .
     ]
 
 
-def test_gradients_that_are_the_average_are_no_finding_whatever_was_switched() -> None:
-    assert judge_sharded(steps(1, 1), KNOWN) == []
-    assert judge_sharded(steps(1, 1, events=(OFF,)), KNOWN) == []
+ALL_REDUCE_OFF = LoopEvent("set_requires_all_reduce", "train.py:8", synchronises=False)
+IGNORES = ShardedFacts(is_ddp=False, ignored=frozenset({"w"}))
 
 
-def test_a_reduction_that_was_left_switched_off_is_told_at_the_call() -> None:
-    finding = only(judge_sharded(steps(0, 0, found=MISSING, events=(ON, OFF)), KNOWN))
-    assert (finding.code, finding.location) == ("DDP502", Location("train.py", 7))
-
-
-def test_a_reduction_that_was_switched_on_again_is_not_the_cause() -> None:
-    finding = only(judge_sharded(steps(0, 0, found=MISSING, events=(OFF, ON)), KNOWN))
-    assert finding.code == "DDP302"
-    assert finding.message.startswith("Under fully_shard, the gradients of") and "communication hook" not in finding.fix
-
-
-def test_replicas_that_were_not_reduced_with_each_other_differ() -> None:
-    off = LoopEvent("set_requires_all_reduce", "train.py:8", synchronises=False)
-    assert only(judge_sharded(steps(1, 2, events=(off,)), KNOWN)).location == Location("train.py", 8)
-    finding = only(judge_sharded(steps(1, 2), KNOWN))
-    assert finding.code == "DDP301" and not any("no DistributedDataParallel" in line for line in finding.evidence)
-
-
-def test_a_parameter_in_no_group_is_told_as_that_and_not_as_gradients_that_differ() -> None:
-    known = replace(KNOWN, wrapper=ShardedFacts(is_ddp=False, ignored=frozenset({"w"})))
-    assert only(judge_sharded(steps(1, 2, found=MISSING), known)).code == "DDP111"
-    assert judge_sharded(steps(1, 1), known) == []
+@pytest.mark.parametrize(
+    ("evidence", "wrapper", "found"),
+    [
+        (steps(1, 1), SHARDED, ""),
+        (steps(1, 1), IGNORES, ""),
+        (steps(1, 1, events=(OFF,)), SHARDED, ""),  # whatever was switched, these are the average
+        (steps(0, 0, found=MISSING, events=(ON, OFF)), SHARDED, "DDP502 train.py:7"),
+        (steps(0, 0, found=MISSING, events=(OFF, ON)), SHARDED, "DDP302 None"),
+        (steps(1, 2, events=(ALL_REDUCE_OFF,)), SHARDED, "DDP502 train.py:8"),
+        (steps(1, 2), SHARDED, "DDP301 None"),
+        (steps(1, 2, found=MISSING), IGNORES, "DDP111 None"),
+    ],
+)
+def test_gradients_of_shards(evidence: list[DdpStepEvidence], wrapper: ShardedFacts, found: str) -> None:
+    findings = judge_sharded(evidence, replace(KNOWN, wrapper=wrapper))
+    assert [f"{finding.code} {finding.location}" for finding in findings] == [found] * bool(found)
+    for finding in findings:
+        assert "communication hook" not in finding.fix and "no DistributedDataParallel" not in str(finding.evidence)
+        assert finding.code != "DDP302" or finding.message.startswith("Under fully_shard, the gradients of")
 
 
 def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradients_are_right() -> None:
@@ -82,8 +77,7 @@ def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradien
     where = Location("train.py", 7)
     updated = [ShardedStep(rank, 1, **given, against_shard=(EQUAL,), updated_at=where) for rank in (0, 1)]
     first = [ShardedStep(rank, 0, {"w": 1}, against_local=(EQUAL,), against_whole=(EQUAL,)) for rank in (0, 1)]
-    finding = only(judge_sharded(updated, KNOWN))
-    assert (finding.code, finding.subjects, finding.location) == ("DDP306", ("w",), where)
+    assert_says(judge_sharded(updated, KNOWN), "DDP306 ... ('w',) ... at train.py:7")
     assert only(judge_sharded([*first, *updated], KNOWN)).steps == (1,)
     assert judge_sharded(first, KNOWN) == []
     rounded = [ShardedStep(rank, 1, **given, against_shard=(bad if rank else EQUAL,)) for rank in (0, 1)]
@@ -95,50 +89,43 @@ def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradien
 
 def test_parts_of_different_models_are_told_and_values_that_one_rank_hands_out_are_not() -> None:
     built = [{"a": 1, "b": 5}, {"a": 2, "b": 5}]
-    finding = only(judge_values_before_sharding(built, {"a": 3, "b": 5}))
-    assert (finding.code, finding.subjects, finding.severity) == ("DDP208", ("a",), Severity.ERROR)
+    assert_says(judge_values_before_sharding(built, {"a": 3, "b": 5}), "DDP208 error ('a',)")
     assert judge_values_before_sharding(built, {"a": 1, "b": 5}) == []
     assert judge_values_before_sharding([{}, {"a": 2}], {"a": 3}) == []
 
 
-def test_a_parameter_that_some_ranks_do_not_use_stops_the_reduction_unless_zeros_stand_for_it() -> None:
-    evidence = [StepEvidence(n, 0, {"w": "contributes", "v": ("contributes", "missing")[n]}) for n in (0, 1)]
-    finding = only(judge_parameters(evidence, SHARDED, Names()))
-    assert finding.code == "DDP104" and "set_reduce_scatter_unused_params(True)" in finding.fix
-    reducing = ShardedFacts(is_ddp=False, reduces_unused=True)
-    assert judge_parameters(evidence, reducing, Names()) == []
-
-
-def test_a_parameter_that_no_rank_uses_does_no_harm_but_that_nothing_trains_it() -> None:
-    def used(*states: str) -> list[StepEvidence]:
-        return [
-            StepEvidence(n, at, {"w": "contributes", "v": state}) for n in (0, 1) for at, state in enumerate(states)
-        ]
-
-    finding = only(judge_parameters(used("missing", "missing"), SHARDED, Names()))
-    assert finding.severity is Severity.WARNING and "find_unused_parameters" not in finding.fix
-    assert judge_parameters(used("contributes", "missing"), SHARDED, Names()) == []
-
-
-def test_shards_that_meet_tensors_in_the_loss_are_a_forward_that_was_bypassed() -> None:
-    message = "RuntimeError: aten.addmm.default got mixed torch.Tensor and DTensor"
-    failures = [
-        RankFailure(rank, "raised", message, 0.0, place="step 0: fully_shard forward", location="loss.py:3")
-        for rank in (0, 1)
+def used(*states: Sequence[str]) -> list[StepEvidence]:
+    """Steps of two ranks by what `v` does in each, on each rank."""
+    return [
+        StepEvidence(n, at, {"w": "contributes", "v": of_ranks[n]})
+        for n in (0, 1)
+        for at, of_ranks in enumerate(states)
     ]
-    finding = only(judge_wrapper_error(failures, {}, KNOWN))
-    assert (finding.code, finding.location) == ("DDP501", Location("loss.py", 3))
-    in_optimizer = [RankFailure(rank, "raised", message, 0.0, place="step 0: optimizer") for rank in (0, 1)]
-    assert judge_wrapper_error(in_optimizer, {}, KNOWN) == []
 
 
-def test_a_plain_parameter_that_wrap_has_put_in_the_place_of_a_shard() -> None:
-    message = "rank 0 raised AttributeError: 'Parameter' object has no attribute '_local_tensor'"
-    failures = [RankFailure(rank, "raised", message, 0.0, place="step 0: fully_shard forward") for rank in (0, 1)]
+def test_a_parameter_that_some_ranks_or_none_use() -> None:
+    some, none = used(("contributes", "missing")), ("missing", "missing")
+    reducing = ShardedFacts(is_ddp=False, reduces_unused=True)
+    assert_says(judge_parameters(some, SHARDED, Names()), "DDP104 ... set_reduce_scatter_unused_params(True)")
+    assert_says(judge_parameters(some, reducing, Names()), "")
+    assert_says(judge_parameters(used(none, none), SHARDED, Names()), "warning ... not find_unused_parameters")
+    assert_says(judge_parameters(used(("contributes",) * 2, none), SHARDED, Names()), "")
+
+
+def failing(message: str, place: str, location: str = "") -> list[RankFailure]:
+    return [RankFailure(rank, "raised", message, 0.0, place=place, location=location) for rank in (0, 1)]
+
+
+def test_what_shards_raise_in_a_forward_pass() -> None:
+    mixed = "RuntimeError: aten.addmm.default got mixed torch.Tensor and DTensor"
+    in_forward = failing(mixed, "step 0: fully_shard forward", "loss.py:3")
+    assert_says(judge_wrapper_error(in_forward, {}, KNOWN), "DDP501 ... at loss.py:3")
+    assert judge_wrapper_error(failing(mixed, "step 0: optimizer"), {}, KNOWN) == []
+    plain = "rank 0 raised AttributeError: 'Parameter' object has no attribute '_local_tensor'"
+    in_forward = failing(plain, "step 0: fully_shard forward")
     known = replace(KNOWN, wrapper=ShardedFacts(is_ddp=False, ignored=frozenset({"head.weight"})))
-    finding = only(judge_wrapper_error(failures, {}, known))
-    assert (finding.code, finding.subjects, finding.evidence) == ("DDP503", ("head.weight",), (message,))
-    assert judge_wrapper_error(failures, {}, KNOWN) == []  # every parameter is a shard
+    assert_says(judge_wrapper_error(in_forward, {}, known), f"DDP503 ... ('head.weight',) ... | {plain} |")
+    assert judge_wrapper_error(in_forward, {}, KNOWN) == []  # every parameter is a shard
 
 
 def of_optimizer(*scales: dict[str, float]) -> list[OptimizerStep]:
@@ -146,27 +133,17 @@ def of_optimizer(*scales: dict[str, float]) -> list[OptimizerStep]:
     return [OptimizerStep(0, 3, {}, where, shards=2, shard_scales=of_rank) for of_rank in scales]
 
 
-@pytest.mark.parametrize(
-    "scales",
-    [
+def test_a_factor_of_each_rank_for_all_its_shards_is_that_of_their_norm() -> None:
+    for scales in (
         ({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.5, "0/b": 0.50001}),  # clipped by the norm of the whole
         ({"0/w": 0.5, "0/b": 0.7}, {"0/w": 0.2, "0/b": 0.9}),  # each element by itself
         ({"0/w": 0.5}, {"0/w": 0.2}),  # of one shard nothing is known
-        ({"0/w": 0.5, "0/b": 0.5}, {}),
         ({"0/w": math.inf, "0/b": math.inf}, {"0/w": 1.0, "0/b": 1.0}),
-    ],
-)
-def test_gradients_that_ranks_do_not_scale_each_by_its_own_factor_are_no_finding(
-    scales: tuple[dict[str, float], ...],
-) -> None:
-    assert judge_shard_scales([of_optimizer(*scales)]) == []
-
-
-def test_a_factor_of_each_rank_for_all_its_shards_is_that_of_their_norm() -> None:
+    ):
+        assert judge_shard_scales([of_optimizer(*scales)]) == []
     alike = of_optimizer({"0/w": 1.0, "0/b": 1.0}, {"0/w": 1.0, "0/b": 1.0})
     apart = of_optimizer({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.2, "0/b": 0.2})
-    finding = only(judge_shard_scales([alike, apart]))
-    assert (finding.code, finding.steps, finding.location) == ("DDP306", (3,), Location("train.py", 9))
+    assert_says(judge_shard_scales([alike, apart]), "DDP306 ... at train.py:9 in steps (3,)")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +152,6 @@ def test_a_factor_of_each_rank_for_all_its_shards_is_that_of_their_norm() -> Non
         ([(0.5, 0.2), (0.5, 0.2)], ["DDP521"]),
         ([(0.5, 0.2), (0.4, 0.3)], []),  # of each rank
         ([(0.5, 0.5), (0.5, 0.5)], []),  # what parts of two parameters have alike may be a constant
-        ([(), ()], []),
         ([(0.5, 0.2)], []),
     ],
 )
@@ -218,18 +194,14 @@ def judged(*ranks: ReplicaCaptured) -> list[Finding]:
 OWN = ((1.0, 5.0), (2.0, 6.0), (3.0, 7.0), (4.0, 8.0))  # their average is 2.5 and 6.5
 
 
-def test_what_is_reduced_onto_a_shard_is_the_average_of_that_part_on_all_ranks() -> None:
-    right = [captured(n, n % 2, n % 2, own=own, reduced=[(2.5, 6.5)[n % 2]]) for n, own in enumerate(OWN)]
-    assert judged(*right) == []
-    summed = [captured(n, n % 2, n % 2, own=own, reduced=[(10.0, 26.0)[n % 2]]) for n, own in enumerate(OWN)]
-    assert only(judged(*summed)).code == "DDP303"
+def test_what_is_reduced_onto_a_shard_is_the_average_of_that_part_on_all_ranks_and_replicas_are_equal() -> None:
+    def of_ranks(*averages: float, value: int = 0) -> list[ReplicaCaptured]:
+        values = [0, 1, value, 1]
+        return [captured(n, n % 2, values[n], own=own, reduced=[averages[n % 2]]) for n, own in enumerate(OWN)]
 
-
-def test_replicas_of_one_shard_that_differ_are_told_by_their_ranks() -> None:
-    apart = [
-        captured(n, n % 2, 7 if n == 2 else n % 2, own=own, reduced=[(2.5, 6.5)[n % 2]]) for n, own in enumerate(OWN)
-    ]
-    finding = only(judged(*apart))
+    assert judged(*of_ranks(2.5, 6.5)) == []
+    assert only(judged(*of_ranks(10.0, 26.0))).code == "DDP303"
+    finding = only(judged(*of_ranks(2.5, 6.5, value=7)))
     assert (finding.code, finding.subjects) == ("DDP306", ("w",)) and set(finding.ranks) <= {0, 2}
 
 
@@ -241,8 +213,7 @@ def shard_of(
 
 
 def test_ranks_that_all_hold_the_same_shard_are_told() -> None:
-    finding = only(judge_repeated([shard_of(0, 0, w=7, one=1), shard_of(1, 1, w=7, one=1)]))
-    assert (finding.code, finding.subjects) == ("DDP521", ("w",))
+    assert_says(judge_repeated([shard_of(0, 0, w=7, one=1), shard_of(1, 1, w=7, one=1)]), "DDP521 ... ('w',)")
     several = ("w", "v")
     healthy = [
         [shard_of(0, 0, w=7), shard_of(1, 1, w=8)],
@@ -278,8 +249,7 @@ def meshes(
 
 
 def test_meshes_that_train_one_model_apart_are_a_warning() -> None:
-    finding = only(meshes(3, 4, 5, 6))
-    assert (finding.code, finding.severity, str(finding.location)) == ("DDP301", Severity.WARNING, "train.py:3")
+    assert_says(meshes(3, 4, 5, 6), "DDP301 warning ... at train.py:3 in")
     assert meshes(3, 4, 3, 4) == []  # averaged in another way
     assert meshes(3, 4, 5, 6, first=(1, 2, 8, 9)) == []  # two models
     assert meshes(3, 4, 5, 6, others=(PeerReceived(),)) == []  # stages of one model, of the same seed

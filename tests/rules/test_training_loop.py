@@ -16,7 +16,6 @@ from ddpcheck.findings.evidence.steps import (
 )
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
 from ddpcheck.rules.data.loaders import judge_samples
@@ -24,7 +23,7 @@ from ddpcheck.rules.gradients.ddp517_gradients_discarded import MIN_DISCARDED_ST
 from ddpcheck.rules.gradients.reducer import judge_loop
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_optimizer
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
-from tests.reports import only
+from tests.reports import assert_says, only
 
 
 def event(kind: str, line: int = 0, **more: Any) -> LoopEvent:
@@ -107,15 +106,13 @@ def test_a_micro_batch_after_the_reduction(before: tuple[LoopEvent, ...], names:
 
 def test_the_line_that_sets_the_flag_is_the_one_to_edit() -> None:
     events = (*SYNCED, LOCAL, BACKWARD, event("step", 9), event(SYNC_SETTING, 2))
-    finding = only(judge_loop(steps(*events), unequal=True))
-    assert (finding.code, finding.location) == ("DDP502", Location("train.py", 2))
-    assert "the optimizer steps at train.py:9" in finding.evidence
+    words = "DDP502 ... at train.py:2 ... the optimizer steps at train.py:9"
+    assert_says(judge_loop(steps(*events), unequal=True), words)
 
 
 def test_gradients_that_are_zeroed_before_anybody_used_them() -> None:
-    finding = only(judge_loop(steps(LOCAL, BACKWARD, LOST, *SYNCED), unequal=False))
-    assert (finding.code, finding.location) == ("DDP517", Location("train.py", 7))
-    assert "train.py:5" in finding.evidence[0]
+    words = "DDP517 ... at train.py:7 ... train.py:5"
+    assert_says(judge_loop(steps(LOCAL, BACKWARD, LOST, *SYNCED), unequal=False), words)
 
 
 def local(rank: int, rows: tuple[int, ...], *, norm: float | None = None) -> LocalStep:
@@ -124,37 +121,34 @@ def local(rank: int, rows: tuple[int, ...], *, norm: float | None = None) -> Loc
     return replace(step, sample_fingerprints=rows, global_sample_fingerprints=tuple(range(6)))
 
 
-def test_shards_that_cover_the_batch_are_clean_also_where_samples_are_equal() -> None:
-    assert judge_samples([local(0, (0, 1, 2)), local(1, (3, 4, 5))], gradients_differ=True) == []
-    twins = [replace(local(rank, (7, 7)), global_sample_fingerprints=(7, 7, 7, 7)) for rank in (0, 1)]
-    assert judge_samples(twins, gradients_differ=True) == []
-    assert judge_samples([local(0, ()), local(1, ())], gradients_differ=True) == []
+ALL = tuple(range(6))
 
 
-def test_samples_on_several_ranks() -> None:
-    finding = only(judge_samples([local(0, (0, 1, 2)), local(1, (2, 3, 4))], gradients_differ=True))
-    assert finding.code == "DDP505" and "1 sample on rank 1 is on rank 0 too" in finding.evidence
-    assert "1 of 6 samples of the global batch are on no rank" in finding.evidence
-    everything = tuple(range(6))
-    assert (
-        judge_samples([local(0, everything), local(1, everything)], gradients_differ=False) == []
-    )  # each may use its own part
-    same = [local(rank, everything, norm=1.0) for rank in (0, 1)]
-    assert only(judge_samples(same, gradients_differ=False)).code == "DDP505"
-
-
-def test_samples_on_no_rank() -> None:
-    shards = [local(0, (0, 1)), local(1, (2, 3))]
-    finding = only(judge_samples(shards, gradients_differ=True))
-    assert (finding.code, finding.severity) == ("DDP519", Severity.WARNING) and "2 of 6" in finding.message
-    assert judge_samples(shards, gradients_differ=False) == []
-    assert judge_samples([local(0, (10, 11)), local(1, (12, 13))], gradients_differ=True) == []  # augmented on the way
+@pytest.mark.parametrize(
+    ("shards", "gradients_differ", "words"),
+    [
+        ([local(0, (0, 1, 2)), local(1, (3, 4, 5))], True, ""),
+        ([replace(local(rank, (7, 7)), global_sample_fingerprints=(7,) * 4) for rank in (0, 1)], True, ""),
+        ([local(0, ()), local(1, ())], True, ""),
+        (
+            [local(0, (0, 1, 2)), local(1, (2, 3, 4))],
+            True,
+            "DDP505 ... 1 sample on rank 1 is on rank 0 too ... 1 of 6 samples of the global batch are on no rank",
+        ),
+        ([local(0, ALL), local(1, ALL)], False, ""),  # each may use its own part
+        ([local(0, ALL, norm=1.0), local(1, ALL, norm=1.0)], False, "DDP505"),
+        ([local(0, (0, 1)), local(1, (2, 3))], True, "DDP519 warning ... 2 of 6"),
+        ([local(0, (0, 1)), local(1, (2, 3))], False, ""),
+        ([local(0, (10, 11)), local(1, (12, 13))], True, ""),  # augmented on the way
+    ],
+)
+def test_samples_of_the_global_batch(shards: list[LocalStep], gradients_differ: bool, words: str) -> None:
+    assert_says(judge_samples(shards, gradients_differ=gradients_differ), words)
 
 
 def test_ranks_that_draw_the_same_numbers() -> None:
     draw = SharedDraw("bernoulli_", "drop", Location("model.py", 4), 17)
-    finding = only(judge_draws([[draw], [draw]]))
-    assert (finding.code, finding.subjects, finding.location) == ("DDP510", ("drop",), Location("model.py", 4))
+    assert_says(judge_draws([[draw], [draw]]), "DDP510 ... ('drop',) ... at model.py:4")
     assert judge_draws([[draw], [replace(draw, fingerprint=18)]]) == [] and judge_draws([[draw]]) == []
 
 
@@ -164,22 +158,17 @@ def wrapped(**more: Any) -> WrappedModule:
 
 def test_values_that_were_changed_after_wrapping_on_a_rank() -> None:
     here, loaded = {"a": 1, "b": 2}, {"a": 9, "b": 2}
-    finding = only(judge_values_changed([here, here], [loaded, here]))
-    assert (finding.code, finding.subjects, finding.ranks) == ("DDP515", ("a",), (0,))
-    assert (
-        judge_values_changed([here, here], [loaded, loaded]) == []
-        and judge_values_changed([here, here], [here, here]) == []
-    )
-    assert judge_values_changed([{}, here], [loaded, here]) == []
+    assert_says(judge_values_changed([here, here], [loaded, here]), "DDP515 ... ('a',) of ranks (0,)")
+    for made, now in (([here, here], [loaded, loaded]), ([here, here], [here, here]), ([{}, here], [loaded, here])):
+        assert judge_values_changed(made, now) == []
 
 
 def test_parameters_that_no_optimizer_moves() -> None:
     stays = DdpStepEvidence(0, 0, {"a": 5, "b": 6}, {"a": 1, "b": 2}, parameters_after_backward={"a": 1, "b": 3})
-    finding = only(judge_optimizer([wrapped(not_in_optimizer=("a", "b"))], [stays], Names()))
-    assert (finding.code, finding.subjects, finding.severity) == ("DDP504", ("a",), Severity.WARNING)
-    stale = only(judge_optimizer([wrapped(not_in_optimizer=("a",), foreign_tensors=2)], [stays], Names()))
-    assert stale.severity is Severity.ERROR and "2 tensors" in stale.evidence[0]
-    assert (
-        judge_optimizer([wrapped(not_in_optimizer=("b",))], [stays], Names()) == []
-    )  # moves, by copies of its own perhaps
-    assert judge_optimizer([wrapped()], [stays], Names()) == []
+    for more, words in (
+        ({"not_in_optimizer": ("a", "b")}, "DDP504 warning ('a',)"),
+        ({"not_in_optimizer": ("a",), "foreign_tensors": 2}, "DDP504 error ... 2 tensors"),
+        ({"not_in_optimizer": ("b",)}, ""),  # moves, by copies of its own perhaps
+        ({}, ""),
+    ):
+        assert_says(judge_optimizer([wrapped(**more)], [stays], Names()), words)
