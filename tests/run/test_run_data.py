@@ -7,19 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.data_loops import FAULTS
-from tests.faultsuite.scripts_page import ROOT, TIMEOUT
+from tests.forked_run import ROOT
 from tests.run.scripts import run_script
 
 pytestmark = pytest.mark.slow
 SCRIPT = ROOT / "tests" / "data_loops.py"
-TIMED = (f"--check-timeout={TIMEOUT}",)
 OF_FOUR_RANKS = ("ranks_of_a_node", "counts_of_a_row")
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_the_data_is_told_at_the_line_to_edit(name: str, tmp_path: Path) -> None:
     code, text = FAULTS[name]
-    run = run_script(tmp_path, SCRIPT, name, options=TIMED, ranks=4 if name in OF_FOUR_RANKS else 2)
+    run = run_script(tmp_path, SCRIPT, name, ranks=4 if name in OF_FOUR_RANKS else 2)
     assert run.codes == [code] and text in run.places[0], run.findings
 
 

@@ -93,7 +93,7 @@ for step, (batch,) in enumerate(DataLoader(samples, 2, sampler=sampler)):
     if how == "leaves" and node and step == 5:
         break
     if how == "works" and rank == 2 and step == 5:
-        time.sleep(12)
+        time.sleep(8)
     if how == "raises" and rank == 2 and step == 5:
         raise ValueError("of rank 2")
     if how == f"dies{node}" and step == 5:
@@ -111,8 +111,6 @@ LOWERED = """
 import sys
 from ddpcheck.cli import main
 from ddpcheck.run import node_link
-
-from tests.tiers import one_of
 node_link.WAIT = 6.0
 sys.exit(main(sys.argv[1:]))
 """
