@@ -26,7 +26,7 @@ from ddpcheck.run.ending import Ending, judge_ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import DDP_BACKWARD, ExitCalled, ProgramEnded, RankRaised, RankStarted
-from ddpcheck.stream.rank_log import RankLog, RankTrace, read_logs
+from ddpcheck.stream.rank_log import RankLog, RankTrace, rank_processes, read_logs
 from ddpcheck.worlds.failures import described
 from tests.faultsuite.recorded_scripts import NOT_COMPARED
 from tests.faultsuite.scripts_page import assert_expected, expected_of, options_of
@@ -270,6 +270,7 @@ def test_the_last_start_counts(tmp_path: Path) -> None:
         for rank in (0, 1):
             RankLog(tmp_path, RankStarted(rank, 2, "gloo", restart))
     assert [(rank.started.rank, rank.started.restart) for rank in read_logs(tmp_path)] == [(0, 1), (1, 1)]
+    assert rank_processes(tmp_path) == dict.fromkeys((0, 1), os.getpid())
 
 
 # Endings, from logs

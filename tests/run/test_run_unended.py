@@ -214,9 +214,9 @@ def test_a_rank_whose_main_thread_waits_for_threads_that_wait(
 @pytest.mark.slow
 def test_a_rank_that_waits_for_a_thread_which_an_exception_has_ended_hangs(tmp_path: Path) -> None:
     run = run_script(tmp_path, THREAD, options=TIMEOUT)
-    assert run.code == 4, run.stderr
-    assert "Rank 1 raised ValueError: bad sample" in run.findings[0]["message"] and "waits in barrier" in run.stderr
-    assert run.places[0].endswith("# raises") and run.findings[0]["ranks"] == [1]
+    (finding,) = run.findings
+    assert (run.code, finding["ranks"]) == (4, [1]) and run.places[0].endswith("# raises"), run.stderr
+    assert "Rank 1 raised ValueError: bad sample" in finding["message"] and "waits in barrier" in str(finding)
 
 
 def test_a_rank_that_was_stopped_is_told_and_left(tmp_path: Path) -> None:
