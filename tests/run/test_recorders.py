@@ -144,6 +144,7 @@ def test_an_entry_of_a_recorder_fails_and_all_others_find_their_faults(tmp_path:
     holds(status_of(tmp_path, place), broken)
 
 
+@pytest.mark.slow
 def test_without_a_failure_each_fault_is_found(tmp_path: Path) -> None:
     found = status_of(tmp_path)
     assert all(found[heading][0] == "failed" for heading in WITH_FAULTS), found

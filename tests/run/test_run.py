@@ -213,10 +213,8 @@ STARTED_ANEW = ("heads_from_set", "labels_from_set")
 
 
 def report_on(tmp_path: Path, script: str, *arguments: str) -> tuple[int, dict[str, Any]]:
-    file = tmp_path / "report.json"
-    own = [argument for argument in arguments if argument == "--fixed"]
-    options = [*options_of(FOLDER / f"{script}.py"), *arguments[: len(arguments) - len(own)]]
-    command = ("--check-output", str(file), *options, f"examples/scripts/{script}.py", *own)
+    file, path = tmp_path / "report.json", f"examples/scripts/{script}.py"
+    command = ("--check-timeout=3", f"--check-output={file}", *options_of(ROOT / path), path, *arguments)
     ended = run(DDPCHECK, *command) if script in STARTED_ANEW else run_forked(*command)
     return ended.returncode, json.loads(file.read_text())
 
@@ -225,9 +223,12 @@ ONE_OF_EACH_CODE = first_of_each(SCRIPTS, lambda script: [expected_of(FOLDER / f
 """`make scripts` runs all scripts, and all of their twins."""
 
 
-@pytest.mark.parametrize("script", share(["labels_from_set", *one_of(10, ONE_OF_EACH_CODE)], ["labels_from_set"]))
+ALWAYS = ("labels_from_set", "own_normaliser")
+
+
+@pytest.mark.parametrize("script", share(dict.fromkeys([*ALWAYS, *one_of(10, ONE_OF_EACH_CODE)]), ALWAYS[:1]))
 def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
-    code, report = report_on(tmp_path, script, "--check-timeout", "3")
+    code, report = report_on(tmp_path, script)
     assert_expected(FOLDER / f"{script}.py", code, report)
 
 

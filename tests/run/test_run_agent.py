@@ -29,7 +29,6 @@ from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import FOLDER, RankLog, last_restart, rank_processes, read_logs
 from tests.run.test_run import DDPCHECK
-from tests.tiers import share
 
 NO_GROUP = "no rank joined a process group"
 GIVEN = argparse.Namespace(check_timeout=60.0, debug=False)
@@ -99,7 +98,8 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("case", share(CASES, ["syntax"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_script_that_joins_no_process_group_has_its_own_exit_code(case: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "syntax.py").write_text("def f(:\n")

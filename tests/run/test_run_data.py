@@ -22,9 +22,14 @@ def test_a_fault_of_the_data_is_told_at_the_line_to_edit(name: str, tmp_path: Pa
     assert run.codes == [code] and text in run.places[0], run.findings
 
 
-@pytest.mark.smoke
-def test_healthy_loops_over_loaders_have_no_finding(tmp_path: Path) -> None:
-    names = ("prefetched_later", "workers_of_a_set_that_counts_epochs", "repeated_augmentation", "two_networks")
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("prefetched_later", "two_networks"), marks=pytest.mark.smoke),
+        ("workers_of_a_set_that_counts_epochs", "repeated_augmentation"),
+    ],
+)
+def test_healthy_loops_over_loaders_have_no_finding(names: tuple[str, ...], tmp_path: Path) -> None:
     assert run_script(tmp_path, SCRIPT, *names).findings == []
 
 

@@ -46,7 +46,7 @@ model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 torch.manual_seed(3 + RANK)
 batches = loader(8)
-for epoch in range(3):
+for epoch in range(2):
     batches.sampler.set_epoch(epoch)
     model.train()
     seen, near, count = [], 0, 0
@@ -358,7 +358,7 @@ def run_with_parity(script: str, folder: Path, *arguments: str) -> ScriptRun:
 @pytest.mark.parametrize(
     ("script", "steps"),
     [
-        pytest.param(WORST, 18, id="worst", marks=SLOW),
+        pytest.param(WORST, 12, id="worst", marks=SLOW),
         pytest.param(IN_TURN, 5, id="in_turn", marks=EXHAUSTIVE),
         pytest.param(SAVED, 6, id="saved", marks=EXHAUSTIVE),
         pytest.param(PADDED, 16, id="padded", marks=SLOW),
@@ -405,7 +405,7 @@ def test_what_differs_from_a_single_process_is_told(script: str, severity: str, 
     assert words in finding["message"]
     line = finding["location"]["line"]
     assert any("# here" in text for text in run.lines[line - 4 : line + 3])
-    assert run.stdout.count("epoch") in (0, 1, 3)  # what the single process prints goes to a file
+    assert run.stdout.count("epoch") in (0, 1, 2)  # what the single process prints goes to a file
 
 
 @pytest.mark.slow
