@@ -147,7 +147,7 @@ def run_on_its_own_ranks(
 
 @pytest.mark.slow
 def test_a_script_that_starts_its_own_ranks_is_launched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = run_on_its_own_ranks(tmp_path, monkeypatch, "--standalone", "--nproc-per-node=2", "train.py", "plain")
+    ended = run_on_its_own_ranks(tmp_path, monkeypatch, "--standalone", "--nproc-per-node=2", "train.py", "fork")
     assert "torchrun has started the script 2 times" in ended.stderr and "leave --nproc-per-node out" in ended.stderr
 
 
