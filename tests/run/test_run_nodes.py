@@ -94,8 +94,6 @@ for step, (batch,) in enumerate(DataLoader(samples, 2, sampler=sampler)):
         break
     if how == "works" and rank == 2 and step == 5:
         time.sleep(8)
-    if how == "raises" and rank == 2 and step == 5:
-        raise ValueError("of rank 2")
     if how == f"dies{node}" and step == 5:
         if rank % 2 == 0:
             os.kill(os.getppid(), signal.SIGKILL)
@@ -215,14 +213,6 @@ def test_ranks_that_wait_for_those_of_another_node_are_ended(meeting: Sequence[s
     evidence = "; ".join(first.report["findings"][0]["evidence"])
     assert "rank 0: waits in backward" in evidence and "rank 2: waits in barrier" in evidence, evidence
     assert [one["rank"] for one in first.report["timelines"][0]["ranks"]] == [0, 1, 2, 3]
-
-
-@pytest.mark.exhaustive
-def test_what_a_rank_of_another_node_has_raised_is_told(tmp_path: Path) -> None:
-    first, other = run_nodes(tmp_path, "raises")
-    assert first.report is not None and first.codes == ["DDP401"], first.said
-    assert first.report["findings"][0]["message"] == "Rank 2 raised ValueError: of rank 2."
-    assert (first.code, other.code) == (1, 1) and other.report is None
 
 
 @pytest.mark.slow
