@@ -103,6 +103,7 @@ PARTED = RankFacts(is_idle=False, spins=True, others_idle=False, diverged=True)
         (RankFacts(is_idle=False, spins=True, others_idle=False, is_inside=True), WAITS, False),
         (PARTED, WAITS, True),
         (PARTED, BACKWARD, True),
+        (PARTED, f'  File "/x/site-packages/spin.py", line 9 in wait\n{BACKWARD}', True),
         (PARTED, TOKENISES, False),
         (PARTED, PICKLES, False),
         (RankFacts(is_idle=False, diverged=True), BACKWARD, False),  # with gloo: it computes
