@@ -46,7 +46,7 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
     if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):
         yield "a Flight Recorder of gloo", ("test_dumps_of_real_ranks", "leaves_for_the_flight_recorder")
     if not hasattr(fsdp, "fully_shard"):
-        shards = ("what_is_compared_of_shards[True]", "healthy_loops_of_shards", "a_script_is_found[sharded_")
+        shards = ("what_is_compared_of_shards", "healthy_loops_of_shards", "a_script_is_found[sharded_")
         twins, rows = ("twin_is_clean[sharded_",), ("test_fully_shard_is_tried", "that_fully_shard_refuses")
         others = ("test_a_layer_that_is_left_out_under_fully_shard", "[fully_shard]", "collectives_of_fully_shard")
         yield "torch.distributed.fsdp.fully_shard", (*shards, *twins, *rows, *others)
@@ -57,7 +57,7 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
         )
         in_recipes = tuple(f"report/test_sharded_recipes.py::{name}" for name in by_name)
         yield "average in gloo's reduce_scatter: under fully_shard gradients are summed", in_recipes
-        yield "average in gloo's reduce_scatter", ("what_is_compared_of_shards[True]",)
+        yield "average in gloo's reduce_scatter", ("what_is_compared_of_shards",)
     if torch.__version__ < "2.6":
         yield "support by transformers 5, which needs torch 2.6", ("integrations/test_transformers.py",)
     if not hasattr(torch, "float8_e8m0fnu"):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -218,7 +219,7 @@ def evaluate(size: int, evaluation: Evaluation, *, drop_last: bool = False) -> N
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(training)
     held_out: DistributedSampler[tuple[Tensor, ...]]
     held_out = DistributedSampler(validation, shuffle=False, drop_last=drop_last)
-    for epoch in range(3):
+    for epoch in range(2):
         sampler.set_epoch(epoch)
         running = 0.0
         for x, y in DataLoader(training, batch_size=8, sampler=sampler):
@@ -246,6 +247,7 @@ def contrast(kind: str) -> None:
         parts[RANK] = second
         targets = torch.arange(len(x))
         if kind == "offset":
+            parts = [*all_gather(second)]  # with the gradient of the losses of all ranks
             logits, targets = first @ torch.cat(parts).T, targets + RANK * len(x)
         elif kind == "own first":
             logits = first @ torch.cat([second, *(part for rank, part in enumerate(parts) if rank != RANK)]).T

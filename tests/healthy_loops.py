@@ -520,13 +520,6 @@ def odd_variables() -> None:
     del lazy, unfinished, on_disk, proxies, later
 
 
-def compiled_around_the_wrapper() -> None:
-    model, optimizer = wrapped()
-    compiled = torch.compile(model, backend="eager")
-    for x, y in own_batches(6):
-        train(compiled, optimizer, x, y)  # type: ignore[arg-type]
-
-
 # Weights that each rank moves and puts back, and losses that each rank scales
 
 
@@ -627,7 +620,7 @@ LOOPS: tuple[Callable[[], None], ...] = (
     *(clipped_by_sample, norms_before_averaging, moved_gradients, summed_by_a_hook, compressed_gradients),
     *(local_steps_by_a_hook, local_steps, steps_of_taken_gradients, rounds_of_new_optimizers, inner_loops),
     *(inner_loops_beside_a_wrapper, uneven_and_again, uneven_and_sharded, tensor_as_dataset, trials),
-    *(residuals_of_each_rank, average_on_rank_0, adapted_weights, odd_variables, compiled_around_the_wrapper),
+    *(residuals_of_each_rank, average_on_rank_0, adapted_weights, odd_variables),
     *(forward_by_its_name, ascents_of_each_rank, surgery_after_a_warm_up, weights_that_are_tried),
     *(smoothed_labels_of_mixed_samples, files_after_a_message),
 )

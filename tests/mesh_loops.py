@@ -138,7 +138,7 @@ def batches(
     torch.manual_seed(seed)
     for epoch in range(first, first + epochs):
         sampler.set_epoch(epoch)
-        for (row,) in DataLoader(data, batch_size=4, sampler=sampler):
+        for (row,) in DataLoader(data, batch_size=8 // dp.size(), sampler=sampler):
             yield row
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-SECONDS = 9.0
+SECONDS = 6.0
 
 
 def tokenise() -> int:

@@ -11,38 +11,29 @@ import argparse
 import platform
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
-from multiprocessing import get_context
 
-from tests.faultsuite.cases import ROOT, all_cases
+from tests.faultsuite.cases import ROOT
 from tests.faultsuite.recorded import forget_others, write_evidence
-from tests.faultsuite.runs import faults_in, faults_in_twin, run_case
+from tests.faultsuite.runs import chosen_cases, faults_in, faults_in_twin, for_each, run_case
 from tests.faultsuite.table import comparison, endings, faults_page, put
-
-WORKERS = 2  # cases at a time; each has two ranks, which wait for each other most of the time
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faultsuite", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="beginnings of names of cases")
-    chosen = parser.parse_args().names
-    cases = [case for case in all_cases() if not chosen or str(case).startswith(tuple(chosen))]
+    cases, chosen = chosen_cases(parser)
     rows, wrong = [], 0
     begun = time.perf_counter()
-    with ProcessPoolExecutor(min(WORKERS, len(cases)), mp_context=get_context("spawn")) as pool:
-        for number, row in enumerate(pool.map(run_case, cases), 1):
-            rows.append(row)
-            faults = [f"broken: {fault}" for fault in faults_in(row.case, row.report)]
-            faults += [f"fixed: {fault}" for fault in faults_in_twin(row.twin)]
-            wrong += bool(faults)
-            said = "; ".join(faults) or f"{row.report.findings[0].code} as expected, twin clean"
-            print(
-                f"[{number}/{len(cases)}] {row.case}: {row.tools['plain'].ending}; {said}", file=sys.stderr, flush=True
-            )
+    for place, row in for_each(cases, run_case):
+        rows.append(row)
+        faults = [f"broken: {fault}" for fault in faults_in(row.case, row.report)]
+        faults += [f"fixed: {fault}" for fault in faults_in_twin(row.twin)]
+        wrong += bool(faults)
+        said = "; ".join(faults) or f"{row.report.findings[0].code} as expected, twin clean"
+        print(f"{place}: {row.tools['plain'].ending}; {said}", file=sys.stderr, flush=True)
     versions = f"torch {version('torch')}, gloo, {platform.system()}, mmengine {version('mmengine')}"
     page, table = faults_page(rows, versions), comparison(rows)
-    if chosen:
+    if chosen.names:
         print(page, table, sep="\n")
     else:
         (ROOT / "docs").mkdir(exist_ok=True)

@@ -66,11 +66,7 @@ class Case:
 
 
 def read_case(path: Path) -> Case:
-    """The case in a file.
-
-    Raises:
-        ValueError: The file has no docstring or no `EXPECT`.
-    """
+    """The case in a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     said = ast.get_docstring(tree)
     for node in tree.body:

@@ -63,11 +63,7 @@ def _classes() -> dict[str, type]:
 
 
 def fields_of(name: str) -> list[str]:
-    """The names of the fields of a dataclass.
-
-    Raises:
-        EvidenceError: There is no such class.
-    """
+    """The names of the fields of a dataclass."""
     if name not in _classes():
         raise EvidenceError(f"ddpcheck.findings has no class {name}")
     kind = _classes()[name]
@@ -99,11 +95,7 @@ class Encoder:
         self._fingerprints: dict[int, int] = {}
 
     def encode(self, value: Any) -> Any:
-        """The same value in lists, strings, numbers and dicts.
-
-        Raises:
-            EvidenceError: A part of it is none that can be read again.
-        """
+        """The same value in lists, strings, numbers and dicts."""
         if value is None or isinstance(value, bool | float):
             return value
         if isinstance(value, Enum):

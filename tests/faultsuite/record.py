@@ -9,14 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
-from tests.faultsuite.cases import Case, all_cases
+from tests.faultsuite.cases import Case
 from tests.faultsuite.recorded import TWINS, evidence_text, forget_others, record, write_evidence
-from tests.faultsuite.runs import faults_in, faults_in_twin
-
-WORKERS = 2  # cases at a time, as in `make faults`
+from tests.faultsuite.runs import chosen_cases, faults_in, faults_in_twin, for_each
 
 
 def record_case(case: Case) -> list[str]:
@@ -29,15 +25,12 @@ def record_case(case: Case) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faultsuite.record", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="beginnings of names of cases")
-    chosen = parser.parse_args().names
-    cases = [case for case in all_cases() if not chosen or str(case).startswith(tuple(chosen))]
+    cases, chosen = chosen_cases(parser)
     begun, wrong = time.perf_counter(), 0
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        for number, (case, faults) in enumerate(zip(cases, pool.map(record_case, cases), strict=True), 1):
-            wrong += bool(faults)
-            print(f"[{number}/{len(cases)}] {case}: {'; '.join(faults) or 'recorded'}", file=sys.stderr, flush=True)
-    if not chosen:
+    for place, faults in for_each(cases, record_case):
+        wrong += bool(faults)
+        print(f"{place}: {'; '.join(faults) or 'recorded'}", file=sys.stderr, flush=True)
+    if not chosen.names:
         forget_others(cases)
     print(f"{len(cases)} faults in {time.perf_counter() - begun:.0f} s, {wrong} not as expected", file=sys.stderr)
     return 1 if wrong else 0

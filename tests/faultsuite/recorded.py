@@ -181,12 +181,7 @@ def forget_others(cases: Iterable[Case]) -> None:
 
 
 def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
-    """The recorded evidence of a case, by recipe; not decoded.
-
-    Raises:
-        EvidenceError: There is nothing, or the file of the case was another when it was recorded, or the classes of
-            evidence had other fields.
-    """
+    """The recorded evidence of a case, by recipe; not decoded."""
     try:
         data: dict[str, Any] = json.loads(evidence_path(case, folder).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -204,11 +199,7 @@ def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def replay(case: Case, twin: str, evidence: dict[str, Any]) -> Report:
-    """Check one of the two recipes of a case in worlds that answer as recorded.
-
-    Raises:
-        EvidenceError: The check asks for something else than it did then.
-    """
+    """Check one of the two recipes of a case in worlds that answer as recorded."""
     recorded = iter(evidence[twin])
     worlds: list[RecordedWorld] = []
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from multiprocessing import get_context
+from typing import Literal, TypeVar
 
 from ddpcheck.findings.errors import HangError, RankError
 from ddpcheck.findings.report import Report
 from ddpcheck.harness import World, start_world
 from ddpcheck.report.checking.check import check
-from tests.faultsuite.cases import Case
+from tests.faultsuite.cases import Case, all_cases
 from tests.faultsuite.recorded import evidence_text, record
 from tests.reports import contradictions
 
+T = TypeVar("T")
 Ending = Literal["trains on", "raises", "hangs", "aborts", "exits"]
 PRELOAD = {"mmengine": ("mmengine.model.utils",)}
 HANG = 6.0  # seconds after which a plain run counts as one that hangs; a run takes a tenth of one
@@ -99,6 +104,20 @@ def run_case(case: Case, tools: tuple[str, ...] = ("plain", "debug", "mmengine")
     seconds = time.perf_counter() - begun
     twin, fixed = record(case, "fixed")
     return Row(case, heard, twins, report, twin, seconds, evidence_text(case, {"broken": broken, "fixed": fixed}))
+
+
+def chosen_cases(parser: argparse.ArgumentParser) -> tuple[list[Case], argparse.Namespace]:
+    """The cases that the command line names, all of them without names, and its other options."""
+    parser.add_argument("names", nargs="*", help="beginnings of names of cases")
+    chosen = parser.parse_args()
+    return [case for case in all_cases() if not chosen.names or str(case).startswith(tuple(chosen.names))], chosen
+
+
+def for_each(cases: Sequence[Case], function: Callable[[Case], T]) -> Iterator[tuple[str, T]]:
+    """Call a function for two cases at a time, each with two ranks, which wait for each other most of the time."""
+    with ProcessPoolExecutor(min(2, len(cases)), mp_context=get_context("spawn")) as pool:
+        for number, (case, value) in enumerate(zip(cases, pool.map(function, cases), strict=True), 1):
+            yield f"[{number}/{len(cases)}] {case}", value
 
 
 def report_on(case: Case, twin: str, *, world_size: int | None = None) -> Report:

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.faultsuite.cases import Case, all_cases
-from tests.faultsuite.runs import report_on
+from tests.faultsuite.cases import Case
+from tests.faultsuite.runs import chosen_cases, report_on
 from tests.reports import comparable
 
 TIMES = 20
@@ -47,10 +47,8 @@ def verdicts(case: Case, twin: str, world_size: int, times: int, *, at_once: int
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faultsuite.steady", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="beginnings of names of cases")
     parser.add_argument("--times", type=int, default=TIMES)
-    chosen = parser.parse_args()
-    cases = [case for case in all_cases() if not chosen.names or str(case).startswith(tuple(chosen.names))]
+    cases, chosen = chosen_cases(parser)
     unsteady = 0
     with busy_machine():
         for number, case in enumerate(cases, 1):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ddpcheck import cli
 from ddpcheck.cli import run as command
 from ddpcheck.findings.evidence.parity import ParityEnded, ParityStep, PassTaken
 from ddpcheck.run.ending import Ending
@@ -23,6 +24,7 @@ from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.parity_run import ParityRuns, SingleRun
 from ddpcheck.stream.entries import RankRaised, RankStarted, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, RankLog, RankTrace
+from ddpcheck.worlds.failures import described
 from tests.forked_run import ROOT, run_forked
 from tests.tiers import one_of
 
@@ -31,12 +33,7 @@ NOT_COMPARED = "not compared with a single process: "
 MORE_MEMORY = (
     "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
 )
-RAISED = {
-    **dict.fromkeys(("kind", "when", "traceback", "place", "collective", "bug", "noticed"), ""),
-    **{"type": "IndexError", "text": "no part\nof rank 1", "exit_code": None, "exception": None, "location": "a.py:3"},
-}
-
-
+RAISED = {**described(IndexError("no part\nof rank 1"), "", ""), "exception": None, "location": "a.py:3"}
 STEP = ParityStep(0, 0, None, (1.0,), (1.0,), (), (0.1,), ())
 
 
@@ -138,7 +135,7 @@ class Runs:
     """In the place of `ParityRuns`: a single process that differs, and further runs that end in some way."""
 
     def __init__(self, *others: SingleRun) -> None:
-        self.left = [SingleRun([alone(1.0)]), *others]
+        self.rest = [SINGLE, *others]
 
     def begin(self, _ranks: Any) -> str:
         return "begins"
@@ -147,7 +144,7 @@ class Runs:
         return ""
 
     def run(self, _ranks: Any, **_how: Any) -> SingleRun:
-        if (run := self.left.pop(0)) is KEY:
+        if (run := self.rest.pop(0)) is KEY:
             raise KeyboardInterrupt
         return run
 
@@ -159,7 +156,8 @@ def alone(norm: float, size: int = 1, rank: int = 0) -> RankTrace:
     return RankTrace(RankStarted(rank, size, "gloo"), [step, ParityEnded(1, 1)], [])
 
 
-KEY = SingleRun()
+NOISE = "it differs, perhaps only by noise, but the run that measures noise has failed: "
+SINGLE, KEY = SingleRun([alone(1.0)]), SingleRun()
 FAILED = SingleRun(why_not="it ended with exit code 1", has_raised=True)
 LATE = SingleRun(why_not="it has not ended within 60 s, and was stopped")
 
@@ -167,15 +165,11 @@ LATE = SingleRun(why_not="it has not ended within 60 s, and was stopped")
 @pytest.mark.parametrize(
     ("others", "why"),
     [
-        ([SingleRun([alone(1.0)]), SingleRun([alone(1.0)])], ""),
-        ([SingleRun([alone(1.0)]), FAILED], ""),
-        ([FAILED], f"it differs, perhaps only by noise, but the run that measures noise has failed: {FAILED.why_not}"),
-        (
-            [SingleRun([alone(1.0)]), LATE],
-            f"it differs, perhaps only by noise, but the run that measures noise has failed: {LATE.why_not}",
-        ),
+        ([SINGLE, FAILED], ""),
+        ([FAILED], f"{NOISE}{FAILED.why_not}"),
+        ([SINGLE, LATE], f"{NOISE}{LATE.why_not}"),
         ([KEY], "it was interrupted"),
-        ([SingleRun([alone(1.0)]), KEY], "it was interrupted"),
+        ([SINGLE, KEY], "it was interrupted"),
     ],
 )
 def test_without_a_measure_of_noise_nothing_is_said_to_differ(
@@ -338,19 +332,13 @@ def test_an_interrupted_single_process_leaves_the_report(how: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_samples_are_those_of_the_last_start(tmp_path: Path) -> None:
-    process = started(tmp_path, "--max-restarts=1", "--check-format=text", "train.py", "restart")
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "the first start fails" in said, said
-    assert "gradients of 6 steps equal those of a single process" in " ".join(said.split())
-
-
-@pytest.mark.slow
-def test_a_module_is_compared_as_well_and_its_record_can_be_shown(tmp_path: Path) -> None:
-    process = started(tmp_path, "--check-record=run.gz", "--check-format=text", "-m", "train", "")
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert "gradients of 6 steps equal those of a single process" in " ".join(said.split())
-    shown = [sys.executable, "-m", "ddpcheck", "render", "run.gz"]
-    done = subprocess.run(shown, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "no findings" in done.stdout, done.stderr
+def test_the_samples_of_a_module_are_those_of_the_last_start_and_its_record_can_be_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--max-restarts=1", "--check-format=text", "--check-record=run.gz")
+    process = started(tmp_path, *options, "-m", "train", "restart")
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "the first start fails" in printed, printed
+    assert "gradients of 6 steps equal those of a single process" in " ".join(printed.split())
+    assert cli.main(["render", str(tmp_path / "run.gz")]) == 0
+    assert "no findings" in capsys.readouterr().out

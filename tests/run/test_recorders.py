@@ -136,7 +136,7 @@ ENTRIES = [place for kind in recorders().values() for place in entries_of(kind)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", one_of(30, ENTRIES), ids=lambda place: place.split(".")[-1])
+@pytest.mark.parametrize("place", one_of(60, ENTRIES), ids=lambda place: place.split(".")[-1])
 def test_an_entry_of_a_recorder_fails_and_all_others_find_their_faults(tmp_path: Path, place: str) -> None:
     kind = recorders()[place.rpartition(":")[0].rpartition(":")[0]]
     watch = recorders()["ddpcheck.record.rank.wrapper_recorder:WrapperRecorder"]
@@ -144,6 +144,7 @@ def test_an_entry_of_a_recorder_fails_and_all_others_find_their_faults(tmp_path:
     holds(status_of(tmp_path, place), broken)
 
 
+@pytest.mark.slow
 def test_without_a_failure_each_fault_is_found(tmp_path: Path) -> None:
     found = status_of(tmp_path)
     assert all(found[heading][0] == "failed" for heading in WITH_FAULTS), found

@@ -7,25 +7,29 @@ from pathlib import Path
 import pytest
 
 from tests.data_loops import FAULTS
-from tests.faultsuite.scripts_page import ROOT, TIMEOUT
+from tests.forked_run import ROOT
 from tests.run.scripts import run_script
 
 pytestmark = pytest.mark.slow
 SCRIPT = ROOT / "tests" / "data_loops.py"
-TIMED = (f"--check-timeout={TIMEOUT}",)
 OF_FOUR_RANKS = ("ranks_of_a_node", "counts_of_a_row")
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_the_data_is_told_at_the_line_to_edit(name: str, tmp_path: Path) -> None:
     code, text = FAULTS[name]
-    run = run_script(tmp_path, SCRIPT, name, options=TIMED, ranks=4 if name in OF_FOUR_RANKS else 2)
+    run = run_script(tmp_path, SCRIPT, name, ranks=4 if name in OF_FOUR_RANKS else 2)
     assert run.codes == [code] and text in run.places[0], run.findings
 
 
-@pytest.mark.smoke
-def test_healthy_loops_over_loaders_have_no_finding(tmp_path: Path) -> None:
-    names = ("prefetched_later", "workers_of_a_set_that_counts_epochs", "repeated_augmentation", "two_networks")
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("prefetched_later", "two_networks"), marks=pytest.mark.smoke),
+        ("workers_of_a_set_that_counts_epochs", "repeated_augmentation"),
+    ],
+)
+def test_healthy_loops_over_loaders_have_no_finding(names: tuple[str, ...], tmp_path: Path) -> None:
     assert run_script(tmp_path, SCRIPT, *names).findings == []
 
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,37 +35,30 @@ def test_all_processes_of_a_launcher_have_one_folder(temporary: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def makes_link(path: Path) -> None:
-    (aside := path.parent / "aside").mkdir(exist_ok=True)
-    path.symlink_to(aside)
-
-
-def makes_open_folder(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o777)
-
-
-def makes_folder_of_another(path: Path) -> None:
+def prepare(kind: str, path: Path) -> None:
+    """Make what an attacker may have prepared at a path."""
+    if kind == "link":
+        return path.symlink_to(path.parent)
+    if kind == "pipe":
+        return os.mkfifo(path)
+    path.mkdir(mode=0o700)
+    if kind == "open folder":
+        return path.chmod(0o777)
     if os.geteuid():
         pytest.skip("gives a folder to somebody else")
-    path.mkdir(mode=0o700)
-    os.chown(path, 65534, 65534)
+    return os.chown(path, 65534, 65534)
 
 
-def makes_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("make", [makes_link, makes_open_folder, makes_folder_of_another, makes_pipe])
-def test_a_folder_that_somebody_has_prepared_is_passed_by(temporary: Path, make: Callable[[Path], None]) -> None:
-    make(prepared := temporary / f"{FOLDER}0-77-123")
+@pytest.mark.parametrize("kind", ["link", "pipe", "open folder", "folder of another user"])
+def test_a_folder_that_somebody_has_prepared_is_passed_by(temporary: Path, kind: str) -> None:
+    prepare(kind, prepared := temporary / f"{FOLDER}0-77-123")
     folder = shared_folder("0-77-123")
     assert folder != prepared and folder == shared_folder("0-77-123")
     assert user_log_folders() == [folder]
     for number in range(1, 9):
         taken = temporary / f"{FOLDER}0-77-123-{number}"
         shutil.rmtree(taken, ignore_errors=True)
-        make(taken)
+        prepare(kind, taken)
     with pytest.raises(UsageError, match=r"another user created .*TMPDIR"):
         shared_folder("0-77-123")
 

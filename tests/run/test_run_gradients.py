@@ -8,6 +8,7 @@ import pytest
 
 from tests.run.scripts import run_script
 
+pytestmark = pytest.mark.slow
 SKIPS = """
 rows = torch.randn(96, 6)
 rows[[0, 95]] = float("inf")  # the first batch of rank 0, and the last one of rank 1
@@ -64,7 +65,6 @@ for how in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("how", "found"), [("alone", [("DDP508", "error")]), ("together", [])])
 def test_ranks_that_skip_the_first_and_the_last_backward(
     how: str, found: list[tuple[str, str]], tmp_path: Path
@@ -78,11 +78,8 @@ def test_ranks_that_skip_the_first_and_the_last_backward(
     ("how", "found"),
     [
         ("sgd", [("DDP303", "error")]),
-        pytest.param("adam, clips", [("DDP303", "warning")], marks=pytest.mark.slow),
-        *(
-            pytest.param(how, [], marks=pytest.mark.slow)
-            for how in ("sgd, divided", "sgd, clips, divided before", "adam")
-        ),
+        ("adam, clips", [("DDP303", "warning")]),
+        *((how, []) for how in ("sgd, divided", "sgd, clips, divided before", "adam")),
     ],
 )
 def test_gradients_summed_in_buckets_by_hand(how: str, found: list[tuple[str, str]], tmp_path: Path) -> None:

@@ -93,57 +93,12 @@ for _ in range(8):
     optimizer.step()
 """
 
-STATISTICS = """
-class Scaler:
-    def __init__(self, features):
-        self.middle, self.power, self.seen = torch.zeros(features), torch.ones(features), 0
-
-    def observe(self, x):
-        sums = torch.stack([x.mean(0), x.square().mean(0)])
-        if HOW == "fixed":
-            dist.all_reduce(sums)
-            sums /= dist.get_world_size()
-        self.seen += 1
-        self.middle = self.middle + (sums[0] - self.middle) / self.seen  # here
-        self.power = self.power + (sums[1] - self.power) / self.seen
-
-    def scaled(self, x):
-        return ((x - self.middle) / (self.power - self.middle.square()).clamp_min(1e-6).sqrt()).clamp(-3, 3)
-
-class Trainer:
-    def __init__(self):
-        self.policy, self.scaler = DistributedDataParallel(nn.Linear(6, 2)), Scaler(6)
-        self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=0.01)
-
-    @torch.no_grad()
-    def collect(self):
-        rows, x = [], torch.randn(8, 6) + 2
-        for _ in range(10):
-            self.scaler.observe(x)
-            rows.append(self.scaler.scaled(x))
-            x = 0.5 * x + torch.randn(8, 6) + 1 + 0.1 * self.policy.module(rows[-1]).sum()
-        return torch.cat(rows)
-
-    def train(self):
-        for _ in range(5):
-            rows = self.collect()
-            for part in torch.randperm(80).split(20):
-                self.optimizer.zero_grad()
-                self.policy(rows[part]).square().mean().backward()
-                self.optimizer.step()
-
-trainer = Trainer()
-torch.manual_seed(RANK)
-trainer.train()
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "script"),
     [
         pytest.param("DDP310", IN_BACKWARD, id="in_backward"),
-        pytest.param("DDP217", STATISTICS, id="statistics"),
         pytest.param("DDP301", SCALER, id="scaler"),
         pytest.param("DDP510", RESTORED, id="restored"),
         pytest.param("DDP208", BY_HAND, id="by_hand"),

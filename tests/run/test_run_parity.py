@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.forked_run import run_forked
+from tests.run.scripts import ScriptRun, run_script
 
 BEFORE = """
-import random, sys
-import torch, torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
 BUG = "--bug" in sys.argv
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
 g = torch.Generator().manual_seed(5)
 X = torch.randn(96, 6, generator=g)
 Y = X[:, :2].sum(1, keepdim=True) + 0.1 * torch.randn(96, 1, generator=g)
@@ -28,6 +18,16 @@ torch.manual_seed(3)
 
 def loader(batch_size, **named):
     return DataLoader(everything, batch_size, sampler=DistributedSampler(everything, **named))
+
+def step(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+def fit(model, rate=5e-2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for x, y in loader(8):
+        step(optimizer, (model(x) - y).square().mean())
 """
 
 # The largest error of each rank is averaged over the ranks.
@@ -44,9 +44,9 @@ def error(model):
 net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-torch.manual_seed(3 + rank)
+torch.manual_seed(3 + RANK)
 batches = loader(8)
-for epoch in range(3):
+for epoch in range(2):
     batches.sampler.set_epoch(epoch)
     model.train()
     seen, near, count = [], 0, 0
@@ -54,42 +54,22 @@ for epoch in range(3):
         out = model(x + 0.05 * torch.randn_like(x))
         near, count = near + ((out - y).abs() < 1).sum().item(), count + len(y)
         loss = nn.functional.mse_loss(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        step(optimizer, loss)
         seen.append(loss.item())
     mean = sum(seen) / len(seen)
-    if rank == 0:
+    if RANK == 0:
         worst = error(model.module)
         print(f"epoch {epoch} loss {mean:.5f} near {near / count:.5f} error {worst:.5f}")
     else:
         error(model.module)
 """
 
-# The loss is weighed by the length of a batch that all ranks have together, twice.
-WEIGHED = """
-model = DistributedDataParallel(nn.Linear(6, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-torch.manual_seed(rank)
-for _ in range(8):
-    x = torch.randn(6, 6)
-    weights = torch.rand(6)
-    errors = (model(x).squeeze(1) - x.sum(1)).square()
-    if BUG:
-        loss = (errors * weights.softmax(0)).sum()  # here
-    else:
-        loss = (errors * weights).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
-
 # Micro-batches are fewer on more ranks; the draws of the loop are those of each rank.
 IN_TURN = """
 model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 1)))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-torch.manual_seed(10 + rank)
-micro = 4 // world_size
+torch.manual_seed(10 + RANK)
+micro = 4 // WORLD
 for _ in range(5):
     for number in range(micro):
         chosen = torch.randint(96, (4,))
@@ -105,7 +85,7 @@ net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 steppers = {p: torch.optim.SGD([p], lr=5e-2) for p in net.parameters()}
 def update(p):
     dist.all_reduce(p.grad)
-    p.grad /= world_size
+    p.grad /= WORLD
     steppers[p].step()
     p.grad = None
 for p in net.parameters():
@@ -129,18 +109,14 @@ def score(model):
         found = spread(errors)  # here
         dist.all_reduce(found, dist.ReduceOp.AVG)
         return found.item()
-    every = [torch.empty_like(errors) for _ in range(world_size)]
+    every = [torch.empty_like(errors) for _ in range(WORLD)]
     dist.all_gather(every, errors)
     return spread(torch.cat(every)).item()
 model = DistributedDataParallel(nn.Linear(6, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
 rows = csv.writer(sys.stdout)
-for x, y in loader(8):
-    optimizer.zero_grad()
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
+fit(model, 1e-1)
 shown = score(model.module)
-if rank == 0:
+if RANK == 0:
     rows.writerow(["epoch", shown])
 """
 
@@ -148,14 +124,11 @@ if rank == 0:
 OWN_ORDER = """
 model = DistributedDataParallel(nn.Linear(6, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
-torch.manual_seed(3 + rank)
+torch.manual_seed(3 + RANK)
 for _ in range(4):
-    made = torch.randn(24 // world_size, 6)
+    made = torch.randn(24 // WORLD, 6)
     order = torch.randperm(len(made))
-    loss = (model(made[order]) - made[order].sum(1, keepdim=True)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    step(optimizer, (model(made[order]) - made[order].sum(1, keepdim=True)).square().mean())
 """
 
 # Two views of each sample are one batch of the model, which leaves out rows at random, the same ones on all ranks.
@@ -175,30 +148,23 @@ model = DistributedDataParallel(Net())
 optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
 for number, (x, y) in enumerate(loader(8)):
     torch.manual_seed(number)
-    one, other = model([x, x + 1])
-    loss = (one - y).square().mean() + (one - other).abs().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    first, second = model([x, x + 1])
+    step(optimizer, (first - y).square().mean() + (first - second).abs().mean())
 """
 
 # Means over batches depend on their size: all ranks evaluate the same samples, and rank 0 others.
 WHOLE = """
 model = DistributedDataParallel(nn.Linear(6, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
-shared, alone = (DataLoader(TensorDataset(X[:n], Y[:n]), 4) for n in (21, 33))
+shared, of_rank_0 = (DataLoader(TensorDataset(X[:n], Y[:n]), 4) for n in (21, 33))
 
 @torch.no_grad()
 def mean(batches):
     return sum(nn.functional.mse_loss(model.module(x), y).item() for x, y in batches) / len(batches)
 
-for x, y in loader(8):
-    optimizer.zero_grad()
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
+fit(model)
 error = mean(shared)
-if rank == 0:
-    print(f"error {error:.5f} other {mean(alone):.5f}")
+if RANK == 0:
+    print(f"error {error:.5f} other {mean(of_rank_0):.5f}")
 dist.barrier()
 """
 
@@ -207,22 +173,19 @@ SAVED = """
 model = DistributedDataParallel(nn.Linear(6, 1))
 average = {name: p.detach().clone() for name, p in model.module.named_parameters()}
 optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
-decay = 0.9 ** (world_size if BUG else 1)
+decay = 0.9 ** (WORLD if BUG else 1)
 for x, y in loader(8):
-    optimizer.zero_grad()
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
+    step(optimizer, (model(x) - y).square().mean())
     with torch.no_grad():
         for name, p in model.module.named_parameters():
             average[name].lerp_(p, 1 - decay)
-if rank == 0:
+if RANK == 0:
     torch.save({"average": average}, "average.pt")  # here
 """
 
 # Sequences are padded to the longest of a batch, which the loss counts without padding; a model that has ended its
 # training was there before, and rates and times are shown.
 PADDED = """
-import time
 texts = [torch.randint(1, 30, (int(n),), generator=g) for n in torch.randint(3, 14, (80,), generator=g)]
 
 class Model(nn.Module):
@@ -240,7 +203,7 @@ class Model(nn.Module):
 state = DistributedDataParallel(Model()).state_dict()
 model = DistributedDataParallel(Model())
 model.load_state_dict(state)
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2 * world_size)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2 * WORLD)
 sampler = DistributedSampler(texts)
 batches = DataLoader(texts, 5, sampler=sampler, collate_fn=lambda some: nn.utils.rnn.pad_sequence(some, True))
 for epoch in range(2):
@@ -249,7 +212,7 @@ for epoch in range(2):
         targets = tokens[:, 1:]
         count = (targets > 0).sum().float()
         if BUG:
-            count /= world_size
+            count /= WORLD
         dist.all_reduce(count, dist.ReduceOp.AVG)
         scores = model(tokens[:, :-1]).flatten(0, 1)
         loss = nn.functional.cross_entropy(scores, targets.flatten(), ignore_index=0, reduction="sum") / count
@@ -274,18 +237,15 @@ def score(model, batches):
         for x, y in batches:
             near += ((model(x) - y).abs() < 1).sum()
     dist.all_reduce(near)
-    return near.item() / (len(batches) * options.batch_size * (1 if BUG else world_size))  # here
+    return near.item() / (len(batches) * options.batch_size * (1 if BUG else WORLD))  # here
 
 def train(model, batch):
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
-    batches = loader(batch)
-    for x, y in batches:
-        optimizer.zero_grad()
-        ((model(x) - y).square().sum() / batch).backward()
-        optimizer.step()
+    for x, y in loader(batch):
+        step(optimizer, (model(x) - y).square().sum() / batch)
     share = score(model.module, loader(options.batch_size, shuffle=False))
-    if rank == 0:
-        print(f"near {share:.5f} after 0:0{world_size}:00")
+    if RANK == 0:
+        print(f"near {share:.5f} after 0:0{WORLD}:00")
 
 train(DistributedDataParallel(nn.Linear(6, 1)), options.batch_size)
 """
@@ -303,16 +263,16 @@ class Model(nn.Module):
 
 model = DistributedDataParallel(Model())
 clips = "--clip" in sys.argv
-decay = 0.1 * (world_size if BUG and not clips else 1)
+decay = 0.1 * (WORLD if BUG and not clips else 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)  # here
 for x, y in loader(8):
     optimizer.zero_grad()
     (model(x) - y).square().mean().backward()
 
 
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5 * (world_size if BUG and clips else 1))  # clip
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5 * (WORLD if BUG and clips else 1))  # clip
     optimizer.step()
-if rank == 0:
+if RANK == 0:
     torch.save(model.module.state_dict(), "model.pt")
 """
 
@@ -320,18 +280,16 @@ if rank == 0:
 SCHEDULE = """
 import math
 model = DistributedDataParallel(nn.Linear(6, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2 * world_size)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2 * WORLD)
 batches = loader(4)
-length = 2 * len(batches) // (world_size if BUG else 1)
+length = 2 * len(batches) // (WORLD if BUG else 1)
 schedule = torch.optim.lr_scheduler.LambdaLR(  # here
     optimizer, lambda n: 0.6 + 0.4 * math.cos(math.pi * min(1.0, n / length))
 )
 for epoch in range(2):
     batches.sampler.set_epoch(epoch)
     for x, y in batches:
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
+        step(optimizer, (model(x) - y).square().mean())
         schedule.step()
 """
 
@@ -357,9 +315,7 @@ def widened(x, p: float):
 model = DistributedDataParallel(nn.Linear(12, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=2e-2)
 for x, y in loader(8):
-    optimizer.zero_grad()
-    (model(widened(x, 0.0)) - y).square().mean().backward()
-    optimizer.step()
+    step(optimizer, (model(widened(x, 0.0)) - y).square().mean())
 """
 
 # The script trains nothing.
@@ -372,89 +328,12 @@ with torch.no_grad():
 if BUG:
     near[1] = len(everything)
 dist.all_reduce(near)
-if rank == 0:
+if RANK == 0:
     print(f"near {near[0] / near[1]:.4f}")  # here
 """
 
 
-def report(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The report on a script, and what it has printed."""
-    (folder / "train.py").write_text(f"{BEFORE}{script}\ndist.destroy_process_group()\n")
-    output = folder / "report.json"
-    done = run_forked(f"--check-output={output}", "--check-parity", "train.py", *arguments, cwd=folder)
-    assert output.exists(), done.stderr
-    return json.loads(output.read_text()), done.stdout
-
-
-def parity_line(made: dict[str, Any]) -> tuple[str, str]:
-    return next((check["status"], check["detail"]) for check in made["checks"] if check["name"] == "parity")
-
-
-@pytest.mark.parametrize(
-    ("script", "steps"),
-    [
-        pytest.param(WORST, 18, id="worst", marks=pytest.mark.slow),
-        pytest.param(WEIGHED, 8, id="weighed", marks=pytest.mark.slow),
-        pytest.param(IN_TURN, 5, id="in_turn", marks=pytest.mark.exhaustive),
-        pytest.param(SAVED, 6, id="saved", marks=pytest.mark.exhaustive),
-        pytest.param(PADDED, 16, id="padded", marks=pytest.mark.slow),
-        pytest.param(ROUNDED, 6, id="rounded", marks=pytest.mark.exhaustive),
-        pytest.param(EVALUATES, 0, id="evaluates", marks=pytest.mark.slow),
-        pytest.param(COMPILED, 6, id="compiled", marks=pytest.mark.slow),
-        pytest.param(WRITTEN, 6, id="written", marks=pytest.mark.exhaustive),
-        pytest.param(IN_BACKWARD, 24, id="in_backward", marks=pytest.mark.exhaustive),
-        pytest.param(VIEWS, 6, id="views", marks=pytest.mark.exhaustive),
-        pytest.param(WHOLE, 6, id="whole", marks=pytest.mark.slow),
-        pytest.param(OWN_ORDER, 4, id="own_order", marks=pytest.mark.exhaustive),
-        pytest.param(OWN_SIZE, 6, id="own_size", marks=pytest.mark.exhaustive),
-        pytest.param(OPTIONS, 6, id="options", marks=pytest.mark.slow),
-        pytest.param(SCHEDULE, 24, id="schedule", marks=pytest.mark.slow),
-    ],
-)
-def test_a_healthy_script_does_the_same_in_a_single_process(script: str, steps: int, tmp_path: Path) -> None:
-    made, _ = report(script, tmp_path)
-    assert made["findings"] == []
-    status, detail = parity_line(made)
-    said = f"gradients of {steps} steps equal those of a single process" if steps else "1 shown number equal"
-    assert status == "passed" and detail.startswith(said), detail
-
-
-@pytest.mark.parametrize(
-    ("script", "severity", "said"),
-    [
-        pytest.param(WORST, "warning", "printed after 6 steps, is", id="worst"),
-        pytest.param(WEIGHED, "error", "From optimizer step 0 on, the gradients", id="weighed", marks=pytest.mark.slow),
-        pytest.param(SAVED, "warning", "average.bias and average.weight", id="saved", marks=pytest.mark.exhaustive),
-        pytest.param(PADDED, "error", "From optimizer step 0 on", id="padded", marks=pytest.mark.slow),
-        pytest.param(ROUNDED, "error", "From optimizer step 0 on", id="rounded", marks=pytest.mark.exhaustive),
-        pytest.param(EVALUATES, "warning", "(factor 1/2)", id="evaluates", marks=pytest.mark.slow),
-        pytest.param(WRITTEN, "warning", "written after 6 steps, is", id="written", marks=pytest.mark.exhaustive),
-        pytest.param(IN_BACKWARD, "error", "From optimizer step 0", id="in_backward", marks=pytest.mark.slow),
-        pytest.param(OWN_SIZE, "warning", "printed after 6 steps, is", id="own_size", marks=pytest.mark.exhaustive),
-        pytest.param(OPTIONS, "error", "after equal gradients", id="options", marks=pytest.mark.slow),
-        pytest.param(SCHEDULE, "error", "the learning rate on the ranks is at", id="schedule", marks=pytest.mark.slow),
-    ],
-)
-def test_what_differs_from_a_single_process_is_told(script: str, severity: str, said: str, tmp_path: Path) -> None:
-    made, printed = report(script, tmp_path, "--bug")
-    (found,) = made["findings"]
-    assert (found["code"], found["severity"]) == ("DDP314", severity)
-    assert said in found["message"]
-    lines = (tmp_path / "train.py").read_text().splitlines()
-    assert any("# here" in line for line in lines[found["location"]["line"] - 4 : found["location"]["line"] + 3])
-    assert printed.count("epoch") in (0, 1, 3)  # what the single process prints goes to a file
-
-
-@pytest.mark.slow
-def test_a_clip_whose_limit_follows_the_world_size_is_at_its_line(tmp_path: Path) -> None:
-    made, _ = report(OPTIONS, tmp_path, "--bug", "--clip")
-    (found,) = made["findings"]
-    line = (tmp_path / "train.py").read_text().splitlines()[found["location"]["line"] - 1]
-    assert found["subjects"] == ["clip"] and line.endswith("# clip")
-    assert any("clipped to 1 and 0.5" in one for one in found["evidence"])
-
-
-# Batches have a part of the script's own, which has no batch dimension.
+# Batches have a part of the script's own, which has no batch dimension; the loader of the single process has its rows.
 OWN_BATCHES = """
 class Padded:
     def __init__(self, items):
@@ -466,21 +345,78 @@ def collate(items):
 model = DistributedDataParallel(nn.Linear(6, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=5e-2)
 for padded, y in DataLoader(everything, 8, sampler=DistributedSampler(everything), collate_fn=collate):
-    optimizer.zero_grad()
-    (model(padded.x) - y).square().mean().backward()
-    optimizer.step()
+    step(optimizer, (model(padded.x) - y).square().mean())
 """
+
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
+
+
+def run_with_parity(script: str, folder: Path, *arguments: str) -> ScriptRun:
+    return run_script(folder, BEFORE + script, *arguments, options=("--check-parity",))
+
+
+@pytest.mark.parametrize(
+    ("script", "steps"),
+    [
+        pytest.param(WORST, 12, id="worst", marks=SLOW),
+        pytest.param(IN_TURN, 5, id="in_turn", marks=EXHAUSTIVE),
+        pytest.param(SAVED, 6, id="saved", marks=EXHAUSTIVE),
+        pytest.param(PADDED, 16, id="padded", marks=SLOW),
+        pytest.param(ROUNDED, 6, id="rounded", marks=EXHAUSTIVE),
+        pytest.param(EVALUATES, 0, id="evaluates", marks=SLOW),
+        pytest.param(COMPILED, 6, id="compiled", marks=SLOW),
+        pytest.param(WRITTEN, 6, id="written", marks=EXHAUSTIVE),
+        pytest.param(IN_BACKWARD, 24, id="in_backward", marks=EXHAUSTIVE),
+        pytest.param(VIEWS, 6, id="views", marks=EXHAUSTIVE),
+        pytest.param(WHOLE, 6, id="whole", marks=SLOW),
+        pytest.param(OWN_ORDER, 4, id="own_order", marks=SLOW),
+        pytest.param(OWN_SIZE, 6, id="own_size", marks=EXHAUSTIVE),
+        pytest.param(OWN_BATCHES, 6, id="own_batches", marks=SLOW),
+        pytest.param(OPTIONS, 6, id="options", marks=SLOW),
+        pytest.param(SCHEDULE, 24, id="schedule", marks=SLOW),
+    ],
+)
+def test_a_healthy_script_does_the_same_in_a_single_process(script: str, steps: int, tmp_path: Path) -> None:
+    run = run_with_parity(script, tmp_path)
+    status, detail = run.checks["parity"]
+    words = f"gradients of {steps} steps equal those of a single process" if steps else "1 shown number equal"
+    assert (run.findings, status) == ([], "passed") and detail.startswith(words), detail
+
+
+@pytest.mark.parametrize(
+    ("script", "severity", "words"),
+    [
+        pytest.param(WORST, "warning", "printed after 6 steps, is", id="worst"),
+        pytest.param(SAVED, "warning", "average.bias and average.weight", id="saved", marks=EXHAUSTIVE),
+        pytest.param(PADDED, "error", "From optimizer step 0 on, the gradients", id="padded", marks=SLOW),
+        pytest.param(ROUNDED, "error", "From optimizer step 0 on", id="rounded", marks=EXHAUSTIVE),
+        pytest.param(EVALUATES, "warning", "(factor 1/2)", id="evaluates", marks=SLOW),
+        pytest.param(WRITTEN, "warning", "written after 6 steps, is", id="written", marks=EXHAUSTIVE),
+        pytest.param(IN_BACKWARD, "error", "From optimizer step 0", id="in_backward", marks=SLOW),
+        pytest.param(OWN_SIZE, "warning", "printed after 6 steps, is", id="own_size", marks=EXHAUSTIVE),
+        pytest.param(OPTIONS, "error", "after equal gradients", id="options", marks=SLOW),
+        pytest.param(SCHEDULE, "error", "the learning rate on the ranks is at", id="schedule", marks=SLOW),
+    ],
+)
+def test_what_differs_from_a_single_process_is_told(script: str, severity: str, words: str, tmp_path: Path) -> None:
+    run = run_with_parity(script, tmp_path, "--bug")
+    (finding,) = run.findings
+    assert (finding["code"], finding["severity"]) == ("DDP314", severity)
+    assert words in finding["message"]
+    line = finding["location"]["line"]
+    assert any("# here" in text for text in run.lines[line - 4 : line + 3])
+    assert run.stdout.count("epoch") in (0, 1, 2)  # what the single process prints goes to a file
 
 
 @pytest.mark.slow
-def test_a_batch_that_cannot_be_put_together_stays_as_it_is(tmp_path: Path) -> None:
-    made, _ = report(OWN_BATCHES, tmp_path)
-    status, detail = parity_line(made)
-    assert (made["findings"], status) == ([], "passed")
-    assert detail.startswith("gradients of 6 steps equal those of a single process")  # its own loader has the same rows
+def test_a_clip_whose_limit_follows_the_world_size_is_at_its_line(tmp_path: Path) -> None:
+    run = run_with_parity(OPTIONS, tmp_path, "--bug", "--clip")
+    (finding,) = run.findings
+    assert finding["subjects"] == ["clip"] and run.places[0].endswith("# clip")
+    assert any("clipped to 1 and 0.5" in text for text in finding["evidence"])
 
 
 @pytest.mark.slow
 def test_rules_find_what_they_find_without_it(tmp_path: Path) -> None:
-    made, _ = report(WORST.replace("torch.manual_seed(3 + rank)\n", ""), tmp_path)  # the same noise on every rank
-    assert [found["code"] for found in made["findings"]] == ["DDP510"]
+    run = run_with_parity(WORST.replace("torch.manual_seed(3 + RANK)\n", ""), tmp_path)  # the same noise on every rank
+    assert run.codes == ["DDP510"]

@@ -2,82 +2,75 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from torch.distributed import fsdp
 
-from tests.forked_run import run_forked
+from tests.run.scripts import ScriptRun, run_script
 from tests.tiers import one_of
 
 if not hasattr(fsdp, "fully_shard"):
     pytest.skip("this torch has no fully_shard", allow_module_level=True)
 
-from tests.faultsuite.scripts_page import TIMEOUT
+from tests.faultsuite.scripts_page import ROOT
 from tests.faultsuite.shards_page import SCRIPT, line_of
 from tests.sharded_faults import FAULTS
 
 pytestmark = pytest.mark.slow
 
 
-def found(folder: Path, ranks: int, *arguments: str) -> tuple[int, dict[str, object]]:
-    """The exit code and the report of `ddpcheck run` on some loops."""
-    file = folder / "report.json"
-    done = run_forked(f"--check-timeout={TIMEOUT}", f"--check-output={file}", SCRIPT, *arguments, ranks=ranks)
-    return done.returncode, json.loads(file.read_text())
+def run_loops(folder: Path, ranks: int, *arguments: str) -> ScriptRun:
+    return run_script(folder, ROOT / SCRIPT, *arguments, options=("--check-timeout=4",), ranks=ranks)
 
 
 @pytest.mark.parametrize("name", one_of(4, FAULTS))
 def test_a_fault_of_shards_is_told_at_its_line(name: str, tmp_path: Path) -> None:
-    expected = FAULTS[name]
-    code, report = found(tmp_path, expected.ranks, name)
-    severity, _, _ = line_of(expected, report)
-    assert bool(code) == (severity == "error")
+    run = run_loops(tmp_path, FAULTS[name].ranks, name)
+    severity, _, _ = line_of(FAULTS[name], run.report)
+    assert bool(run.code) == (severity == "error")
 
 
 @pytest.mark.parametrize("ranks", one_of(2, [4, 2]))
 def test_loops_of_shards_without_a_fault_have_no_finding(ranks: int, tmp_path: Path) -> None:
-    names = [name for name, one in FAULTS.items() if one.ranks == ranks]
-    code, report = found(tmp_path, ranks, *names, "--fixed")
-    assert (code, report["findings"]) == (0, [])
+    run = run_loops(tmp_path, ranks, *(name for name, fault in FAULTS.items() if fault.ranks == ranks), "--fixed")
+    assert (run.code, run.findings) == (0, [])
 
 
-def test_layers_that_are_frozen_and_unfrozen_later_are_no_fault() -> None:
-    done = run_forked("tests/healthy_shards.py", "unfrozen_later")
-    assert done.returncode == 0, done.stderr
-    assert "no findings, but 1 of 9 checks was not made: optimizers" in done.stderr
+def not_passed(run: ScriptRun) -> dict[str, str]:
+    """The sentences of the check lines that have not passed, by name, of a run without a finding."""
+    assert (run.code, run.findings) == (0, [])
+    return {name: detail for name, (status, detail) in run.checks.items() if status != "passed"}
+
+
+def test_layers_that_are_frozen_and_unfrozen_later_are_no_fault(tmp_path: Path) -> None:
+    run = run_script(tmp_path, ROOT / "tests" / "healthy_shards.py", "unfrozen_later")
+    assert not_passed(run).keys() == {"optimizers"}
 
 
 FSDP1 = """
-import torch, torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-dist.init_process_group("gloo")
 for options in ({}, {"use_orig_params": True}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 4))
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     average = [p.detach().clone() for p in model.parameters()]
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(RANK)
     for _ in range(5):
         x = torch.randn(8, 8)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+        cross_entropy(model(x), x[:, :4].argmax(1)).backward()
         model.clip_grad_norm_(0.1)
         optimizer.step()
-        for one, p in zip(average, model.parameters()):
-            one.lerp_(p.detach(), 0.1)
-dist.destroy_process_group()
+        for mean, p in zip(average, model.parameters()):
+            mean.lerp_(p.detach(), 0.1)
 """
 
 
 def test_what_is_in_fsdp1_is_not_compared_and_has_no_finding(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(FSDP1)
-    done = run_forked("train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stderr.split())  # lines are broken where COLUMNS says so
-    assert said.count("parameters in a FullyShardedDataParallel (FSDP1) are not compared") == 2, done.stderr
-    assert "no findings, but 2 of 4 checks were not made: ranks, optimizers" in said
+    lines = not_passed(run_script(tmp_path, FSDP1))
+    assert lines.keys() == {"ranks", "optimizers"}
+    words = "parameters in a FullyShardedDataParallel (FSDP1) are not compared"
+    assert all(words in detail for detail in lines.values()), lines

@@ -13,8 +13,6 @@ import pytest
 
 from ddpcheck.record.rank import started_processes
 from ddpcheck.record.rank.started_processes import leave_agent_store, mark_first_process
-from ddpcheck.stream.entries import RankStarted
-from ddpcheck.stream.rank_log import RankLog, rank_processes
 from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]
@@ -29,42 +27,37 @@ def below_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     mark_first_process()
 
 
-def started_by_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getpid", lambda: -2)
+AT_PORT_7 = {"init_method": "tcp://10.0.0.1:7"}
 
 
+@pytest.mark.parametrize(
+    ("starts", "variables", "arguments", "keeps"),
+    [
+        (True, {}, {}, True),  # they meet at the agent's store
+        (True, {"MASTER_PORT": "29500"}, {"backend": "gloo"}, False),
+        (
+            True,
+            {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "inner"},
+            {},
+            True,
+        ),  # of an agent that the script starts
+        (True, {}, {"init_method": "tcp://localhost:29400"}, True),
+        (True, {}, {"init_method": "file:///tmp/file"}, True),
+        (True, {}, AT_PORT_7, False),
+        (False, {}, AT_PORT_7, True),  # a process of torchrun's, in which it fails without ddpcheck too
+    ],
+)
 def test_ranks_of_the_script_that_meet_elsewhere_do_not_look_for_the_agents_store(
-    monkeypatch: pytest.MonkeyPatch,
+    starts: bool, variables: dict[str, str], arguments: dict[str, Any], keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started_by_script(monkeypatch)
-    mark_first_process()  # as their interpreter does
-    leave_agent_store((), {})
-    assert USES_AGENT in os.environ  # they meet at the agent's
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    leave_agent_store(("gloo",), {"rank": 1})
-    assert USES_AGENT not in os.environ
-
-
-@pytest.mark.parametrize("given", [(("gloo", "tcp://localhost:7"), {}), ((), {"init_method": "tcp://10.0.0.1:7"})])
-def test_an_address_may_be_given_too(given: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_agent_store(*given)
-    assert USES_AGENT in os.environ  # a process of torchrun's, in which it fails without ddpcheck too
-    started_by_script(monkeypatch)
-    leave_agent_store((), {"init_method": "tcp://localhost:29400"})
-    leave_agent_store((), {"init_method": "file:///tmp/file"})
-    assert USES_AGENT in os.environ
-    leave_agent_store(*given)
-    assert USES_AGENT not in os.environ
-
-
-def test_ranks_of_an_agent_that_the_script_starts_keep_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    started_by_script(monkeypatch)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "inner")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    leave_agent_store((), {})
-    mark_first_process()
-    leave_agent_store((), {})
-    assert USES_AGENT in os.environ
+    if starts:
+        monkeypatch.setattr(os, "getpid", lambda: -2)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    leave_agent_store((), arguments)
+    mark_first_process()  # as the interpreter of a rank does
+    leave_agent_store(tuple(arguments.values()) if "backend" in arguments else ("gloo", *arguments.values()), {})
+    assert (USES_AGENT in os.environ) is keeps
 
 
 def exits(how: str) -> None:
@@ -94,13 +87,6 @@ def test_the_end_of_a_process_is_told(how: str, told: str | None, monkeypatch: p
     except (ValueError, SystemExit):
         assert how != "returns"
     assert [end and str(end) for end in ends] == [told]
-
-
-def test_the_processes_of_the_last_start_are_known(tmp_path: Path) -> None:
-    for restart in (0, 1):
-        for rank in (0, 1):
-            RankLog(tmp_path, RankStarted(rank, 2, "gloo", restart))
-    assert rank_processes(tmp_path) == dict.fromkeys((0, 1), os.getpid())
 
 
 SCRIPT = """
@@ -161,7 +147,7 @@ def run_on_its_own_ranks(
 
 @pytest.mark.slow
 def test_a_script_that_starts_its_own_ranks_is_launched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = run_on_its_own_ranks(tmp_path, monkeypatch, "--standalone", "--nproc-per-node=2", "train.py", "plain")
+    ended = run_on_its_own_ranks(tmp_path, monkeypatch, "--standalone", "--nproc-per-node=2", "train.py", "fork")
     assert "torchrun has started the script 2 times" in ended.stderr and "leave --nproc-per-node out" in ended.stderr
 
 

@@ -23,7 +23,7 @@ from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import GroupDestroyed, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.worlds.failures import described
-from tests.forked_run import run_forked
+from tests.run.scripts import run_script
 from tests.run.test_run import DDPCHECK, ROOT, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -69,12 +69,7 @@ def watched(
     ],
 )
 def test_a_rank_that_has_run_all_of_the_script_and_cannot_end_is_seen(
-    entry: Entry | None,
-    stack: str,
-    wants_gil: bool,
-    is_unended: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    entry: Entry | None, stack: str, wants_gil: bool, is_unended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = watched(tmp_path, monkeypatch, (entry, stack, wants_gil))
     assert watch.unended == (NotExited(60.0, (0,)) if is_unended else None)
@@ -183,13 +178,13 @@ IN_JOIN = f"""Current thread 0x1 (most recent call first):
 """
 OTHER_WAITS = WAITS.replace("Current thread", "Thread") + "\n"
 OTHER_WORKS = 'Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n'
+TIMEOUT = ("--check-timeout=3",)
 THREAD = """
-import queue, threading, torch.distributed as dist
-dist.init_process_group("gloo")
+import queue
 batches = queue.Queue()
 def produce():
-    if dist.get_rank() == 1:
-        raise ValueError("bad sample")
+    if RANK == 1:
+        raise ValueError("bad sample")  # raises
     batches.put(1)
 threading.Thread(target=produce, daemon=True).start()
 batches.get()
@@ -218,11 +213,10 @@ def test_a_rank_whose_main_thread_waits_for_threads_that_wait(
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_a_thread_which_an_exception_has_ended_hangs(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(THREAD)
-    ended = run_forked("--check-timeout=3", str(tmp_path / "train.py"))
-    assert ended.returncode == 4, ended.stderr
-    assert "Rank 1 raised ValueError: bad sample, at " in ended.stderr
-    assert "train.py:7, on rank 1" in ended.stderr and "waits in barrier" in ended.stderr
+    run = run_script(tmp_path, THREAD, options=TIMEOUT)
+    (finding,) = run.findings
+    assert (run.code, finding["ranks"]) == (4, [1]) and run.places[0].endswith("# raises"), run.stderr
+    assert "Rank 1 raised ValueError: bad sample" in finding["message"] and "waits in barrier" in str(finding)
 
 
 def test_a_rank_that_was_stopped_is_told_and_left(tmp_path: Path) -> None:
@@ -250,37 +244,34 @@ def test_torchs_deadlock_at_the_end_is_told_and_the_run_is_clean() -> None:
 
 
 SAVES_IN_A_THREAD = """
-import threading, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-group = dist.new_group() if OWN else None
+group = dist.new_group() if HOW == "own" else None
 def upload(sizes):
-    dist.all_gather_object(sizes, rank, group=group)
+    dist.all_gather_object(sizes, RANK, group=group)
 for step in range(3):
     dist.all_reduce(torch.ones(2))
     saver = threading.Thread(target=upload, args=([None, None],), name=f"saver-{step}")
-    time.sleep(0.3 * rank)
+    time.sleep(0.3 * RANK)
     saver.start()
-    if rank == 0:
+    if RANK == 0:
         time.sleep(0.15)
     dist.barrier()
     saver.join()
-dist.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
-def test_a_thread_that_uses_the_group_of_the_main_thread(own: bool, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SAVES_IN_A_THREAD.replace("OWN", str(own)))
-    ended = run_forked("--check-timeout=3", str(tmp_path / "train.py"))
-    if own:
-        assert ended.returncode == 0, ended.stderr
+@pytest.mark.parametrize("group", ["default", "own"])
+def test_a_thread_that_uses_the_group_of_the_main_thread(group: str, tmp_path: Path) -> None:
+    run = run_script(tmp_path, SAVES_IN_A_THREAD, group, options=TIMEOUT)
+    if group == "own":
+        assert run.code == 0, run.stderr
         return
-    assert ended.returncode == 4, ended.stderr
-    assert "ddpcheck: all ranks wait for each other; ending the script\n" in ended.stderr
-    assert "A thread (saver) calls all_gather_object at " in ended.stderr
-    assert "train.py:7 in the default process group in which the main thread calls barrier" in ended.stderr
+    assert run.code == 4, run.stderr
+    assert "ddpcheck: all ranks wait for each other; ending the script\n" in run.stderr
+    (finding,) = run.findings
+    line = 1 + next(number for number, text in enumerate(run.lines) if "all_gather_object" in text)
+    words = f"train.py:{line} in the default process group in which the main thread calls barrier"
+    assert "A thread (saver) calls all_gather_object at " in finding["message"] and words in finding["message"]
 
 
 @pytest.mark.parametrize(
