@@ -27,6 +27,7 @@ from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.worlds import failures
 from ddpcheck.worlds import rank as this_rank
 from tests.reports import only
+from tests.tiers import share
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:5")
 GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
@@ -52,15 +53,6 @@ OF_RANK_1 = replace(REDUCE, group="3", members=(1,))
 )
 def test_ranks_that_call_the_same_are_in_step(logs: list[list[Call]]) -> None:
     assert judge_collectives(logs) == []
-
-
-def test_a_call_that_a_rank_never_makes() -> None:
-    finding = only(judge_collectives([[REDUCE, GATHER], [REDUCE]]))
-    assert (finding.code, finding.subjects, finding.ranks) == ("DDP403", ("all_gather",), (1,))
-    assert finding.location == Location("model.py", 9)
-    assert "Rank 0 called all_gather" in finding.message and "rank 1 never did" in finding.message
-    assert finding.evidence[1] == "rank 1, collective number 1: none"
-    assert only(judge_collectives([[ONE, TWO], [ONE]])).subjects == ("all_gather",)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +129,13 @@ def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Cal
 
 
 @pytest.mark.ddp
-def test_a_collective_inside_an_autograd_function_counts_as_differentiable(log: Callable[..., list[Call]]) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # some spellings are deprecated, and are used all the same
+def test_collectives_of_autograd_functions_and_functional_ones_are_logged_once_each(
+    log: Callable[..., list[Call]],
+) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
 
     class Summed(torch.autograd.Function):
         @staticmethod
@@ -152,20 +148,9 @@ def test_a_collective_inside_an_autograd_function_counts_as_differentiable(log: 
         def backward(ctx, gradient):  # type: ignore[no-untyped-def]
             return gradient
 
-    x = torch.ones(2, requires_grad=True)
+    x = torch.ones(4, requires_grad=True)
     Summed.apply(x)
     dist.all_reduce(x * 2)
-    assert [(call.differentiable, call.carries_gradient) for call in log()] == [(True, False), (False, True)]
-
-
-@pytest.mark.ddp
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # some spellings are deprecated, and are used all the same
-def test_functional_collectives_are_logged_once_each_by_either_spelling(log: Callable[..., list[Call]]) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import _functional_collectives as functional
-
-    x = torch.ones(4, requires_grad=True)
     functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
     gathered = functional.all_gather_tensor(x.detach(), 0, [0, 1])
     assert gathered.shape == (8,)
@@ -176,6 +161,8 @@ def test_functional_collectives_are_logged_once_each_by_either_spelling(log: Cal
     functional.broadcast(x, 0, dist.group.WORLD)
     assert this_rank.current_slots().collective == ""
     assert [(c.operation, c.members, c.elements, c.carries_gradient, c.differentiable) for c in log()] == [
+        ("all_reduce", (0, 1), 4, False, True),
+        ("all_reduce", (0, 1), 4, True, False),
         ("all_gather_tensor", (0, 1), 4, True, True),
         ("all_gather_tensor", (0, 1), 4, False, False),
         ("all_reduce", (0, 1), 4, False, False),
@@ -240,7 +227,7 @@ def watched(ddp_world: DDPWorld) -> DDPWorld:
     return world
 
 
-@pytest.mark.parametrize("what", ["skip", "skip an asynchronous one"])
+@pytest.mark.parametrize("what", share(["skip", "skip an asynchronous one"], ["skip"]))
 def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_deadline(
     watched: DDPWorld, what: str
 ) -> None:
@@ -332,13 +319,11 @@ WAITS_0 = failure(0, "stuck", collective="recv")
     ("failures", "code", "ranks"),
     [
         ([failure(0, "raised", type="KeyError"), failure(1, "raised", type="KeyError")], "DDP401", ()),
-        ([failure(1, "died", "rank 1 died of SIGKILL")], "DDP404", (1,)),
         ([failure(1, "exited", "rank 1 died of SIGKILL")], "DDP404", (1,)),
         ([WAITS_0], "DDP402", (0,)),
         ([WAITS_0, replace(WAITS_0, rank=1)], "DDP402", ()),
-        ([failure(0, "stuck"), failure(1, "stuck")], "DDP402", ()),
     ],
-    ids=["raised on all", "died", "exited", "waits alone", "all wait", "stuck on all"],
+    ids=["raised on all", "exited", "waits alone", "all wait"],
 )
 def test_the_cause_of_a_failure(failures: list[RankFailure], code: str, ranks: tuple[int, ...]) -> None:
     finding = judge(*failures)

@@ -79,7 +79,6 @@ def test_a_module_that_is_compiled_on_one_rank_only_is_told_as_that() -> None:
 
 MEAN, VAR = WHOLE.buffers
 CASES: dict[str, tuple[ModuleDescription, str, tuple[str, ...]]] = {
-    "one fewer": (with_parameters(A, B), "DDP201", ("c",)),
     "other names": (with_parameters(A, B, replace(C, name="d")), "DDP201", ("c", "d")),
     "other order": (with_parameters(B, A, C), "DDP202", ("a", "b")),
     "other shape": (with_parameters(A, B, record("c", (6,))), "DDP203", ("c",)),
@@ -95,11 +94,8 @@ CASES: dict[str, tuple[ModuleDescription, str, tuple[str, ...]]] = {
     "one buffer fewer": (with_buffers(MEAN), "DDP211", ("var",)),
     "buffers in another order": (with_buffers(VAR, MEAN), "DDP212", ("mean", "var")),
     "other buffer shape": (with_buffers(MEAN, record("var", (1,))), "DDP213", ("var",)),
-    "other buffer dtype": (with_buffers(replace(MEAN, dtype="int64"), VAR), "DDP213", ("mean",)),
     "other values held": (replace(WHOLE, state=(("cache", (4,), 12),)), "DDP216", ("cache",)),
-    "other shape held": (replace(WHOLE, state=(("cache", (9,), 12),)), "DDP216", ("cache",)),
     "other class": (with_last("Identity", "", True), "DDP222", ("drop",)),
-    "other options": (with_last("Dropout", "p=0.5", True), "DDP222", ("drop",)),
     "other mode": (with_last("Dropout", "p=0.1", False), "DDP222", ("drop",)),
     "other mode everywhere": (
         replace(WHOLE, modules=tuple((*module[:3], False) for module in LAYERS)),
@@ -228,17 +224,12 @@ def test_a_rank_that_never_calls_it_is_named_within_the_timeout(rank: int) -> No
 
 
 @pytest.mark.ddp(world_size=3, reuse="module")
-def test_only_the_ranks_of_a_group_are_compared(rank: int) -> None:
-    group = torch.distributed.new_group([0, 2])
+def test_only_ranks_of_a_group_are_compared_and_others_stay_in_step(rank: int) -> None:
+    pair, ends = torch.distributed.new_group([0, 1]), torch.distributed.new_group([0, 2])
     if rank != 1:
-        found = check_consistency(nn.Linear(3, 3 + rank), group, timeout=20)
+        found = check_consistency(nn.Linear(3, 3 + rank), ends, timeout=20)
         assert found[0].code == "DDP203"
-        ddpcheck.assert_same_on_all_ranks(repr(found), group=group, timeout=20)
-
-
-@pytest.mark.ddp(world_size=3, reuse="module")
-def test_a_group_asked_more_often_does_not_put_others_out_of_step(rank: int) -> None:
-    pair = torch.distributed.new_group([0, 1])
+        ddpcheck.assert_same_on_all_ranks(repr(found), group=ends, timeout=20)
     if rank < 2:
         assert [check_consistency(nn.Linear(3, 3), pair, timeout=20) for _ in range(2)] == [[], []]
     finding = only(check_consistency(nn.Linear(3, 3 + (rank == 2)), timeout=20))

@@ -14,7 +14,6 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from ddpcheck.findings.tracebacks import is_ours
-from ddpcheck.gather import patching
 from ddpcheck.gather.patching import CALLER, ErrorGuard, Patch, patched
 from ddpcheck.record.data import constructions
 from ddpcheck.record.loop import wrapper_checks
@@ -160,33 +159,24 @@ def test_the_caller_is_so_many_frames_away() -> None:
 
 
 def replacements(source: str) -> list[int]:
-    """The lines that give a module or class of torch another function, in any way but `patching`."""
-    tree = ast.parse(source)
+    """Return the lines that give a module or class of torch another function, in any way but `patching`."""
+    nodes = list(ast.walk(ast.parse(source)))
     theirs: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            theirs |= {(n.asname or n.name).split(".")[0] for n in node.names if n.name.split(".")[0] == "torch"}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            theirs |= {n.asname or n.name for n in node.names}
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
-    for node in assigned:  # another name for one of them
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if isinstance(node.value, ast.Name | ast.Attribute) and root(node.value) in theirs:
-            theirs |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return [
-        *(
-            node.lineno
-            for node in assigned
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            if isinstance(target, ast.Attribute) and root(target) in theirs and not isinstance(node.value, ast.Constant)
-        ),
-        *(
-            node.lineno
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr"
-            if root(node.args[0]) in theirs
-        ),
-    ]
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            packages = {alias: getattr(node, "module", None) or alias.name for alias in node.names}
+            ours = {alias.asname or alias.name.split(".")[0]: package for alias, package in packages.items()}
+            theirs |= {name for name, package in ours.items() if package.split(".")[0] == "torch"}
+    lines = []
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and not isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if isinstance(node.value, ast.Name | ast.Attribute) and root(node.value) in theirs:  # another name
+                theirs |= {target.id for target in targets if isinstance(target, ast.Name)}
+            lines += [node.lineno for target in targets if isinstance(target, ast.Attribute) and root(target) in theirs]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            lines += [node.lineno] if root(node.args[0]) in theirs else []
+    return lines
 
 
 def root(node: ast.expr) -> str:
@@ -229,7 +219,3 @@ def test_what_stands_in_the_place_of_a_function_is_not_blamed_for_what_that_rais
     for caught in (of_function, of_property):
         assert [one for one in caught.traceback if PACKAGE in Path(one.path).parents]
         assert not is_ours(caught.value)
-
-
-def test_the_module_itself_is_light() -> None:
-    assert "torch" not in vars(patching)

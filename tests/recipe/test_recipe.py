@@ -39,7 +39,12 @@ def test_a_whole_recipe_builds_what_it_says() -> None:
     assert type(whole.build_optimizer(module.parameters())) is torch.optim.Adam
     assert type(recipe().build_optimizer(module.parameters())) is torch.optim.SGD
     assert whole.loss(module, whole.global_batch(0)).requires_grad
-    assert ddpcheck.Recipe is Recipe
+    own = recipe(
+        shard=lambda batch, rank, world_size: batch[rank::world_size],
+        wrap=lambda wrapped, device: nn.Sequential(wrapped.to(device)),
+    )
+    assert own.local_batch(torch.arange(5), 1, 2).tolist() == [1, 3]
+    assert own.wrap_module(module, CPU)[0] is module
 
 
 def test_a_recipe_cannot_be_changed_and_takes_keywords_only() -> None:
@@ -114,23 +119,6 @@ def test_a_part_of_a_recipe_that_cannot_travel_is_named(name: str) -> None:
     stays = recipe(**{name: lambda *args: (lock, original(*args))[1]})
     with pytest.raises(UsageError, match=f"{name} of the Recipe cannot be sent to the ranks .*lock"):
         ddpcheck.check(stays)
-
-
-def test_a_shard_function_is_asked_for_every_rank() -> None:
-    own = recipe(shard=lambda batch, rank, world_size: batch[rank::world_size])
-    assert own.local_batch(torch.arange(5), 1, 2).tolist() == [1, 3]
-
-
-def test_an_own_wrapper_is_given_the_module_and_the_device() -> None:
-    seen: list[Any] = []
-
-    def wrap(module: nn.Module, device: torch.device) -> nn.Module:
-        seen.extend([module, device])
-        return nn.Sequential(module)
-
-    module = nn.Linear(1, 1)
-    assert type(recipe(wrap=wrap).wrap_module(module, CPU)) is nn.Sequential
-    assert seen == [module, CPU]
 
 
 def fail(*_: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -21,7 +20,6 @@ from ddpcheck.recipe.target import load_target
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = str(Path(ddpcheck.__file__).parent)
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
@@ -106,14 +104,10 @@ def test_the_recipe_that_all_others_are_made_from_is_healthy(report) -> None:
     ("target", "words"),
     [
         ("nowhere.py", ["no such file: nowhere.py"]),
-        ("./", ["folder"]),
-        ("./notes.txt", ["no Python file"]),
-        ("", ["names no file or module"]),
         ("recipe.py:modle", ["recipe.py has no attribute 'modle'", "did you mean 'model'?"]),
     ],
 )
-def test_a_target_that_is_not_there(report, tmp_path: Path, target: str, words: list[str]) -> None:
-    (tmp_path / "notes.txt").write_text("hello")
+def test_a_target_that_is_not_there(report, target: str, words: list[str]) -> None:
     assert_usage_error(report(target=target), *words)
 
 
@@ -145,14 +139,9 @@ def test_a_file_that_belongs_to_a_package(
     ("arguments", "words"),
     [
         (["--world-size", "0"], ["world", "0"]),
-        (["--world-size", "100000"], ["world", "100000"]),
-        (["--timeout", "nan"], ["timeout", "nan"]),
         (["--backend", "mpi"], ["backend", "mpi", "gloo"]),
-        (["--device", "tpu"], ["device", "tpu", "cpu"]),
         (["--backend", "nccl"], ["nccl", "GPU"]),
-        (["--select", "DDP999"], ["DDP999"]),
         (["--ignore", "unused-paramter"], ["unused-paramter", "unused-parameter"]),
-        (["--fail-on", "fatal"], ["fatal", "error"]),
         (["--format", "pdf"], ["pdf", "json"]),
         pytest.param(["--device", "cuda"], ["no GPU"], marks=WITHOUT_GPU),
         pytest.param(["--device", "cuda", "--backend", "nccl"], ["GPU"], marks=WITHOUT_GPU),
@@ -176,13 +165,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "import error inside the target": ("import no_such_package\n", ["no_such_package", "recipe.py:"]),
     "syntax error": ("def broken(:\n", ["SyntaxError", "recipe.py:"]),
     "loss raises": ("def loss(*args): raise RuntimeError('the reason')\n", ["RuntimeError: the reason"]),
-    "shard raises": (
-        "def shard(*args): raise RuntimeError('the reason')\n",
-        ["shard(batch, rank=", "raised RuntimeError: the reason"],
-    ),
     "loss is NaN": ("def loss(m, b): return m(b).mean() * float('nan')\n", ["loss(model, batch) in step 0 is nan"]),
     "unknown DDP option": ("ddp_kwargs = {'magic': True}\n", ["DistributedDataParallel", "magic"]),
-    "no parameters": ("def model(): return nn.Identity()\n", ["no parameter of the model requires grad"]),
     "batch smaller than the world": (
         "def batch(step): return torch.ones(1, 4)\n",
         ["1 sample cannot be split over 2 ranks", "--world-size"],
@@ -191,12 +175,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         "def batch(step): return torch.tensor(list(os.urandom(32))).reshape(8, 4) / 255\n",
         ["batch(0) is not the same on every call", "seeded"],
     ),
-    "batch that changes in a later step": (
-        "def batch(step): return torch.ones(8, 4) + (torch.tensor(list(os.urandom(4))) if step else 0)\n",
-        ["batch(1) is not the same on every call"],
-    ),
     "exit while imported": ("sys.exit(0)\n", ["exit(0)", "recipe.py:"]),
-    "exit in model": ("def model(): sys.exit(0)\n", ["model() called exit(0)", "recipe.py:"]),
     "exit in loss": ("def loss(m, b): sys.exit(0)\n", ["exit(0)"]),
     "hard exit in loss": ("def loss(m, b): os._exit(0)\n", ["exit"]),
     "failure on one rank": (
@@ -212,10 +191,6 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         "def loss(m, b): raise Odd(1, 2)\n",
         ["Odd"],
     ),
-    "message with markup": (
-        "def model(): raise RuntimeError('[red]not [/markup]')\n",
-        ["[red]not [/markup]"],
-    ),
 }
 
 
@@ -229,12 +204,6 @@ def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
     recipe = Recipe(model=nn.Identity, batch=torch.ones, loss=nn.Identity, optimizer=torch.optim.LBFGS)
     with pytest.raises(TargetError, match=r"type LBFGS, whose step\(\) needs a closure.*leave optimizer out"):
         recipe.build_optimizer([torch.ones(1)])
-
-
-@pytest.mark.slow
-def test_a_batch_that_counts_its_calls_is_not_deterministic(report) -> None:
-    source = "calls = []\ndef batch(step):\n    calls.append(step)\n    return torch.full((8, 4), float(len(calls)))\n"
-    assert_target_error(report(source=source), "batch(0) is not the same on every call")
 
 
 def test_the_traceback_of_the_target_is_shown_and_only_that(report) -> None:
@@ -358,32 +327,6 @@ def test_what_was_found_before_wrapping_raises_is_in_the_report(report) -> None:
 
 # --- Hangs ---------------------------------------------------------------------------------------------------------
 
-HANG = """
-import time
-import torch.distributed as dist
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head, self.extra = nn.Linear(4, 1), nn.Linear(4, 1)
-    def forward(self, x):
-        if dist.is_initialized() and dist.get_rank() == 1:
-            time.sleep(600)
-        if dist.is_initialized():
-            dist.all_reduce(torch.zeros(3))
-        return self.head(x)
-def model(): return Model()
-"""
-
-
-@pytest.mark.slow
-def test_a_hang_is_told_within_the_timeout_with_the_place_of_each_rank(report) -> None:
-    done = report("--timeout", "3", source=HANG)
-    assert done.code == 4 and done.err == ""
-    assert "DDP402 hang" in done.out and done.last_line.startswith("stopped: ") and "3 s" in done.last_line
-    evidence = [line.strip() for line in done.out.splitlines()]
-    assert any(line.startswith("rank 0: waits in all_reduce(float32 of shape (3,))") for line in evidence), done.out
-    assert any(line.startswith("rank 1: still in step 0: forward, at recipe.py:") for line in evidence), done.out
-
 
 @pytest.mark.slow
 def test_a_hang_in_the_single_process_does_not_hang_the_check(report) -> None:
@@ -397,19 +340,3 @@ def test_a_hang_in_the_single_process_does_not_hang_the_check(report) -> None:
     done = report("--timeout", "2", source=source)
     assert time.monotonic() - begun < 20 and done.code in (0, 4)
     assert "single process" in done.out and "did not finish within 2 s" in done.out
-
-
-# --- In a process of its own ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("target", "code", "lines"),
-    [("nowhere.py", 2, (0, 1)), pytest.param("recipe.py", 3, (1, 0), marks=pytest.mark.slow)],
-)
-def test_the_exit_code_reaches_the_shell(tmp_path: Path, target: str, code: int, lines: tuple[int, int]) -> None:
-    (tmp_path / "recipe.py").write_text("import sys\nsys.exit(0)\n")
-    command = [sys.executable, "-m", "ddpcheck", "report", target]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
-    assert (done.returncode, done.stdout.count("stopped: "), done.stderr.count("\n")) == (code, *lines), done
-    assert (code == 2) is not bool(done.stdout) and "Traceback" not in done.stderr
