@@ -23,7 +23,7 @@ from ddpcheck import cli
 from ddpcheck.extras import debug_server
 from ddpcheck.findings.report import Location, Report
 from tests.launchers.slurm import free_ports
-from tests.tiers import needs, one_of
+from tests.tiers import needs
 
 # Pages, as torch's server writes them
 
@@ -290,9 +290,6 @@ def main(port, what):
         model(torch.ones(2, 2)).sum().backward()
     if what == "collectives" and rank == 0:
         dist.broadcast(torch.ones(4), 0)  # of rank 0
-    while what == "steps":
-        model(torch.ones(2, 2)).sum().backward()
-        time.sleep(0.05)
     while what == "tokenises" and rank == 0:
         time.sleep(0.05)
     gathered = [torch.ones(2) for _ in range(2)]
@@ -374,20 +371,8 @@ class TestOnTorchsServer:
         assert finding.location == Location("train.py", line_with("dist.broadcast"))
         assert f"at train.py:{line_with('# of both')}" in finding.message
 
-    @pytest.mark.parametrize(
-        ("what", "words"), one_of(2, [("tokenises", "and in no collective"), ("steps", "made progress")])
-    )
-    def test_a_job_that_works(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, words: str) -> None:
-        with job(tmp_path, what) as address:
-            code, report = hang(capsys, address)
-        assert (code, report.findings) == (0, ()) and words in report.checks[1].detail
-        assert report.checks[0].detail.startswith("answers of 2 ranks")
-
-    @pytest.mark.exhaustive
-    def test_a_rank_that_is_stopped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_job_that_works(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with job(tmp_path, "tokenises") as address:
-            for pid in ranks_of(tmp_path / "train.py"):
-                if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                    os.kill(pid, signal.SIGSTOP)
             code, report = hang(capsys, address)
-        assert code == 3 and report.error is not None and "rank 1: no answer in time (408)" in report.error.message
+        assert (code, report.findings) == (0, ()) and "and in no collective" in report.checks[1].detail
+        assert report.checks[0].detail.startswith("answers of 2 ranks")

@@ -66,9 +66,6 @@ MATRIX = Matrix(
 )
 
 
-# Which options are tried
-
-
 def option_sets(
     facts: ModelFacts, base: DDPOptions = DEFAULTS, graphs: tuple[DDPOptions, ...] = ()
 ) -> dict[str, OptionSet]:
@@ -124,9 +121,6 @@ def test_skipping_all_reduces_is_not_tried_if_ranks_leave_out_different_paramete
     assert finding.message.startswith("rank 1 and rank 0 leave out different parameters in step 1")
 
 
-# Step times
-
-
 def test_a_step_time_is_a_median_of_ratios_with_an_interval_around_it() -> None:
     many = step_time([(1.0, ratio / 100) for ratio in range(60, 161)])
     assert (many.ratio, many.pairs) == (1.1, 101) and 0.9 < many.low < 1.1 < many.high < 1.3
@@ -147,8 +141,6 @@ def test_a_step_time_is_a_median_of_ratios_with_an_interval_around_it() -> None:
 def test_a_difference_must_be_more_than_noise_and_chance(time: StepTime, noise: float, differs: bool) -> None:
     assert time.differs(noise) is differs
 
-
-# Advice
 
 UNUSED = Finding("DDP101", ("head",), "No operation reads head.", Severity.ERROR)
 MENDS_NOT = "The fault is not mended by any option (DDP305 under all of them). "
@@ -218,9 +210,6 @@ def test_advice_follows_from_the_rows(rows: Sequence[MatrixRow], advice: dict[st
         assert messages[kind] == words if words.endswith(".") else messages[kind].startswith(words)
 
 
-# As data
-
-
 def test_a_matrix_survives_json() -> None:
     matrix = replace(MATRIX, rows=(*BRANCHING, row("stops", SPLIT, own=False, failure=ReportError("stuck", 4, "x"))))
     assert Matrix.from_json(matrix.to_json()) == matrix
@@ -248,9 +237,6 @@ def test_the_recipes_own_options_decide_the_exit_code(rows, error, fail_on, code
     matrix = Matrix("t", rows=rows, error=error)
     assert matrix.exit_code(fail_on) == code
     assert matrix.ok == (matrix.exit_code() == 0)
-
-
-# As text
 
 
 def as_text(matrix: Matrix, **medium) -> str:
@@ -292,9 +278,6 @@ def test_a_long_reason_is_shortened_in_the_table_only() -> None:
     table = as_text(matrix).partition("\n\n")[2]
     assert "word ..." in table and len(table) < 700
     assert long.message in Matrix.from_json(matrix.to_json()).rows[0].reason
-
-
-# On the command line
 
 
 @pytest.fixture

@@ -11,26 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-hypothesis = pytest.importorskip("hypothesis")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from ddpcheck.extras.graph.graph_phases import FlowRecorder  # noqa: E402
-from ddpcheck.findings.evidence.steps import PathEnd  # noqa: E402
-from ddpcheck.gather.autograd import autograd_graph as graph  # noqa: E402
-from ddpcheck.gather.autograd.autograd_graph import (  # noqa: E402
+from ddpcheck.extras.graph.graph_phases import FlowRecorder
+from ddpcheck.findings.evidence.steps import PathEnd
+from ddpcheck.gather.autograd import autograd_graph as graph
+from ddpcheck.gather.autograd.autograd_graph import (
     LossGraph,
     engine_answers,
     reached_by,
     unregistered_tensors,
 )
-from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, function_name  # noqa: E402
+from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, function_name
 
 ROOT = Path(__file__).parents[2]
 

@@ -33,9 +33,6 @@ REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forwa
 GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
 
 
-# --- Matching ------------------------------------------------------------------------------------------------------
-
-
 ONE, TWO = replace(REDUCE, group="1"), replace(GATHER, group="2")
 OF_RANK_1 = replace(REDUCE, group="3", members=(1,))
 
@@ -65,9 +62,6 @@ def test_the_first_call_that_is_another_one_on_a_rank(other: Call) -> None:
     finding = only(judge_collectives([everyone[:1], everyone, everyone[1:]]))
     assert finding.code == "DDP403" and finding.ranks == (2,) and "number 0" in finding.message
     assert "in step 0: forward" in finding.evidence[0]
-
-
-# --- The log -------------------------------------------------------------------------------------------------------
 
 
 def test_a_log_without_its_last_half_line_is_read(tmp_path: Path) -> None:
@@ -190,9 +184,6 @@ def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
     assert x.item() == 2.0 and len(log()) == 1
 
 
-# --- Watching ------------------------------------------------------------------------------------------------------
-
-
 class SlowToRead:
     def __reduce__(self) -> Any:
         return time.sleep, (1.0,)
@@ -257,9 +248,6 @@ def test_who_is_in_a_collective_to_which_all_have_come_waits_for_nobody() -> Non
     assert not_waiting([[other], [reduce], []], {0: str(other), 1: str(reduce)}) == set()
 
 
-# --- What is packed ------------------------------------------------------------------------------------------------
-
-
 def packed(*values: float, operation: str = "all_reduce", location: str = "loss.py:7") -> ReductionInput:
     return ReductionInput(operation, location, values)
 
@@ -289,9 +277,6 @@ def test_the_same_numbers_in_another_order_are_told_with_the_line_and_the_rank()
 )
 def test_what_is_not_a_reordering_is_no_finding(first: tuple[float, ...], second: ReductionInput) -> None:
     assert judge_packing([[packed(*first)], [second]]) == []
-
-
-# --- From a failure to a finding -----------------------------------------------------------------------------------
 
 
 def failure(rank: int, kind: Any, message: str = "it failed", **more: Any) -> RankFailure:

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import ddpcheck
 from ddpcheck.consistency import check_consistency
@@ -14,9 +16,6 @@ from ddpcheck.findings.rules import Severity
 from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.trace.replicas import differing_names
 from tests.reports import only
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
 
 
 def record(name: str, shape: tuple[int, ...] = (2, 3), **more: Any) -> TensorRecord:
@@ -49,11 +48,6 @@ def with_buffers(*records: TensorRecord) -> ModuleDescription:
 
 def with_last(*layer: Any) -> ModuleDescription:
     return replace(WHOLE, modules=(*LAYERS[:2], ("drop", *layer)))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_modules_that_are_built_alike_are_clean(world_size: int) -> None:
-    assert judge_descriptions([WHOLE] * world_size) == []
 
 
 def test_a_module_that_is_compiled_on_one_rank_only_is_told_as_that() -> None:
@@ -137,9 +131,6 @@ def test_of_two_modes_that_as_many_ranks_have_the_one_that_trains_is_right(
     assert (finding.code, finding.ranks) == ("DDP222", ranks)
 
 
-# --- Values, options, changes --------------------------------------------------------------------------------------
-
-
 def test_values_that_differ_after_wrapping() -> None:
     same: dict[str, int] = {"a": 1, "b": 2}
     assert judge_values_after_wrapping([same, same], [same, same]) == []
@@ -149,9 +140,6 @@ def test_values_that_differ_after_wrapping() -> None:
     assert {by_parameter.severity, by_buffer.severity} == {Severity.ERROR}
     assert differing_names([{"a": 1, "only": 1}, {"a": 1}]) == {}, "a name that only some ranks have"
     assert differing_names([{"a": 1}, {"a": 2}, {"a": 2}]) == {"a": (0,)}
-
-
-# --- Over the store ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -239,9 +227,6 @@ def test_only_ranks_of_a_group_are_compared_and_others_stay_in_step(rank: int) -
 def test_without_a_process_group_it_says_so() -> None:
     with pytest.raises(UsageError, match="init_process_group"):
         check_consistency(nn.Linear(1, 1))
-
-
-# --- After a step --------------------------------------------------------------------------------------------------
 
 
 def test_what_a_step_has_changed_on_a_rank_is_told_with_the_step() -> None:

@@ -5,15 +5,14 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from ddpcheck.gather.autograd.autograd_graph import gradient_node, gradient_nodes  # noqa: E402
-from ddpcheck.gather.state import fingerprints as module  # noqa: E402
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, storage_address  # noqa: E402
-from ddpcheck.gather.steps.gradient_distance import Kept, norm, norms, short_sketches, sketch, sketches  # noqa: E402  # noqa: E402
+from ddpcheck.gather.autograd.autograd_graph import gradient_node, gradient_nodes
+from ddpcheck.gather.state import fingerprints as module
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, storage_address
+from ddpcheck.gather.steps.gradient_distance import Kept, norm, norms, short_sketches, sketch, sketches
 
 BITS = (torch.uint8, torch.int16, torch.int32, torch.float16, torch.complex128)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
@@ -97,6 +96,9 @@ def test_tensors_of_any_kind_have_fingerprints() -> None:
         "nested": torch.nested.nested_tensor([filled(2), filled(3)]),
     }
     assert fingerprints(odd.items()) == {name: fingerprint(tensor) for name, tensor in odd.items()}
+    assert fingerprint(odd["sparse"]) == fingerprint(torch.eye(3))
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    assert fingerprint(z.conj()) == fingerprint(z.conj().resolve_conj()) != fingerprint(z)
 
 
 SIZES = st.lists(st.sampled_from((0, 1, 63, 64, 65, 200, 1 << 15)), max_size=6)

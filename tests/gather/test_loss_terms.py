@@ -1,14 +1,11 @@
 """The terms of a loss, found in its graph, and the gradient of each by itself."""
 
-import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from ddpcheck.gather.autograd.autograd_graph import recorded_lines  # noqa: E402
-from ddpcheck.gather.autograd.loss_terms import PairedTerms, backward_through_terms, split_loss  # noqa: E402
+from ddpcheck.gather.autograd.autograd_graph import recorded_lines
+from ddpcheck.gather.autograd.loss_terms import PairedTerms, backward_through_terms, split_loss
 
 
 def parts(size: int = 6) -> tuple[nn.Parameter, Tensor, Tensor]:

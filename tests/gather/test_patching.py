@@ -155,9 +155,6 @@ def test_the_caller_is_so_many_frames_away() -> None:
     assert found == ["test_the_caller_is_so_many_frames_away"]
 
 
-# --- The one way -----------------------------------------------------------------------------------------------------
-
-
 def replacements(source: str) -> list[int]:
     """Return the lines that give a module or class of torch another function, in any way but `patching`."""
     nodes = list(ast.walk(ast.parse(source)))

@@ -3,15 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-
-from ddpcheck.findings.report import CheckResult, Report  # noqa: E402
-from ddpcheck.recipe.recipe import Recipe  # noqa: E402
-from ddpcheck.report.checking.check import check  # noqa: E402
+from ddpcheck.findings.report import CheckResult, Report
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.report.checking.check import check
 
 
 class Net(nn.Module):

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed, rows_of_part  # noqa: E402
+from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed, rows_of_part
 
 SAMPLES = 8
 Loss = Callable[[nn.Module, Tensor], Tensor]

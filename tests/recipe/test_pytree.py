@@ -7,16 +7,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ddpcheck.findings.errors import TargetError
-
-torch = pytest.importorskip("torch")
-hypothesis = pytest.importorskip("hypothesis")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from ddpcheck.recipe.pytree import batch_size, shard_batch, to_device, tree_map, tree_tensors, upcast  # noqa: E402
+from ddpcheck.recipe.pytree import batch_size, shard_batch, to_device, tree_map, tree_tensors, upcast
 
 quickly = settings(deadline=None, max_examples=60)
 

@@ -9,8 +9,6 @@ import pytest
 from ddpcheck.findings.errors import DDPCheckError, TargetError, UsageError
 from ddpcheck.recipe.target import find_file, is_path, load_target, split_target
 
-pytest.importorskip("torch")
-
 SOURCE = """
 import torch
 from torch import nn

@@ -10,15 +10,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
 import ddpcheck
 from ddpcheck import cli
 from ddpcheck.findings.errors import TargetError, UsageError
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.recipe.target import load_target
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
 
 PACKAGE = str(Path(ddpcheck.__file__).parent)
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -97,9 +96,6 @@ def test_the_recipe_that_all_others_are_made_from_is_healthy(report) -> None:
     assert (done.code, done.err) == (0, "") and done.last_line == "clean: 6 checks passed, no findings"
 
 
-# --- The target is not there, or is something else: recipe/test_target.py has more of them ---------------------------
-
-
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -132,9 +128,6 @@ def test_a_file_that_belongs_to_a_package(
         assert isinstance(load_target("package.inner.whole"), Recipe)
 
 
-# --- Options -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -156,9 +149,6 @@ def test_a_wrong_option(report, arguments: list[str], words: list[str]) -> None:
 def test_an_output_that_cannot_be_written_is_told_before_any_work(report, tmp_path: Path, path: str) -> None:
     (tmp_path / "folder.json").mkdir()
     assert_usage_error(report("-o", path, source="raise RuntimeError('work has begun')"), "cannot write", path)
-
-
-# --- The target fails for a reason of its own: recipe/test_recipe.py and gather/test_gather.py have more of them -----
 
 
 FAULTS: dict[str, tuple[str, list[str]]] = {
@@ -241,24 +231,6 @@ def test_a_target_sees_a_command_line_of_its_own(report, tmp_path: Path, target:
     assert_target_error(report("--steps", "1", source=source, target=target), f"argv is [{expected!r}]")
 
 
-# --- Noise, names, values that do not travel -----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_target_that_prints_a_megabyte_is_fine(report) -> None:
-    source = """
-    print('noise ' * 200_000)
-    print('noise ' * 200_000, file=sys.stderr)
-    os.write(1, b'\\xff\\x00raw bytes' * 10_000)
-    def loss(model, batch):
-        print('noise ' * 200_000)
-        return model(batch).square().mean()
-    """
-    done = report(source=source)
-    assert (done.code, done.err) == (0, "")
-    assert "noise" not in done.out and len(done.out) < 5_000
-
-
 def test_a_target_that_prints_a_megabyte_and_fails_shows_a_little_of_it(report) -> None:
     done = report(source="print('noise ' * 200_000)\nraise RuntimeError('the reason')\n")
     assert_target_error(done, "the reason")
@@ -284,8 +256,6 @@ def test_a_name_with_markup_survives(report) -> None:
     done = report(source=source)
     assert done.code == 1 and "[red]extra[/red]" in done.out and "[/]" in done.out
 
-
-# --- Nothing is lost -----------------------------------------------------------------------------------------------
 
 UNUSED_THEN = """
 class Model(nn.Module):
@@ -323,9 +293,6 @@ def test_what_was_found_before_wrapping_raises_is_in_the_report(report) -> None:
     done = report(source=source + "def wrap(*args): raise RuntimeError('the reason')\n")
     assert_target_error(done, "the reason")
     assert "DDP222" in done.out
-
-
-# --- Hangs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

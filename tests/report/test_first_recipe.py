@@ -44,12 +44,9 @@ class Optional(nn.Sequential):
     def forward(self, x=None, mask=None):
         return (super().forward(x), None)
 
-class Needs(nn.Module):
+class Needs(nn.Linear):
     def __init__(self, inputs, *, outputs):
-        super().__init__()
-        self.fc = nn.Linear(inputs, outputs)
-    def forward(self, x):
-        return self.fc(x)
+        super().__init__(inputs, outputs)
 
 class Odd(nn.Linear):
     def forward(self, x):

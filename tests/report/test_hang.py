@@ -197,7 +197,18 @@ def of_group(group: str, number: int, **more: Any) -> dict[str, Any]:
     return entry(number, process_group=(group, "tensor"), **more)
 
 
+ON_ROOT = [entry(1, "gloo:gather"), entry(2, "gloo:scatter"), entry(3, "nccl:all_to_all")]
+ON_OTHERS = [
+    entry(1, "gloo:gather", output_sizes=[], output_dtypes=[]),
+    entry(2, "gloo:scatter", input_sizes=[], input_dtypes=[]),
+    entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
+]
 REDUCED = entry(2, "gloo:all_reduce")
+CHANGED = {
+    "float32 of shape (4,)": REDUCED | {"input_sizes": [[4]]},
+    "bfloat16 of shape (3,)": REDUCED | {"input_dtypes": ["BFloat16"]},
+    "all_gather": entry(2, "gloo:all_gather"),
+}
 REACHES = ["\nRank 0 reaches all_reduce", "Collective number 1 differs between the ranks"]
 LINES = [entry(number, where=number % 7) for number in range(1, 60)]
 GROUPS = [entry(1), of_group("1", 1)], [of_group("2", 1), entry(1), of_group("1", 1)], [of_group("2", 1), entry(1)]
@@ -222,18 +233,7 @@ RING = of_comms(*["main all_reduce"] * 3, first=7)
         ([barriers(1, 4, 5), barriers(1, 4, 5)], {}, ""),
         ([barriers(1, 4), barriers(1)], {}, ""),
         ([[entry(1), open_(2)], [entry(1), open_(2)]], {}, "ranks 0 and 1 were still in barrier() at train.py:1"),
-        (
-            [
-                [entry(1, "gloo:gather"), entry(2, "gloo:scatter"), entry(3, "nccl:all_to_all")],
-                [
-                    entry(1, "gloo:gather", output_sizes=[], output_dtypes=[]),
-                    entry(2, "gloo:scatter", input_sizes=[], input_dtypes=[]),
-                    entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
-                ],
-            ],
-            {},
-            "",
-        ),
+        ([ON_ROOT, ON_OTHERS], {}, ""),
         (GROUPS, OF_GROUPS, ""),
         ([SENDS, RECEIVES], {}, "rank 0 was still in send 0->1() at train.py:4"),
         ([IN_TWO_GROUPS, RECEIVER], BOTH, ""),
@@ -280,15 +280,10 @@ def test_ranks_that_have_not_parted(tmp_path: Path, ranks: list[Entries], more: 
             [RING, of_comms(*["main all_reduce"] * 3, "main barrier", first=7)],
             *(MAIN, ("DDP402", (0,), 10), ["number 10 of process group main (nccl)"]),
         ),
-        (
-            [[entry(1), REDUCED], [entry(1), REDUCED | {"input_sizes": [[4]]}]],
-            *({}, None, [*REACHES, "float32 of shape (4,)"]),
+        *(
+            ([[entry(1), REDUCED], [entry(1), change]], {}, None, [*REACHES, words])
+            for words, change in CHANGED.items()
         ),
-        (
-            [[entry(1), REDUCED], [entry(1), REDUCED | {"input_dtypes": ["BFloat16"]}]],
-            *({}, None, [*REACHES, "bfloat16 of shape (3,)"]),
-        ),
-        ([[entry(1), REDUCED], [entry(1), entry(2, "gloo:all_gather")]], {}, None, [*REACHES, "all_gather"]),
     ],
     ids=[
         *("lines", "a ring that has wrapped", "numbers", "groups", "a group of some ranks", "sends", "an empty dump"),

@@ -1,11 +1,15 @@
 """The lines of a report are true: no tick over a comparison that was not made, did not hold or is ignored."""
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from ddpcheck.findings.evidence.gradients import Difference, ShardAnalysis
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
@@ -20,11 +24,7 @@ from ddpcheck.rules.verdict import Told, Verdict, status_of
 from tests.reports import contradictions, shown
 from tests.tiers import first_of_each, share
 
-torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
-
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
 
 
 def the_rank() -> int:
@@ -207,6 +207,9 @@ CASES = {
         model=lambda: Two("zero"),
     ),
     "numbers of numpy": case(NO_PARITY, NUMPY, REDUCER, loss=times(numpy.random.rand)),
+    "numbers of random": case(
+        NO_PARITY, "parity skipped: Python's random, and no", loss=times(lambda n: [random.random() for _ in range(n)])
+    ),
     "a generator of torch in the module": case(
         "clean", PARITY, **drawn_in_module(torch.Generator, lambda own, n: torch.rand(n, generator=own))
     ),

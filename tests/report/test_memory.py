@@ -3,14 +3,12 @@
 import sys
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from benchmarks.memory import measure, small  # noqa: E402
-from ddpcheck.gather.state.tensor_file import LARGE  # noqa: E402
-from ddpcheck.recipe.recipe import Recipe  # noqa: E402
+from benchmarks.memory import measure, small
+from ddpcheck.gather.state.tensor_file import LARGE
+from ddpcheck.recipe.recipe import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
