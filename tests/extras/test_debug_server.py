@@ -99,11 +99,8 @@ def listening(answer: Answer | Pages) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    pages = (
-        {path: list(content) if isinstance(content, list) else content for path, content in answer.items()}
-        if isinstance(answer, dict)
-        else {}
-    )
+    source = answer if isinstance(answer, dict) else {}
+    pages = {path: [*content] if isinstance(content, list) else content for path, content in source.items()}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)

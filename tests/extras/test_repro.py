@@ -283,26 +283,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_check(
     assert capsys.readouterr().err == f"ddpcheck: error: cannot write to the folder {tmp_path / 'file'}: File exists\n"
 
 
-@pytest.mark.parametrize(
-    ("report", "code", "sentence"),
-    [
+def test_a_report_without_a_script_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    for report, code, sentence in (
         (Report("t"), 0, "no finding to reproduce"),
         (small_report("DDP512"), 1, "no script shows DDP512 (checkpoint-race)"),
-    ],
-    ids=["no finding", "no script"],
-)
-def test_a_report_without_a_script_writes_nothing(
-    report: Report,
-    code: int,
-    sentence: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ddpcheck.report.checking.check.check", lambda *_, **__: report)
-    out = tmp_path / "out"
-    assert cli.main(["report", "t.py", "--repro", str(out)]) == code
-    assert capsys.readouterr().err == f"ddpcheck: {sentence}, nothing written to {out}\n" and not out.exists()
+    ):
+        monkeypatch.setattr("ddpcheck.report.checking.check.check", lambda *_, report=report, **__: report)
+        assert cli.main(["report", "t.py", "--repro", str(out)]) == code
+        assert capsys.readouterr().err == f"ddpcheck: {sentence}, nothing written to {out}\n" and not out.exists()
 
 
 @pytest.mark.exhaustive

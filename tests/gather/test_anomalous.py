@@ -60,6 +60,7 @@ def judge(evidence: list[StepEvidence], wrapper: WrapperFacts = PLAIN, **more: A
 EXTRA, HEAD, ENCODER = ("extra.weight", "extra.bias"), ("head.weight",), ("encoder.weight",)
 WEIGHT = ("extra.weight",)
 BLOCKS = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight")
+PAIRS = [(rank, step) for step in range(3) for rank in range(2)]
 NOT_DDP = WrapperFacts(is_ddp=False)
 SPARSE = frozenset(WEIGHT)
 CUT, CUT_LATER = (PathEnd("cut", "detach()", Location("model.py", number), "encoder") for number in (7, 8))
@@ -84,30 +85,23 @@ def in_steps(*steps: int) -> list[StepEvidence]:
 
 def changed(what: str, *, missing: bool = True, by: str = "", ranks: tuple[int, ...] = (0, 1)) -> list[StepEvidence]:
     """The head is changed in step 1, on these ranks."""
+    change = {"head.weight": ParameterChange(what, HERE, by)}
     return [
         step_evidence(
-            rank,
-            step,
-            missing=HEAD if missing and step else (),
-            changed={"head.weight": ParameterChange(what, HERE, by)} if step and rank in ranks else {},
+            *(rank, step), missing=HEAD if missing and step else (), changed=change if step and rank in ranks else {}
         )
-        for step in range(3)
-        for rank in range(2)
+        for rank, step in PAIRS
     ]
 
 
 def blocks_missing(*places: tuple[int, int, int]) -> list[StepEvidence]:
     """Two ranks, three steps; `places` are (block, rank, step)."""
-    return [
-        StepEvidence(
-            rank,
-            step,
-            {name: "missing" if (i, rank, step) in places else "contributes" for i, name in enumerate(BLOCKS)},
-            {BLOCKS[i]: PathEnd("unused") for i, r, s in places if (r, s) == (rank, step)},
-        )
-        for step in range(3)
-        for rank in range(2)
-    ]
+    evidence = []
+    for rank, step in PAIRS:
+        missing = [name for block, name in enumerate(BLOCKS) if (block, rank, step) in places]
+        states = {name: "missing" if name in missing else "contributes" for name in BLOCKS}
+        evidence.append(StepEvidence(rank, step, states, dict.fromkeys(missing, PathEnd("unused"))))
+    return evidence
 
 
 def on_both(*places: tuple[int, int]) -> list[tuple[int, int, int]]:

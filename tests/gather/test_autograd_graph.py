@@ -31,7 +31,6 @@ from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, fun
 
 ROOT = Path(__file__).parents[2]
 
-# --- Who is reached ------------------------------------------------------------------------------------------------
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
@@ -172,9 +171,6 @@ def test_a_walk_stops_at_its_limit() -> None:
     assert not LossGraph([y], limit=20).is_complete and LossGraph([y], limit=20).leaves == ()
     walk = LossGraph([y], limit=200)
     assert walk.is_complete and len(walk.leaves) == 1 and "AddBackward0" in walk.node_names
-
-
-# --- Where a path is cut -------------------------------------------------------------------------------------------
 
 
 class Double(torch.autograd.Function):
@@ -416,9 +412,6 @@ def test_the_recorder_is_gone_when_the_forward_pass_raises() -> None:
     assert type(nn.Parameter(torch.ones(2))) is nn.Parameter
 
 
-# --- Names ---------------------------------------------------------------------------------------------------------
-
-
 def test_tensors_that_are_held_without_being_registered_are_found_by_name() -> None:
     class Helper:
         def __init__(self) -> None:
@@ -436,9 +429,6 @@ def test_tensors_that_are_held_without_being_registered_are_found_by_name() -> N
         *("layers[0].weight", "layers[1].0.weight", "by_name['key']", "helper.table", "inner.raw")
     ]
     assert list(unregistered_tensors(nn.Linear(2, 2))) == []
-
-
-# --- Which Function lost a gradient --------------------------------------------------------------------------------
 
 
 class Forget(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,6 @@ from ddpcheck.recipe.recipe import Recipe
 
 quickly = settings(deadline=None, max_examples=60)
 
-# --- Descriptions --------------------------------------------------------------------------------------------------
-
 
 def filled(dtype: Any, *shape: int, seed: int = 0) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
@@ -50,9 +49,6 @@ def test_a_description_is_equal_for_modules_that_are_built_alike() -> None:
     assert described.uninitialised == ("lazy.weight", "lazy.bias")
     assert described.ties == (("a.weight", "b.weight"),)
     assert [(name, shape) for name, shape, _ in described.state] == [("cache", (4,))]
-
-
-# --- Random numbers ------------------------------------------------------------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -120,19 +116,15 @@ def test_silenced_random_layers_compute_the_same_on_shards_and_on_the_whole(name
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.45])
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda x, rate: torch.rand(len(x), 1) < 1 - rate,
-        lambda x, rate: torch.rand(len(x), 1) > rate,
-        lambda x, rate: (1 - rate + torch.rand(len(x), 1)).floor(),
-        lambda x, rate: torch.empty(len(x), 1).bernoulli_(1 - rate),
-    ],
-    ids=["below the rate to keep", "above the rate to drop", "floor", "bernoulli_"],
-)
-def test_a_layer_dropped_at_the_usual_rates_is_kept_in_silence(keep: Callable[[Any, float], Any], rate: float) -> None:
+def test_a_layer_dropped_at_the_usual_rates_is_kept_in_silence(rate: float) -> None:
     with QuietRandomness():
-        assert keep(torch.ones(3, 2), rate).float().tolist() == [[1.0]] * 3
+        for kept in (
+            torch.rand(3, 1) < 1 - rate,
+            torch.rand(3, 1) > rate,
+            (1 - rate + torch.rand(3, 1)).floor(),
+            torch.empty(3, 1).bernoulli_(1 - rate),
+        ):
+            assert kept.float().tolist() == [[1.0]] * 3
 
 
 SEEDED_BUT_MADE_OF_OTHERS = {
@@ -198,9 +190,6 @@ def test_seeding_is_that_of_torch_with_and_without_other_devices(alone: bool, mo
 def test_seeds_for_different_purposes_differ(seed: int, step: int, rank: int) -> None:
     seeds = [mixed_seed(seed, 3, s, r) for s, r in {(step, rank), (step + 1, rank), (step, rank + 1), (rank, step)}]
     assert len(set(seeds)) == len(seeds) and all(0 <= value < 2**31 for value in seeds)
-
-
-# --- Distances and tolerances --------------------------------------------------------------------------------------
 
 
 def test_a_distance_is_relative_and_names_the_worst_element() -> None:
@@ -294,9 +283,6 @@ def test_the_weights_of_shards_are_found(weights: list[float]) -> None:
     assert fit(unrelated, parts)[1] > 0.1
 
 
-# --- A step --------------------------------------------------------------------------------------------------------
-
-
 def recipe(loss: Callable[[Any, Any], Any] = lambda model, batch: model(batch).mean()) -> Recipe:
     return Recipe(model=lambda: nn.Linear(2, 1), batch=lambda step: torch.ones(4, 2), loss=loss)
 
@@ -325,16 +311,14 @@ def test_a_loss_of_two_precisions_keeps_the_better_one() -> None:
     ("loss", "words"),
     [
         (lambda m, b: None, "returned NoneType without any tensor"),
-        (lambda m, b: m(b).mean().item(), "returned float without any tensor"),
         (lambda m, b: m(b), "shape (4, 1)"),
         (lambda m, b: m(b).mean() * 1j, "a complex number, which has no gradient; take its .real or"),
         (lambda m, b: m(b).mean().detach(), "does not require grad"),
-        (lambda m, b: m(b).argmax(), "does not require grad"),
         (lambda m, b: m(b).mean() / 0 * 0, "step 5 is nan"),
         (lambda m, b: m(b).mean() * math.inf, "inf: gradients that are not finite"),
         (lambda m: 0, "in step 5 raised TypeError: "),
     ],
-    ids=["none", "number", "no scalar", "complex", "no grad", "integer", "nan", "inf", "arguments"],
+    ids=["none", "no scalar", "complex", "no grad", "nan", "inf", "arguments"],
 )
 def test_what_is_no_loss_is_told(loss: Callable[..., Any], words: str) -> None:
     with pytest.raises(TargetError) as caught:
@@ -378,11 +362,6 @@ def test_a_copy_of_a_module_that_holds_tensors_with_a_graph() -> None:
     assert all(p.requires_grad for p in copied.parameters())
 
 
-class Opaque:
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-
 @dataclass
 class Output:
     tensor: Any
@@ -392,18 +371,16 @@ class Named(dict[str, Any]):
     pass
 
 
-@pytest.mark.parametrize("make", [lambda t: {"a": [t]}, Output, lambda t: Named(a=t), Opaque])
+@pytest.mark.parametrize("make", [lambda t: {"a": [t]}, Output, lambda t: Named(a=t), lambda t: SimpleNamespace(a=t)])
 def test_the_tensors_that_ddp_would_find_in_an_output(make: Callable[[Any], Any]) -> None:
     tensor = torch.ones(1, requires_grad=True) * 2
     output = make(tensor)
-    for static_graph, hidden in ((False, type(output) is Opaque), (True, type(output) is not dict)):
+    for static_graph, hidden in ((False, type(output) is SimpleNamespace), (True, type(output) is not dict)):
         found, opaque = visible_tensors([output], static_graph=static_graph)
         assert found == ([] if hidden else [tensor])
         assert opaque.endswith(type(output).__name__) if hidden else opaque == ""
     assert visible_tensors([torch.ones(1)]) == visible_tensors([None]) == ([], "")
 
-
-# --- SyncBatchNorm on CPU ------------------------------------------------------------------------------------------
 
 VARIANTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "vectors": ((3,), {}),
