@@ -160,7 +160,7 @@ main = make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attribute", ["broken", "make", "main"])
+@pytest.mark.parametrize("attribute", ["broken", "main"])
 def test_names_of_the_target_do_not_collide_with_those_of_the_script(
     attribute: str, runner: Runner, tmp_path: Path
 ) -> None:

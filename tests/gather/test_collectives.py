@@ -15,7 +15,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.gather.collectives import collective_log
-from ddpcheck.gather.collectives.collective_log import log_path, read_log
+from ddpcheck.gather.collectives.collective_log import log_path, read_log, replaced_by, unlogged
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.rules.collectives.ddp405_uneven_iterations import judge_empty_shards
@@ -82,9 +82,7 @@ def test_a_log_names_files_whose_names_are_no_text(tmp_path: Path, monkeypatch: 
 @pytest.fixture
 def log(rank: int, tmp_path: Path) -> Callable[..., list[Call]]:
     """Reads what this rank, or another one, has called from here on."""
-    from ddpcheck.gather.collectives.collective_log import record_collectives
-
-    record_collectives(tmp_path, rank)
+    collective_log.record_collectives(tmp_path, rank)
     return lambda of=rank: read_log(tmp_path, of)
 
 
@@ -92,8 +90,6 @@ def log(rank: int, tmp_path: Path) -> Callable[..., list[Call]]:
 def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Callable[..., list[Call]]) -> None:
     import torch
     import torch.distributed as dist
-
-    from ddpcheck.gather.collectives.collective_log import unlogged
 
     this_rank.set_status("step 7: forward")
     group = dist.new_group([0, 1])
@@ -172,8 +168,6 @@ def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
     import torch
     import torch.distributed as dist
 
-    from ddpcheck.gather.collectives.collective_log import replaced_by
-
     seen: list[str] = []
     x = torch.ones(1)
     with replaced_by(lambda operation, given, call: seen.append(f"{operation} {sorted(given)} {call.payload}")):
@@ -193,11 +187,8 @@ def record_and(what: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from ddpcheck.gather.collectives.collective_log import record_collectives
-    from ddpcheck.worlds import rank
-
-    record_collectives(rank.current().directory, rank.current().rank)
-    rank.set_status("step 0: forward")
+    collective_log.record_collectives(this_rank.current().directory, this_rank.current().rank)
+    this_rank.set_status("step 0: forward")
     if what.startswith("skip") and dist.get_rank() == 1:
         return
     if what == "come late" and dist.get_rank() == 1:

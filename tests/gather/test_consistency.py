@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import Severity
+from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.trace.replicas import differing_names
 from tests.reports import only
@@ -145,8 +146,6 @@ def test_values_that_differ_after_wrapping() -> None:
 @pytest.fixture
 def asked(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this rank puts into the store: under which key, and how many bytes of a digest."""
-    from ddpcheck.gather.collectives.store_exchange import StoreExchange
-
     seen: list[str] = []
     gather = StoreExchange.all_gather
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
+from ddpcheck.gather.state import randomness
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import capture_state, copied_module
@@ -139,8 +140,6 @@ SEEDED_BUT_MADE_OF_OTHERS = {
 
 
 def test_every_operation_that_torch_marks_as_seeded_is_silenced() -> None:
-    from ddpcheck.gather.state import randomness
-
     seeded = set()
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Report
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.rules import Severity
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import codes_of, disagreements, report_on
 from tests.models.oracle import Truth, find_truth
@@ -61,9 +62,6 @@ HEALTHY = Truth(frozenset(), frozenset(), frozenset(), gap=1e-15, summed=False, 
 
 
 def report_with(*codes: str) -> Report:
-    from ddpcheck.findings.report import Finding
-    from ddpcheck.findings.rules import Severity
-
     findings = [Finding(code, ("a",), "It is so.", Severity.ERROR) for code in codes]
     return Report("tests.models.catalogue:bert", findings=tuple(findings))
 

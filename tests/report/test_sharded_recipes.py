@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import ddpcheck
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import defined_at
+from ddpcheck.gather.ddp.sharding import gathered, mixed_precision
 from ddpcheck.recipe.recipe import Recipe
 from tests.reports import assert_healthy, contradictions, shown
 from tests.tiers import share
@@ -477,8 +478,6 @@ def test_replicate_is_compared_as_a_wrapper() -> None:
 
 @pytest.mark.ddp(world_size=2, timeout=60)
 def test_the_policy_of_mixed_precision_is_read_and_where_it_cannot_be_counts_as_bfloat16(monkeypatch: Any) -> None:
-    from ddpcheck.gather.ddp.sharding import mixed_precision
-
     half, reduced = (fsdp.MixedPrecisionPolicy(**{name: torch.float16}) for name in ("param_dtype", "reduce_dtype"))
     plain = fsdp.fully_shard(mlp(), mesh=line())
     found = [mixed_precision(fsdp.fully_shard(mlp(), mesh=line(), mp_policy=policy)) for policy in (half, reduced)]
@@ -490,8 +489,6 @@ def test_the_policy_of_mixed_precision_is_read_and_where_it_cannot_be_counts_as_
 
 @pytest.mark.ddp(world_size=2, timeout=60)
 def test_a_shard_that_another_rank_lacks_is_left_out_by_all_ranks() -> None:
-    from ddpcheck.gather.ddp.sharding import gathered
-
     module = fsdp.fully_shard(mlp(), mesh=line())
     given = {name: p if name != "0.bias" or dist.get_rank() else None for name, p in module.named_parameters()}
     whole = gathered([*given.items(), ("plain", torch.ones(2))], None)
