@@ -1,17 +1,15 @@
 """Functions that stand in the place of others (`gather.patching`), and that nothing else puts any there."""
 
 import ast
-import os
 import signal
 import sys
-import time
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
+import torch
 
 from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather.patching import CALLER, ErrorGuard, Patch, patched
@@ -99,47 +97,21 @@ def test_an_error_of_ours_is_taken_and_the_call_goes_on(monkeypatch: pytest.Monk
         assert Base().double(1) == 2 and len(taken) == 2  # both are off
 
 
-class Killed(Dataset[int]):
-    """Samples in whose making the worker of the loader dies."""
-
-    def __init__(self) -> None:
-        self.ends = os.pipe()
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        os.read(self.ends[0], 1)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
-@pytest.fixture
-def die() -> Iterator[Callable[[], object]]:
-    """Has the worker of a loader die."""
-    before = signal.getsignal(signal.SIGCHLD)
-    samples = Killed()
-    loader = iter(DataLoader(samples, num_workers=1))
-    yield lambda: os.write(samples.ends[1], b"x")
-    signal.signal(signal.SIGCHLD, before)
-    del loader
-    for end in samples.ends:
-        os.close(end)
-
-
-def test_what_the_handler_of_a_signal_raises_within_ours_is_the_scripts(
-    die: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_of_a_signal_handler_within_ours_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Exception] = []
     monkeypatch.setattr(ErrorGuard, "taken_by", lambda error, _recorder: taken.append(error))
-
-    def dies_meanwhile(*_: object) -> None:
-        die()
-        time.sleep(60)
-
-    with patched(Base, "double", dies_meanwhile), pytest.raises(RuntimeError, match="killed") as caught:
-        Base().double(1)  # torch's handler of SIGCHLD, while ours sleeps
-    assert not taken and not is_ours(caught.value)
+    handlers: dict[str, Any] = {}  # in a file of torch, as its handler of SIGCHLD
+    exec(compile("def killed(*_): raise RuntimeError('killed')", torch.__file__, "exec"), handlers)
+    before = signal.signal(signal.SIGUSR1, handlers["killed"])
+    try:
+        with (
+            patched(Base, "double", lambda *_: signal.raise_signal(signal.SIGUSR1)),
+            pytest.raises(RuntimeError, match="killed") as caught,
+        ):
+            Base().double(1)
+        assert not taken and not is_ours(caught.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_what_was_inherited_is_inherited_again_and_static_methods_stay_static() -> None:
