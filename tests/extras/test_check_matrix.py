@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 
@@ -12,7 +11,6 @@ from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 from tests.faultsuite.cases import FAULTS
-from tests.tiers import one_of, share
 
 ZOO = Path(__file__).parents[1] / "zoo"
 HEAD = """
@@ -68,26 +66,6 @@ def case(mark: str, name: str, target: Path | str, verdicts: dict[str, str], adv
     return pytest.param(target, verdicts, advice, more, marks=[getattr(pytest.mark, mark)] if mark else [], id=name)
 
 
-NEEDS_FIND = "needs: It needs find_unused_parameters=True: without, it stops: DDP105 heads.0"
-NOT_MENDED = "fault: The fault is not mended by any option "
-# A model whose buffer has a value for each sample, so that gradients do not depend on which rank has which sample
-BUFFER = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.register_buffer("mask", torch.ones(6, 1))
-
-    def forward(self, x, masks):
-        if masks:
-            self.mask = (x[:, :1] > 0).float()
-        return self.head(self.body(x).tanh() * self.mask)
-
-
-model = Net
-batch = lambda step: torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
-loss = lambda model, x: (model(x, True) + model(x.flip(1), False) - x.sum(1, keepdim=True)).square().mean()
-"""
 OWN_WRAP = """
 def wrap(module, device):
     wrapper = DistributedDataParallel(module, None, find_unused_parameters=True, bucket_cap_mb=7)
@@ -106,38 +84,6 @@ def wrap(module, device):
 @pytest.mark.parametrize(
     ("target", "expected", "advice", "more"),
     [
-        case(
-            *("exhaustive", "heads in turns", ZOO / "healthy" / "alternating_heads_find_unused.py"),
-            {
-                "find_unused_parameters=True": "right",
-                "defaults": "stops DDP105",
-                "static_graph=True": "stops DDP513",
-                "find_unused_parameters=True, gradient_as_bucket_view=True": "right",
-                "find_unused_parameters=True, skip_all_reduce_unused_params=True": "right",
-            },
-            NEEDS_FIND,
-        ),
-        case(
-            *("exhaustive", "reentrant checkpoints", broken("running/reentrant_checkpoint")),
-            {
-                "defaults": "stops DDP406",
-                "find_unused_parameters=True": "stops DDP406",
-                "static_graph=True": "right",
-            },
-            *("needs: It needs static_graph=True.",),
-            code=1,
-        ),
-        case(
-            *("exhaustive", "a sum", broken("gradients/summed_loss"), {"defaults": "wrong DDP305"}, NOT_MENDED),
-            codes={"DDP305"},
-            code=1,
-        ),
-        case(
-            *("exhaustive", "a buffer per rank", broken("gradients/buffer_broadcast_between_forwards"), {}),
-            *(f"{NOT_MENDED}(DDP311 and DDP214 under all",),
-            codes={"DDP311", "DDP214"},
-            code=1,
-        ),
         case(
             *("slow", "an expanded buffer", ZOO / "healthy" / "expanded_buffer_nobroadcast.py"),  # not broadcast
             {
@@ -195,35 +141,23 @@ def test_verdicts_and_advice(recipe, target: Path | str, expected: dict[str, str
     assert len(matrix.rows) == more.get("rows", len(matrix.rows))
     assert any(more.get("note", "") in note for note in [*matrix.world["notes"], ""])
     assert any(more.get("reason", "") in row.reason for row in rows.values())
-    assert {row.code for row in matrix.rows if row.verdict != "skipped"} == more.get("codes", ANY)
 
 
 @pytest.mark.slow
-def test_fully_shard_is_tried_in_place_of_ddp_and_with_replicas_on_four_ranks(recipe) -> None:
-    path = recipe(SHARDED.replace("WEIGHT", "net.weight"))
-    for world_size, replicas in ((2, []), (4, ["fully_shard, 2 replicas of 2 shards"])):
-        rows = matrix_of(path, world_size=world_size).rows
-        labels = {row.title: row.verdict for row in rows if row.label}
-        assert labels == dict.fromkeys(["fully_shard", *replicas], "right")
+def test_fully_shard_is_tried_in_place_of_ddp_with_and_without_replicas(recipe) -> None:
+    path = recipe(SHARDED)
+    rows = matrix_of(path, world_size=4).rows
+    labels = {row.title: row.verdict for row in rows if row.label}
+    assert labels == dict.fromkeys(["fully_shard", "fully_shard, 2 replicas of 2 shards"], "right")
 
 
 SHARDED = """
 def model():
-    net = nn.Linear(8, 6)
-    net.weight = WEIGHT
-    return net
+    return nn.Linear(8, 6)
 
 batch = lambda step: torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
 loss = lambda model, x: model(x).square().mean()
 """
-
-
-@pytest.mark.exhaustive
-def test_a_model_that_fully_shard_refuses_is_right_under_ddp(recipe) -> None:
-    matrix = matrix_of(recipe(SHARDED.replace("WEIGHT", "nn.Parameter(torch.ones(8, 6).t())")))
-    (row,) = (row for row in matrix.rows if row.label)
-    assert matrix.ok and matrix.error is None
-    assert (row.title, row.verdict) == ("fully_shard", "stops") and "non-contiguous" in row.reason
 
 
 COUNTED = """
@@ -282,15 +216,6 @@ def test_steps_in_micro_batches_and_compiled_are_compared_with_the_batch(
     assert micro_batches in rows[0].reason and rows[2].reason == compiled
 
 
-@pytest.mark.exhaustive
-def test_a_buffer_that_broadcasts_overwrite_needs_them_off(recipe) -> None:
-    matrix = matrix_of(recipe(BUFFER))
-    assert verdicts(matrix)["defaults"] == "wrong DDP311"
-    without = next(row for row in matrix.rows if row.fine)
-    assert set(without.arguments.values()) == {False}  # forward_sync_buffers, or broadcast_buffers in older torch
-    assert said(matrix, "needs") == f"It needs {without.title}."
-
-
 @pytest.mark.slow
 def test_buffers_that_drift_without_broadcasts_are_distinguished_from_overwritten_ones() -> None:
     matrix = matrix_of(broken("ranks/moving_average_overwritten"))
@@ -333,16 +258,8 @@ def test_the_single_process_runs_for_the_first_row_only(monkeypatch: pytest.Monk
     assert {row.code for row in ran} == {"DDP305"}, "which takes the single process to find"
 
 
-@pytest.mark.parametrize(
-    "name",
-    share(
-        [
-            *("broken/two_causes", "healthy/kl_annealer_object"),
-            *one_of(3, ["healthy/conv_syncbn", "healthy/global_backbone"]),
-        ],
-        ["healthy/kl_annealer_object"],
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["broken/two_causes", "healthy/kl_annealer_object"])
 def test_the_recipes_own_row_has_the_findings_of_a_check(name: str) -> None:
     path = ZOO / f"{name}.py"
     report, matrix = ddpcheck.check(str(path), steps=2, timeout=20), matrix_of(path)
@@ -354,18 +271,3 @@ def test_the_recipes_own_row_has_the_findings_of_a_check(name: str) -> None:
 def test_rules_that_are_ignored_decide_nothing() -> None:
     matrix = matrix_of(broken("gradients/summed_loss"), ignore=("DDP305",))
     assert matrix.ok and {row.verdict for row in matrix.rows} == {"incomplete", "skipped"}
-
-
-@pytest.mark.exhaustive
-def test_step_times_are_measured_against_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.extras.matrix.check_matrix._SECONDS_A_ROW", 0.05)
-    seen: list[str] = []
-    matrix = ddpcheck.check_matrix(
-        str(ZOO / "healthy" / "global_backbone.py"), steps=1, timeout=20, progress=seen.append
-    )  # whose model() hands out the same parameters every time
-    fine = [row for row in matrix.rows if row.fine]
-    assert len(fine) > 5 and all(row.step_time is not None and row.step_time.pairs >= 5 for row in fine)
-    assert [row.title for row in fine if row.baseline] == ["defaults"]
-    assert matrix.noise is not None
-    assert Matrix.from_json(matrix.to_json()) == matrix
-    assert any(words.startswith("options 2 of about") for words in seen)

@@ -152,11 +152,7 @@ def test_ranks_with_matching_collectives_have_no_finding(
 
 @pytest.mark.parametrize(
     ("tail", "world_size", "ranks"),
-    [
-        (ON_ONE_MACHINE, 6, (4, 5)),
-        (BY_MEAN, 4, (2, 3)),
-        pytest.param(RING, 4, (0, 1, 2, 3), marks=pytest.mark.slow),
-    ],
+    [(ON_ONE_MACHINE, 6, (4, 5)), (BY_MEAN, 4, (2, 3)), pytest.param(RING, 4, (0, 1, 2, 3), marks=pytest.mark.slow)],
     ids=["on one machine", "each rank decides", "a ring of groups"],
 )
 def test_ranks_that_diverge_are_named(tail: str, world_size: int, ranks: tuple[int, ...], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ddpcheck import cli
 from ddpcheck.extras import debug_server
 from ddpcheck.findings.report import Location, Report
 from tests.launchers.slurm import free_ports
-from tests.tiers import needs, one_of
+from tests.tiers import needs
 
 # Pages, as torch's server writes them
 
@@ -58,9 +58,12 @@ def entry(number: int, name: str = "gloo:barrier", *, ended: bool = True) -> dic
     return of_call | sizes | state
 
 
+TITLE = b"<h1>Torch Distributed Debug Server</h1>"
+
+
 def page(answers: Sequence[str | int]) -> bytes:
     """Return a page with the text of each rank, or the status with which its worker server has failed."""
-    parts = ["<h1>Torch Distributed Debug Server</h1>"]
+    parts = [TITLE.decode()]
     for rank, answer in enumerate(answers):
         failed = f"<p>Failed to fetch: status={answer}</p>\n" if isinstance(answer, int) else ""
         parts.append(f"<h2>Rank {rank}: http://node:1/handler/x?</h2>\n{failed}<pre>{answer}</pre>")
@@ -96,11 +99,8 @@ def listening(answer: Answer | Pages) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    pages = (
-        {path: list(content) if isinstance(content, list) else content for path, content in answer.items()}
-        if isinstance(answer, dict)
-        else {}
-    )
+    source = answer if isinstance(answer, dict) else {}
+    pages = {path: [*content] if isinstance(content, list) else content for path, content in source.items()}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
@@ -128,7 +128,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], answer: Answer | Pages | 
     with contextlib.nullcontext(answer) if isinstance(answer, str) else listening(answer) as address:
         assert cli.main(["hang", address]) == code
     out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and words in err, (out, err)
+    assert out == "" and words in err and err[:-1].isprintable(), (out, err)
 
 
 OPEN = entry(2, ended=False)
@@ -210,6 +210,9 @@ def test_ranks_that_do_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (page(["[" * 100_000]), "has no JSON of rank 0"),
         (page(['{"entries": 3}']), "has no list of entries of rank 0"),
         (page(['{"entries": [{"a": 1}]}']), "can read (KeyError: 'profiling_name')"),
+        (page(['{"entries": [1e999]}']), "a number that is infinite"),
+        (TITLE + b"<h2>Rank " + b"8" * 7000 + b": h</h2><pre>{}</pre></section>", "no answers of ranks"),
+        (TITLE + b"".join(b"<h2>Rank %d: h</h2><pre>" % n for n in range(3000)) + b"</section>", "is not whole"),
     ],
 )
 def test_a_page_that_is_not_of_a_debug_server(
@@ -227,6 +230,7 @@ def drips(request: BaseHTTPRequestHandler) -> None:
 
 
 LATE = "has not given /fr_trace_json within"
+HOSTILE = b"HTTP/1.0 500 x\r\n\r\nException: \x1b]2;owned\x07 \x9b1m"
 FAILURE = "Exception: RuntimeError('the store is gone')"
 
 
@@ -238,16 +242,13 @@ FAILURE = "Exception: RuntimeError('the store is gone')"
         (lambda request: None, 3, "has closed the connection"),
         (lambda request: request.wfile.write(b"220 ready for mail\r\n"), 2, "does not speak HTTP"),
         (lambda request: request.send_error(500, FAILURE), 3, f"fails at /fr_trace_json: {FAILURE}"),
+        (lambda request: request.wfile.write(HOSTILE), 3, r"Exception: \x1b]2;owned\x07"),
         ({"/fr_trace_json": b" " * (2 << 20)}, 2, "gives more than 1 MB"),
     ],
-    ids=["drips", "silent", "closes", "another protocol", "fails", "without end"],
+    ids=["drips", "silent", "closes", "another protocol", "fails", "escapes", "without end"],
 )
 def test_a_server_that_does_not_answer(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    answer: Answer | Pages,
-    code: int,
-    words: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: Answer | Pages, code: int, words: str
 ) -> None:
     monkeypatch.setattr(debug_server, "_MOST_BYTES", 1 << 20)
     if words == LATE:
@@ -256,6 +257,9 @@ def test_a_server_that_does_not_answer(
 
 
 def test_addresses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("http://a b", "http://a\tb:80", "http://\x7f", "http://h:1/ x", "http://[::1"):
+        assert cli.main(["hang", address]) in (2, 3)
+        assert "bug in ddpcheck" not in (err := capsys.readouterr().err) and err[:-1].isprintable()
     for address in ("https://node:1", "http://", "http://node:x", "http://node:99999", "http://node:1/page"):
         assert_refused(capsys, address, 2, "give http://HOST:PORT")
     (port,) = free_ports(1)
@@ -283,14 +287,6 @@ def main(port, what):
         model(torch.ones(2, 2)).sum().backward()
     if what == "collectives" and rank == 0:
         dist.broadcast(torch.ones(4), 0)  # of rank 0
-    if what == "backward" and rank == 0:
-        model(torch.ones(2, 2)).sum().backward()  # of rank 0
-    if what == "wait" and rank == 0:
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        work.wait()
-    while what == "steps":
-        model(torch.ones(2, 2)).sum().backward()
-        time.sleep(0.05)
     while what == "tokenises" and rank == 0:
         time.sleep(0.05)
     gathered = [torch.ones(2) for _ in range(2)]
@@ -364,45 +360,16 @@ class TestOnTorchsServer:
         monkeypatch.setattr(debug_server, "_QUERY_PAUSE", 2.0)
         monkeypatch.chdir(tmp_path)
 
-    @pytest.mark.parametrize(
-        ("what", "line", "operation"),
-        [
-            *one_of(
-                2,
-                [
-                    ("collectives", "dist.broadcast", "broadcast"),
-                    ("backward", ".backward()  # of rank 0", "all_reduce"),
-                ],
-            ),
-            pytest.param("wait", "work.wait()", "all_reduce", marks=pytest.mark.exhaustive),  # of an earlier call
-        ],
-    )
-    def test_ranks_that_diverge(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, line: str, operation: str
-    ) -> None:
-        with job(tmp_path, what) as address:
+    def test_ranks_that_diverge(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with job(tmp_path, "collectives") as address:
             code, report = hang(capsys, address)
         (finding,) = report.findings
-        assert code == 4 and operation in finding.message
-        if what != "wait":
-            assert (finding.code, finding.subjects) == ("DDP403", (operation,))
-            assert finding.location == Location("train.py", line_with(line))
-            assert f"at train.py:{line_with('# of both')}" in finding.message
+        assert (code, finding.code, finding.subjects) == (4, "DDP403", ("broadcast",))
+        assert finding.location == Location("train.py", line_with("dist.broadcast"))
+        assert f"at train.py:{line_with('# of both')}" in finding.message
 
-    @pytest.mark.parametrize(
-        ("what", "words"), one_of(2, [("tokenises", "and in no collective"), ("steps", "made progress")])
-    )
-    def test_a_job_that_works(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, words: str) -> None:
-        with job(tmp_path, what) as address:
-            code, report = hang(capsys, address)
-        assert (code, report.findings) == (0, ()) and words in report.checks[1].detail
-        assert report.checks[0].detail.startswith("answers of 2 ranks")
-
-    @pytest.mark.exhaustive
-    def test_a_rank_that_is_stopped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_job_that_works(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with job(tmp_path, "tokenises") as address:
-            for pid in ranks_of(tmp_path / "train.py"):
-                if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                    os.kill(pid, signal.SIGSTOP)
             code, report = hang(capsys, address)
-        assert code == 3 and report.error is not None and "rank 1: no answer in time (408)" in report.error.message
+        assert (code, report.findings) == (0, ()) and "and in no collective" in report.checks[1].detail
+        assert report.checks[0].detail.startswith("answers of 2 ranks")

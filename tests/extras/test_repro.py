@@ -23,30 +23,24 @@ from ddpcheck.report.checking.check import check
 from ddpcheck.rules.replicas.model_parts import how_split
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
-from tests.tiers import one_of
+from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]
-HEALTHY = ROOT / "tests" / "zoo" / "healthy"
 
 # fault of the suite: what each of the two ranks prints for its broken recipe (the same, or "rank 0|rank 1")
 SHOWN = {
     "parameters/opaque_output": "failed in .*: RuntimeError: Expected to mark a variable ready only once",
-    "parameters/detach": "failed in .*: RuntimeError: Expected.*encoder.weight: step 0: no .*encoder.bias: step 0: no ",
     "parameters/unused_on_one_rank": "failed in .*of step|extra.weight: step 0: no gradient.*extra.bias: step 0: no",
     "parameters/layers_in_a_list": r"of \(8, 8\): step 1: gradient norm",
     "parameters/times_zero": "extra.weight: step 0: zero gradient.*extra.bias: step 0: zero gradient",
-    "parameters/custom_function_none": "scale: step 0: no gradient",
     "parameters/needless_find_unused": "find_unused_parameters: step 0: True, unused: 0",
     "ranks/parameter_shape": r"0.weight: start: number 0, \(8, 8\)|0.weight: start: number 0, \(12, 8\)",
-    "ranks/parameter_order_from_a_set": "key.weight: start: number 0|key.weight: start: number 2",
     "ranks/init_sync_off": "0.weight: start: norm",
     "ranks/moving_average_drifts": "running_mean: step 0: norm",
     "ranks/learning_rate": "lr: start: 0.01|lr: start: 0.02",
-    "ranks/comm_hook_on_one_rank": "communication hook: start: None|communication hook: start: fp16_compress_hook",
     "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: step 0: relative error 0.44",  # as reported
     "gradients/batchnorm": "gradient of conv.weight: step 0: relative error 0.58",
     "gradients/summed_loss": r"all gradients together: step 0: 0\.5 times",
-    "gradients/clip_in_hooks_of_wrap": r"all gradients together: step 0: 0\.1\d* times",
     "gradients/nondeterministic": r"relative error 0\.\d",
     "running/raises_on_one_rank": (
         "failed in backward of step 0|failed in forward of step 0: ValueError: a corrupt record in this rank's shard"
@@ -58,11 +52,9 @@ SHOWN = {
     "training/no_sync_not_entered": "no_sync: step 0: called 1 times, 0 of 2 forward passes under it",
     "training/optimizer_before_replacement": "2.weight: step 0: a gradient.*2.bias: step 0: a gradient",
     "training/overlapping_shards": "samples: step 0: 1 of 6 are on another|samples: step 0: 1 of 7 are on another",
-    "training/samples_dropped": "0 of 5 are on another rank too, 2 of 12 on none",
     "training/step_skipped_on_a_rank": "0.weight: step 0: norm.*; step 1: norm",
     "training/dropout_seeded_in_forward": "drawn 0: step 0: ",
     "training/hash_of_a_string": "gradient of rows.weight: step 0: relative error",
-    "training/comm_hook_overflows": "gradient of .*: relative error nan",
     "training/gradients_zeroed_before_step": "0.weight: .*zeroed before a step.*0.bias: .*zeroed.*2.weight: .*2.bias: ",
 }
 
@@ -168,7 +160,7 @@ main = make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attribute", ["broken", "make", "main"])
+@pytest.mark.parametrize("attribute", ["broken", "main"])
 def test_names_of_the_target_do_not_collide_with_those_of_the_script(
     attribute: str, runner: Runner, tmp_path: Path
 ) -> None:
@@ -178,40 +170,13 @@ def test_names_of_the_target_do_not_collide_with_those_of_the_script(
     assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
 
 
-MODES = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.head(self.body(x).tanh())
-
-
-class Frozen(Net):
-    def train(self, mode=True):
-        super().train(mode)
-        self.body[1].eval()
-        return self
-
-
-class Trained(Net):
-    def train(self, data):
-        raise AssertionError("the script calls a training function")
-"""
-
-
-@pytest.mark.parametrize(
-    ("model", "mixes"), [pytest.param("Trained()", True, marks=pytest.mark.slow), ("Frozen().eval()", False)]
-)
-def test_a_model_is_put_into_training_mode_as_by_a_check(
-    model: str, mixes: bool, runner: Runner, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_a_model_is_put_into_training_mode_as_by_a_check(runner: Runner, tmp_path: Path) -> None:
     """A BatchNorm mixes samples in training mode only."""
-    target = written(tmp_path, NET.replace("nn.Linear(2, 1)", model) + MODES)
+    net = "nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).eval()"
+    target = written(tmp_path, NET.replace("nn.Linear(2, 1)", net))
     ran = runner.run(write_reproduction(small_report("DDP304"), target, tmp_path / "out"))
-    assert ran.codes == [int(mixes)] * 2, ran.text
+    assert ran.codes == [1, 1], ran.text
 
 
 # Under torchrun itself, without ddpcheck: one test, since torchrun imports torch three times
@@ -271,35 +236,6 @@ def test_modules_of_the_project_are_copied_and_syncbn_is_replaced_on_a_cpu(
     assert ran.text.count("RuntimeError: Expected to have finished reduction") == 2, ran.text
 
 
-# What is written
-
-
-def test_a_package_of_the_user_is_copied_with_imports_inside_of_functions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
-) -> None:
-    package = tmp_path / "src" / "netpack"
-    (package / "parts").mkdir(parents=True)
-    task = NET.replace("from torch import nn", "from torch import nn\n\nfrom . import parts").replace(
-        "    return nn.Linear(2, 1)",
-        "    from netpack.parts.late import WIDTH\n\n    assert parts.KIND\n    return nn.Linear(2, WIDTH)",
-    )
-    kind = "from ddpcheck import Recipe\n\nKIND = Recipe\n"
-    files = {"__init__.py": "", "parts/__init__.py": kind, "parts/late.py": "WIDTH = 1\n", "not_needed.py": ""}
-    for name, text in {**files, "task.py": task}.items():
-        (package / name).write_text(text)
-    monkeypatch.chdir(tmp_path / "src")
-    out = tmp_path / "out"
-    script = write_reproduction(small_report(), "netpack.task", out)
-    copies = {path.relative_to(out).as_posix(): path.read_text() for path in out.rglob("*.py")}
-    names = [*files][:3]
-    assert sorted(copies) == [*(f"netpack/{name}" for name in names), "repro_ddp101.py"]
-    late = copies["netpack/parts/late.py"]
-    assert late.endswith("WIDTH = 1\n") and "written by ddpcheck" in late.splitlines()[0]
-    shutil.rmtree(package)
-    ran = runner.run(script)
-    assert ran.codes == [0, 0] and ran.text.count("finished, and shows no fault") == 2, ran.text
-
-
 def test_only_files_of_ddpcheck_are_overwritten_and_a_docstring_has_any_name(tmp_path: Path) -> None:
     target, out = written(tmp_path), tmp_path / "out"
     report = small_report(subject='a"""b\\n[red]\x1b{x}"')
@@ -347,26 +283,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_check(
     assert capsys.readouterr().err == f"ddpcheck: error: cannot write to the folder {tmp_path / 'file'}: File exists\n"
 
 
-@pytest.mark.parametrize(
-    ("report", "code", "sentence"),
-    [
+def test_a_report_without_a_script_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    for report, code, sentence in (
         (Report("t"), 0, "no finding to reproduce"),
         (small_report("DDP512"), 1, "no script shows DDP512 (checkpoint-race)"),
-    ],
-    ids=["no finding", "no script"],
-)
-def test_a_report_without_a_script_writes_nothing(
-    report: Report,
-    code: int,
-    sentence: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ddpcheck.report.checking.check.check", lambda *_, **__: report)
-    out = tmp_path / "out"
-    assert cli.main(["report", "t.py", "--repro", str(out)]) == code
-    assert capsys.readouterr().err == f"ddpcheck: {sentence}, nothing written to {out}\n" and not out.exists()
+    ):
+        monkeypatch.setattr("ddpcheck.report.checking.check.check", lambda *_, report=report, **__: report)
+        assert cli.main(["report", "t.py", "--repro", str(out)]) == code
+        assert capsys.readouterr().err == f"ddpcheck: {sentence}, nothing written to {out}\n" and not out.exists()
 
 
 @pytest.mark.exhaustive
@@ -374,18 +301,16 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
     ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
     if ruff is None:
         pytest.skip("ruff is not installed")
-    targets = [f"{FAULTS}/parameters/unused.py:broken", f"{FAULTS}/training/static_graph_violated.py:broken"]
     codes = ["DDP101", "DDP104", "DDP106", "DDP111", "DDP203", "DDP215", "DDP302", "DDP305", "DDP401", "DDP405"]
     codes += ["DDP407", "DDP502", "DDP504", "DDP505", "DDP510", "DDP517"]
-    for number, target in enumerate([*targets, HEALTHY / "transformer_tied_dropout.py"]):
-        for code in codes[:: 4 if number else 1]:
-            script = write_reproduction(small_report(code), str(target), tmp_path / f"{number}")
-            own = script.read_text().partition("# The training loop")
-            (tmp_path / f"own-{number}-{code}.py").write_text("".join(own[1:]))
+    for code in codes:
+        script = write_reproduction(small_report(code), f"{FAULTS}/parameters/unused.py:broken", tmp_path / "0")
+        own = script.read_text().partition("# The training loop")
+        (tmp_path / f"own-{code}.py").write_text("".join(own[1:]))
     width = "line-length=124"  # that of the code, within a function
     for options in (
         ["format", "--diff", "--isolated", "--config", width, *tmp_path.glob("own-*.py")],
-        ["check", "--isolated", "--select", "F,E7,E9", *tmp_path.glob("[0-9]")],
+        ["check", "--isolated", "--select", "F,E7,E9", tmp_path / "0"],
     ):
         done = subprocess.run([ruff, *options], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
@@ -429,9 +354,6 @@ def test_the_world_is_as_small_as_the_finding_allows() -> None:
     assert tolerance_for(Finding("DDP305", (), "", Severity.ERROR), report) == 1e-3
 
 
-# Sources
-
-
 MIXED = """\
 from __future__ import annotations
 
@@ -448,8 +370,9 @@ broken = R(model=lambda: late.Net(), batch=lambda step: torch.ones(4, 2), loss=l
 
 def make() -> R:
     from . import other
+    from pack.other import KIND
 
-    assert other.KIND is ddpcheck.Recipe is R
+    assert KIND is other.KIND is ddpcheck.Recipe is R
     return broken
 
 
@@ -481,20 +404,28 @@ class Net(torch.nn.Module):
 """
 
 
-@pytest.mark.slow
-def test_a_target_is_copied_unchanged_and_neither_its_tests_nor_its_program_run(
-    tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("runs", share([False, True], [False]))
+def test_a_package_is_copied_unchanged_and_neither_its_tests_nor_its_program_run(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, runs: bool
 ) -> None:
     package = tmp_path / "pack"
     (package / "parts").mkdir(parents=True)
     files = {"__init__.py": "", "other.py": "import ddpcheck\n\nKIND = ddpcheck.Recipe\n", "parts/__init__.py": ""}
-    for name, text in {**files, "parts/late.py": LATE, "task.py": MIXED}.items():
+    files |= {"parts/late.py": LATE, "task.py": MIXED, "not_needed.py": ""}
+    for name, text in files.items():
         (package / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    script = write_reproduction(small_report(), "pack.task:make", tmp_path / "out")
+    out = tmp_path / "out"
+    script = write_reproduction(small_report(), "pack.task:make", out)
     text = script.read_text()
     assert MIXED.partition("\n\n")[2] in text and text.count("from __future__ import annotations\n") == 1
-    ran = runner.run(script)
-    assert ran.codes == [1, 1] and ran.text.count("head.weight: step 0: no gradient") == 2, ran.text
-    with pytest.raises(UsageError, match=r"task.py:27 needs ddpcheck itself \(assert_parity\)"):
+    copies = {path.relative_to(out).as_posix(): path.read_text() for path in out.rglob("*.py")}
+    assert sorted(copies) == sorted(["repro_ddp101.py", *(f"pack/{name}" for name in [*files][:4])])
+    late = copies["pack/parts/late.py"]
+    assert late.endswith(LATE) and "written by ddpcheck" in late.splitlines()[0]
+    with pytest.raises(UsageError, match=r"task.py:28 needs ddpcheck itself \(assert_parity\)"):
         imports_from_ddpcheck(package / "task.py", roots=["test_it"])
+    shutil.rmtree(package)
+    if runs:
+        ran = request.getfixturevalue("runner").run(script)
+        assert ran.codes == [1, 1] and ran.text.count("head.weight: step 0: no gradient") == 2, ran.text

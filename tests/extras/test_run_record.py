@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_written_does_not_take_the_report_away(tmp_path: P
 WORD = st.text(string.ascii_letters + "_", min_size=1).filter(lambda word: word.strip("_"))
 
 
-@settings(deadline=None)  # the first call reads the words of torch
+@settings(deadline=None, max_examples=40)  # the first call reads the words of torch
 @given(st.lists(WORD, min_size=1))
 def test_a_name_is_replaced_by_the_same_one_everywhere_and_by_no_other_ones(words: list[str]) -> None:
     names = Pseudonyms()

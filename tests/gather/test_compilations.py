@@ -40,9 +40,7 @@ def recorded() -> Iterator[list[FunctionCompiled]]:
     assert (convert_frame._compile, kind.call_user_compiler) == before
 
 
-def test_recompilations_come_with_their_guards_until_a_limit_is_reached(
-    recorded: list[FunctionCompiled],
-) -> None:
+def test_recompilations_come_with_their_guards_until_a_limit_is_reached(recorded: list[FunctionCompiled]) -> None:
     config: Any = torch._dynamo.config
     net = torch.compile(Net(), backend="eager", dynamic=False)
     with config.patch(**{"recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit": 3}):

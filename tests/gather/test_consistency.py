@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import ddpcheck
 from ddpcheck.consistency import check_consistency
@@ -11,12 +13,10 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import Severity
+from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.trace.replicas import differing_names
 from tests.reports import only
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
 
 
 def record(name: str, shape: tuple[int, ...] = (2, 3), **more: Any) -> TensorRecord:
@@ -51,11 +51,6 @@ def with_last(*layer: Any) -> ModuleDescription:
     return replace(WHOLE, modules=(*LAYERS[:2], ("drop", *layer)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_modules_that_are_built_alike_are_clean(world_size: int) -> None:
-    assert judge_descriptions([WHOLE] * world_size) == []
-
-
 def test_a_module_that_is_compiled_on_one_rank_only_is_told_as_that() -> None:
     compiled = replace(
         WHOLE,
@@ -79,7 +74,6 @@ def test_a_module_that_is_compiled_on_one_rank_only_is_told_as_that() -> None:
 
 MEAN, VAR = WHOLE.buffers
 CASES: dict[str, tuple[ModuleDescription, str, tuple[str, ...]]] = {
-    "one fewer": (with_parameters(A, B), "DDP201", ("c",)),
     "other names": (with_parameters(A, B, replace(C, name="d")), "DDP201", ("c", "d")),
     "other order": (with_parameters(B, A, C), "DDP202", ("a", "b")),
     "other shape": (with_parameters(A, B, record("c", (6,))), "DDP203", ("c",)),
@@ -95,11 +89,8 @@ CASES: dict[str, tuple[ModuleDescription, str, tuple[str, ...]]] = {
     "one buffer fewer": (with_buffers(MEAN), "DDP211", ("var",)),
     "buffers in another order": (with_buffers(VAR, MEAN), "DDP212", ("mean", "var")),
     "other buffer shape": (with_buffers(MEAN, record("var", (1,))), "DDP213", ("var",)),
-    "other buffer dtype": (with_buffers(replace(MEAN, dtype="int64"), VAR), "DDP213", ("mean",)),
     "other values held": (replace(WHOLE, state=(("cache", (4,), 12),)), "DDP216", ("cache",)),
-    "other shape held": (replace(WHOLE, state=(("cache", (9,), 12),)), "DDP216", ("cache",)),
     "other class": (with_last("Identity", "", True), "DDP222", ("drop",)),
-    "other options": (with_last("Dropout", "p=0.5", True), "DDP222", ("drop",)),
     "other mode": (with_last("Dropout", "p=0.1", False), "DDP222", ("drop",)),
     "other mode everywhere": (
         replace(WHOLE, modules=tuple((*module[:3], False) for module in LAYERS)),
@@ -141,9 +132,6 @@ def test_of_two_modes_that_as_many_ranks_have_the_one_that_trains_is_right(
     assert (finding.code, finding.ranks) == ("DDP222", ranks)
 
 
-# --- Values, options, changes --------------------------------------------------------------------------------------
-
-
 def test_values_that_differ_after_wrapping() -> None:
     same: dict[str, int] = {"a": 1, "b": 2}
     assert judge_values_after_wrapping([same, same], [same, same]) == []
@@ -155,14 +143,9 @@ def test_values_that_differ_after_wrapping() -> None:
     assert differing_names([{"a": 1}, {"a": 2}, {"a": 2}]) == {"a": (0,)}
 
 
-# --- Over the store ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def asked(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this rank puts into the store: under which key, and how many bytes of a digest."""
-    from ddpcheck.gather.collectives.store_exchange import StoreExchange
-
     seen: list[str] = []
     gather = StoreExchange.all_gather
 
@@ -228,17 +211,12 @@ def test_a_rank_that_never_calls_it_is_named_within_the_timeout(rank: int) -> No
 
 
 @pytest.mark.ddp(world_size=3, reuse="module")
-def test_only_the_ranks_of_a_group_are_compared(rank: int) -> None:
-    group = torch.distributed.new_group([0, 2])
+def test_only_ranks_of_a_group_are_compared_and_others_stay_in_step(rank: int) -> None:
+    pair, ends = torch.distributed.new_group([0, 1]), torch.distributed.new_group([0, 2])
     if rank != 1:
-        found = check_consistency(nn.Linear(3, 3 + rank), group, timeout=20)
+        found = check_consistency(nn.Linear(3, 3 + rank), ends, timeout=20)
         assert found[0].code == "DDP203"
-        ddpcheck.assert_same_on_all_ranks(repr(found), group=group, timeout=20)
-
-
-@pytest.mark.ddp(world_size=3, reuse="module")
-def test_a_group_asked_more_often_does_not_put_others_out_of_step(rank: int) -> None:
-    pair = torch.distributed.new_group([0, 1])
+        ddpcheck.assert_same_on_all_ranks(repr(found), group=ends, timeout=20)
     if rank < 2:
         assert [check_consistency(nn.Linear(3, 3), pair, timeout=20) for _ in range(2)] == [[], []]
     finding = only(check_consistency(nn.Linear(3, 3 + (rank == 2)), timeout=20))
@@ -248,9 +226,6 @@ def test_a_group_asked_more_often_does_not_put_others_out_of_step(rank: int) -> 
 def test_without_a_process_group_it_says_so() -> None:
     with pytest.raises(UsageError, match="init_process_group"):
         check_consistency(nn.Linear(1, 1))
-
-
-# --- After a step --------------------------------------------------------------------------------------------------
 
 
 def test_what_a_step_has_changed_on_a_rank_is_told_with_the_step() -> None:

@@ -10,18 +10,12 @@ from torch import nn
 
 from ddpcheck.gather.autograd.gradient_hooks import own_functions
 from ddpcheck.gather.ddp.loop_events import LoopEventRecorder, counted_backwards, recorded
+from ddpcheck.gather.state import randomness
 from ddpcheck.gather.state.randomness import QuietRandomness
 from ddpcheck.gather.steps import batch_coupling
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.training_step import sample_fingerprints
 from ddpcheck.stream.ledger import Ledger
-
-
-def test_a_sample_has_the_same_fingerprint_in_the_batch_and_in_a_shard() -> None:
-    batch = {"x": torch.randn(6, 3, 2), "y": torch.arange(6), "mask": torch.rand(6, 5) > 0.5, "lr": 0.1}
-    rows = sample_fingerprints(batch)
-    shard = {key: value[2:5] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    assert sample_fingerprints(shard) == rows[2:5] and len(set(rows)) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
@@ -43,11 +37,6 @@ class Mixing(nn.Module):
         return x - x.mean(0)
 
 
-class Pointwise(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.tanh()
-
-
 def coupling(layer: nn.Module, finish: Any) -> tuple[str, str]:
     net = nn.Sequential(nn.Linear(3, 3), layer)
     batch = torch.randn(8, 3)
@@ -61,8 +50,8 @@ def test_the_first_place_at_which_samples_meet() -> None:
     assert coupling(Mixing(), torch.Tensor.mean) == ("1", f"test_evidence_gathering.py:{line}")
     assert coupling(nn.BatchNorm1d(3), torch.Tensor.mean) == ("1", "")
     assert coupling(nn.BatchNorm1d(3), torch.tanh) == ("1", "")  # a line after the module is not where they meet first
-    assert coupling(Pointwise(), torch.Tensor.mean) == (None, "")
-    module, at = coupling(Pointwise(), lambda out: (out @ out.T).exp().mean())
+    assert coupling(nn.Tanh(), torch.Tensor.mean) == (None, "")
+    module, at = coupling(nn.Tanh(), lambda out: (out @ out.T).exp().mean())
     assert module is None and at.startswith("test_evidence_gathering.py:")
 
 
@@ -121,9 +110,10 @@ def test_a_function_of_the_users_is_found_among_the_nodes_of_a_graph() -> None:
     assert own_functions({"AddmmBackward0"}) == ()
 
 
-def test_rejection_sampling_ends_in_silence() -> None:
+def test_rejection_sampling_ends_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randomness, "_MOST_DRAWS", 100)
     with QuietRandomness():
-        for _ in range(100_000):
+        for _ in range(1_000):
             if torch.rand(()) < 0.1:
                 break
         else:

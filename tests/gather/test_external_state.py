@@ -62,9 +62,6 @@ class Criterion:
         self.buffer(torch.randn(4, 2))
         return Criterion.calls, self.best, int(self.buffer.num_batches_tracked)
 
-    def method(self) -> tuple[Any, ...]:
-        return self()
-
 
 def generators() -> Any:
     torch_one, python_one, numpy_one = torch.Generator(), random.Random(1), np.random.default_rng(1)
@@ -98,7 +95,6 @@ FUNCTIONS = {
     "an array": array,
     "a closure": closure(),
     "an object": Criterion(),
-    "a method": Criterion().method,
     "a partial": functools.partial(lambda step: step(), closure()),
     "generators": generators(),
     "a default argument": default_argument,

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import ddpcheck
 from ddpcheck.gather.ddp.sharding import count_in_fsdp1
+from tests.tiers import share
 
 KINDS: dict[str, dict[str, Any]] = {
     "one parameter for all": {"use_orig_params": False},
@@ -55,7 +56,7 @@ def entropy(model: nn.Module, batch: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(batch), batch[:, :4].argmax(1))
 
 
-@pytest.mark.parametrize("made", ["by wrap", "by model"])
+@pytest.mark.parametrize("made", share(["by wrap", "by model"], ["by model"]))
 def test_a_recipe_of_one_is_refused_in_one_sentence(made: str) -> None:
     recipe = ddpcheck.Recipe(
         model=net if made == "by wrap" else lambda: fsdp1(net()),

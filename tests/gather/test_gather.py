@@ -3,148 +3,44 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-hypothesis = pytest.importorskip("hypothesis")
-
-import torch.nn.functional as F  # noqa: E402
-from hypothesis import example, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from ddpcheck.findings.errors import TargetError  # noqa: E402
-from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu  # noqa: E402
-from ddpcheck.gather.state.fingerprints import digest_of, fingerprint  # noqa: E402
-from ddpcheck.gather.state.module_description import describe  # noqa: E402
-from ddpcheck.gather.state.module_state import capture_state, copied_module  # noqa: E402
-from ddpcheck.gather.state.randomness import (  # noqa: E402
+from ddpcheck.findings.errors import TargetError
+from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
+from ddpcheck.gather.state import randomness
+from ddpcheck.gather.state.fingerprints import digest_of
+from ddpcheck.gather.state.module_description import describe
+from ddpcheck.gather.state.module_state import capture_state, copied_module
+from ddpcheck.gather.state.randomness import (
     QuietRandomness,
     generator_states,
     mixed_seed,
     quiet_modules,
     seed_everything,
 )
-from ddpcheck.gather.steps.gradient_distance import difference, eps_of, fit, norm, scales, tolerances  # noqa: E402
-from ddpcheck.gather.steps.training_step import compute_gradients, compute_loss, visible_tensors  # noqa: E402
-from ddpcheck.recipe.recipe import Recipe  # noqa: E402
+from ddpcheck.gather.steps.gradient_distance import difference, eps_of, fit, norm, scales, tolerances
+from ddpcheck.gather.steps.training_step import compute_gradients, compute_loss, visible_tensors
+from ddpcheck.recipe.recipe import Recipe
 
 quickly = settings(deadline=None, max_examples=60)
 
-# --- Fingerprints --------------------------------------------------------------------------------------------------
-
-DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-]
-
 
 def filled(dtype: Any, *shape: int, seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equal_bits_give_equal_fingerprints_and_any_change_another(dtype: Any) -> None:
-    for shape in ((), (0,), (3, 0, 2), (1,), (7,), (3, 4)):
-        tensor = filled(dtype, *shape)
-        print_of = fingerprint(tensor)
-        assert 0 <= print_of < 2**64 and fingerprint(tensor.clone()) == print_of
-        for place in range(tensor.numel()):
-            changed = tensor.clone()
-            flat = changed.view(-1)
-            flat[place] = ~flat[place] if dtype is torch.bool else flat[place] + 1
-            assert fingerprint(changed) != print_of, (shape, place)
-
-
-@quickly
-@given(st.integers(1, 200), st.data())
-def test_one_flipped_bit_anywhere_changes_the_fingerprint(size: int, data: st.DataObject) -> None:
-    tensor = filled(torch.int32, size)
-    place, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 30))
-    changed = tensor.clone()
-    changed[place] ^= 1 << bit
-    assert fingerprint(changed) != fingerprint(tensor)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1))
-@example(0, -1)
-@example(0, -(2**63))
-@example(1, 1 << 32)
-@example(-2, 1)
-def test_no_two_words_share_a_fingerprint(one: int, other: int) -> None:
-    prints = [fingerprint(torch.tensor([value], dtype=torch.int64)) for value in (one, other)]
-    assert (prints[0] == prints[1]) is (one == other)
-    if one != other:  # among neighbours that stay as they are
-        rows = [fingerprint(torch.tensor([5, value, 7], dtype=torch.int64)) for value in (one, other)]
-        assert rows[0] != rows[1]
-
-
-@quickly
-@given(st.integers(2, 50), st.data())
-def test_two_swapped_elements_change_the_fingerprint(size: int, data: st.DataObject) -> None:
-    tensor = torch.arange(size, dtype=torch.float32)
-    one, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
-    changed = tensor.clone()
-    changed[[one, other]] = changed[[other, one]]
-    assert fingerprint(changed) != fingerprint(tensor)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_layout_in_memory_does_not_matter(dtype: Any) -> None:
-    tensor = filled(dtype, 2, 3, 4, 5)
-    expected = fingerprint(tensor)
-    assert fingerprint(tensor.to(memory_format=torch.channels_last)) == expected
-    assert fingerprint(tensor.transpose(0, 3).contiguous().transpose(0, 3)) == expected
-    padded = torch.cat([tensor.reshape(-1)[:1], tensor.reshape(-1)])
-    assert fingerprint(padded[1:].view(2, 3, 4, 5)) == expected, "a view that starts in the middle"
-
-
-def test_bits_count_and_not_values() -> None:
-    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
-    assert fingerprint(torch.tensor([math.nan])) == fingerprint(torch.tensor([math.nan]))
-    assert fingerprint(torch.zeros(3)) != fingerprint(torch.zeros(4))
-    assert fingerprint(torch.ones(3).requires_grad_()) == fingerprint(torch.ones(3))
-
-
-def test_large_tensors_are_taken_in_pieces() -> None:
-    tensor = torch.zeros((1 << 20) + 3, dtype=torch.float64)
-    for place in (0, (1 << 20) - 1, 1 << 20, (1 << 20) + 2):
-        changed = tensor.clone()
-        changed[place] = 1.0
-        assert fingerprint(changed) != fingerprint(tensor)
-    one, other = tensor.clone(), tensor.clone()
-    one[1], other[(1 << 20) + 1] = 1.0, 1.0
-    assert fingerprint(one) != fingerprint(other), "the same place of another piece"
-
-
-def test_a_fingerprint_does_not_depend_on_what_was_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [filled(torch.int32, size) for size in (3, 1000, 150_000)]
-    by_order = []
-    for order in ([0, 1, 2], [2, 1, 0]):
-        monkeypatch.setattr("ddpcheck.gather.state.fingerprints._WEIGHTS", {})
-        by_order.append({index: fingerprint(tensors[index]) for index in order})
-    assert by_order[0] == by_order[1]
-
-
-def test_sparse_and_complex_views_have_fingerprints_too() -> None:
-    sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
-    assert fingerprint(sparse) == fingerprint(sparse.to_dense())
-    assert fingerprint(sparse.coalesce()) == fingerprint(sparse)
-    z = torch.tensor([1 + 2j, 3 - 1j])
-    assert fingerprint(z.conj()) == fingerprint(z.conj().resolve_conj()) != fingerprint(z)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def test_a_description_is_equal_for_modules_that_are_built_alike() -> None:
     first, second = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
     assert describe(first) == describe(second) and digest_of(describe(first)) == digest_of(describe(second))
-    assert len(digest_of(describe(first))) == len(digest_of(describe(nn.Linear(1, 1)))) == 32
     second[1].eval()
     assert digest_of(describe(first)) != digest_of(describe(second))
     model = nn.ModuleDict({"lazy": nn.LazyLinear(2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
@@ -156,44 +52,13 @@ def test_a_description_is_equal_for_modules_that_are_built_alike() -> None:
     assert [(name, shape) for name, shape, _ in described.state] == [("cache", (4,))]
 
 
-# --- Random numbers ------------------------------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
+class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
-
-    def forward(self, x: Any) -> Any:
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.rnn = kind(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+        self.rnn = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
 
     def forward(self, x: Any) -> Any:
         return self.rnn(x.unsqueeze(1).expand(-1, 3, -1))[0].flatten(1)
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
-
-    def forward(self, x: Any) -> Any:
-        tokens = x.unsqueeze(1).expand(-1, 4, -1) * torch.arange(1.0, 5.0).view(1, 4, 1)
-        return self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True)
-
-    def forward(self, x: Any) -> Any:
-        return self.layer(x.unsqueeze(1) * torch.arange(1.0, 5.0).view(1, 4, 1)).flatten(1)
 
 
 def attend(x: Any) -> Any:
@@ -204,32 +69,22 @@ def attend(x: Any) -> Any:
 RANDOM: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "dropout": lambda: nn.Dropout(0.5),
     "fused dropout": lambda: lambda x: torch.native_dropout(x, 0.5, True)[0],
-    "dropout in place": lambda: lambda x: F.dropout(x * 1.0, 0.5, inplace=True),
     "dropout of channels": lambda: lambda x: F.dropout2d(x.view(-1, 2, 3, 1), 0.5).flatten(1),
     "alpha dropout": lambda: nn.AlphaDropout(0.5),
-    "feature alpha dropout": lambda: nn.FeatureAlphaDropout(0.5),
     "rrelu": lambda: lambda x: F.rrelu(x - 0.7, training=True),
     "rand_like": lambda: lambda x: x * torch.rand_like(x),
-    "rand": lambda: lambda x: x * torch.rand(x.shape),
-    "randn_like": lambda: lambda x: x + x * torch.randn_like(x),
     "normal": lambda: lambda x: x * torch.normal(x.detach(), 1.0),
     "uniform_": lambda: lambda x: x * torch.empty_like(x).uniform_(0.5, 2.0),
     "exponential_": lambda: lambda x: x * torch.empty_like(x).exponential_(),
     "bernoulli of probabilities": lambda: lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
-    "bernoulli_ of a number": lambda: lambda x: x * torch.empty_like(x).bernoulli_(0.5),
     "bernoulli_ of a tensor": lambda: lambda x: x * torch.empty_like(x).bernoulli_(torch.full_like(x, 0.5)),
-    "drop path": lambda: lambda x: x * (torch.rand(x.shape[0], 1) < 0.8),
     "randperm of features": lambda: lambda x: x[:, torch.randperm(x.shape[1])],
     "randint": lambda: lambda x: x * torch.randint(1, 5, (x.shape[0], 1)),
     "multinomial": lambda: lambda x: x.gather(1, torch.multinomial(x.softmax(1), 2)),
     "gumbel softmax": lambda: lambda x: F.gumbel_softmax(x, hard=False),
     "scaled dot product attention": lambda: attend,
-    "multi-head attention": Attention,
-    "encoder layer": Encoder,
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "gru": lambda: Recurrent(nn.GRU),
-    "rnn": lambda: Recurrent(nn.RNN),
-    "checkpointed dropout": Checkpointed,
+    "lstm": Recurrent,
+    "checkpointed dropout": lambda: lambda x: checkpoint(F.dropout, x, 0.5, use_reentrant=False),
     "mixup": lambda: lambda x: 0.75 * x + 0.25 * x * torch.distributions.Beta(0.4, 0.4).sample((1,)),
 }
 
@@ -262,19 +117,15 @@ def test_silenced_random_layers_compute_the_same_on_shards_and_on_the_whole(name
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.45])
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda x, rate: torch.rand(len(x), 1) < 1 - rate,
-        lambda x, rate: torch.rand(len(x), 1) > rate,
-        lambda x, rate: (1 - rate + torch.rand(len(x), 1)).floor(),
-        lambda x, rate: torch.empty(len(x), 1).bernoulli_(1 - rate),
-    ],
-    ids=["below the rate to keep", "above the rate to drop", "floor", "bernoulli_"],
-)
-def test_a_layer_dropped_at_the_usual_rates_is_kept_in_silence(keep: Callable[[Any, float], Any], rate: float) -> None:
+def test_a_layer_dropped_at_the_usual_rates_is_kept_in_silence(rate: float) -> None:
     with QuietRandomness():
-        assert keep(torch.ones(3, 2), rate).float().tolist() == [[1.0]] * 3
+        for kept in (
+            torch.rand(3, 1) < 1 - rate,
+            torch.rand(3, 1) > rate,
+            (1 - rate + torch.rand(3, 1)).floor(),
+            torch.empty(3, 1).bernoulli_(1 - rate),
+        ):
+            assert kept.float().tolist() == [[1.0]] * 3
 
 
 SEEDED_BUT_MADE_OF_OTHERS = {
@@ -289,8 +140,6 @@ SEEDED_BUT_MADE_OF_OTHERS = {
 
 
 def test_every_operation_that_torch_marks_as_seeded_is_silenced() -> None:
-    from ddpcheck.gather.state import randomness
-
     seeded = set()
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
@@ -342,9 +191,6 @@ def test_seeds_for_different_purposes_differ(seed: int, step: int, rank: int) ->
     assert len(set(seeds)) == len(seeds) and all(0 <= value < 2**31 for value in seeds)
 
 
-# --- Distances and tolerances --------------------------------------------------------------------------------------
-
-
 def test_a_distance_is_relative_and_names_the_worst_element() -> None:
     want = torch.ones(2, 3)
     got = want.clone()
@@ -375,6 +221,20 @@ def test_what_is_not_finite_is_never_within_tolerance_and_goes_into_json(value: 
     found = difference("w", got, torch.ones(3), scale=1.0, tolerance=1.0)
     assert found.bad and found.worst_index == (1,)
     json.dumps([found.error, found.ratio, found.residual, found.worst_got], allow_nan=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_difference_below_the_smallest_normal_number_is_none(dtype: torch.dtype) -> None:
+    least = torch.finfo(dtype).smallest_normal
+    want = torch.full((64,), least * 0.75, dtype=dtype)  # which some devices flush to zero
+    assert not difference("w", torch.zeros(64, dtype=dtype), want, scale=norm(want), tolerance=1e-6).bad
+    assert difference("w", want * 100, want * 50, scale=norm(want) * 50, tolerance=1e-6).bad
+
+
+def test_float16_is_compared_below_its_smallest_normal_number_but_for_rounding() -> None:
+    want = torch.full((64,), 1e-5, dtype=torch.float16)
+    assert not difference("w", want + 2**-24, want, scale=norm(want), tolerance=10 * 2**-10).bad
+    assert difference("w", want * 2, want, scale=norm(want), tolerance=10 * 2**-10).bad
 
 
 def test_a_gradient_that_is_missing_counts_as_zeros() -> None:
@@ -422,9 +282,6 @@ def test_the_weights_of_shards_are_found(weights: list[float]) -> None:
     assert fit(unrelated, parts)[1] > 0.1
 
 
-# --- A step --------------------------------------------------------------------------------------------------------
-
-
 def recipe(loss: Callable[[Any, Any], Any] = lambda model, batch: model(batch).mean()) -> Recipe:
     return Recipe(model=lambda: nn.Linear(2, 1), batch=lambda step: torch.ones(4, 2), loss=loss)
 
@@ -453,16 +310,14 @@ def test_a_loss_of_two_precisions_keeps_the_better_one() -> None:
     ("loss", "words"),
     [
         (lambda m, b: None, "returned NoneType without any tensor"),
-        (lambda m, b: m(b).mean().item(), "returned float without any tensor"),
         (lambda m, b: m(b), "shape (4, 1)"),
         (lambda m, b: m(b).mean() * 1j, "a complex number, which has no gradient; take its .real or"),
         (lambda m, b: m(b).mean().detach(), "does not require grad"),
-        (lambda m, b: m(b).argmax(), "does not require grad"),
         (lambda m, b: m(b).mean() / 0 * 0, "step 5 is nan"),
         (lambda m, b: m(b).mean() * math.inf, "inf: gradients that are not finite"),
         (lambda m: 0, "in step 5 raised TypeError: "),
     ],
-    ids=["none", "number", "no scalar", "complex", "no grad", "integer", "nan", "inf", "arguments"],
+    ids=["none", "no scalar", "complex", "no grad", "nan", "inf", "arguments"],
 )
 def test_what_is_no_loss_is_told(loss: Callable[..., Any], words: str) -> None:
     with pytest.raises(TargetError) as caught:
@@ -506,11 +361,6 @@ def test_a_copy_of_a_module_that_holds_tensors_with_a_graph() -> None:
     assert all(p.requires_grad for p in copied.parameters())
 
 
-class Opaque:
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-
 @dataclass
 class Output:
     tensor: Any
@@ -520,18 +370,16 @@ class Named(dict[str, Any]):
     pass
 
 
-@pytest.mark.parametrize("make", [lambda t: {"a": [t]}, Output, lambda t: Named(a=t), Opaque])
+@pytest.mark.parametrize("make", [lambda t: {"a": [t]}, Output, lambda t: Named(a=t), lambda t: SimpleNamespace(a=t)])
 def test_the_tensors_that_ddp_would_find_in_an_output(make: Callable[[Any], Any]) -> None:
     tensor = torch.ones(1, requires_grad=True) * 2
     output = make(tensor)
-    for static_graph, hidden in ((False, type(output) is Opaque), (True, type(output) is not dict)):
+    for static_graph, hidden in ((False, type(output) is SimpleNamespace), (True, type(output) is not dict)):
         found, opaque = visible_tensors([output], static_graph=static_graph)
         assert found == ([] if hidden else [tensor])
         assert opaque.endswith(type(output).__name__) if hidden else opaque == ""
     assert visible_tensors([torch.ones(1)]) == visible_tensors([None]) == ([], "")
 
-
-# --- SyncBatchNorm on CPU ------------------------------------------------------------------------------------------
 
 VARIANTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "vectors": ((3,), {}),
@@ -599,17 +447,3 @@ def test_the_stand_in_works_in_a_group_of_one() -> None:
     x = filled(torch.float32, 6, 3)
     with synchronised_on_cpu():
         torch.testing.assert_close(nn.SyncBatchNorm(3)(x), nn.BatchNorm1d(3)(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_difference_below_the_smallest_normal_number_is_none(dtype: torch.dtype) -> None:
-    least = torch.finfo(dtype).smallest_normal
-    want = torch.full((64,), least * 0.75, dtype=dtype)  # which some devices flush to zero
-    assert not difference("w", torch.zeros(64, dtype=dtype), want, scale=norm(want), tolerance=1e-6).bad
-    assert difference("w", want * 100, want * 50, scale=norm(want) * 50, tolerance=1e-6).bad
-
-
-def test_float16_is_compared_below_its_smallest_normal_number_but_for_rounding() -> None:
-    want = torch.full((64,), 1e-5, dtype=torch.float16)
-    assert not difference("w", want + 2**-24, want, scale=norm(want), tolerance=10 * 2**-10).bad
-    assert difference("w", want * 2, want, scale=norm(want), tolerance=10 * 2**-10).bad

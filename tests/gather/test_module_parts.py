@@ -65,21 +65,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_parts_that_are_known_are_found_again_after_a_change(change: Callable[[Any], object]) -> None:
-    model = tied()
-    known = KnownParts(model)
-    before = known.now()
-    assert known.now() is before
-    change(model)
-    now, found = known.now(), parts_of(model)
-    assert now is not before
-    for ours, theirs in zip(now[:3], found[:3], strict=True):
-        assert [(name, id(one)) for name, one in ours.items()] == [(name, id(one)) for name, one in theirs.items()]
-    assert now.names == found.names
-    assert known.structure(known.now()) == structure_of(model)
-
-
 SHOWN: dict[str, Callable[[nn.Module], object]] = {
     "evaluation": lambda model: model.eval(),
     "a frozen parameter": lambda model: model.get_submodule("c").requires_grad_(False),
@@ -89,11 +74,18 @@ SHOWN: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", SHOWN.values(), ids=SHOWN)
-def test_a_known_structure_is_described_again_after_a_change(change: Callable[[nn.Module], object]) -> None:
+@pytest.mark.parametrize("name", [*CHANGES, *SHOWN])
+def test_parts_and_structure_that_are_known_are_found_again_after_a_change(name: str) -> None:
     model = tied()
     known = KnownParts(model)
-    before = known.structure(known.now())
-    assert known.structure(known.now()) is before == structure_of(model)
-    change(model)
-    assert known.structure(known.now()) == structure_of(model) != before
+    before = known.now()
+    structure = known.structure(before)
+    assert known.now() is before and known.structure(before) is structure == structure_of(model)
+    (CHANGES | SHOWN)[name](model)
+    now, found = known.now(), parts_of(model)
+    for ours, theirs in zip(now[:3], found[:3], strict=True):
+        assert [(part_name, id(part)) for part_name, part in ours.items()] == [
+            (part_name, id(part)) for part_name, part in theirs.items()
+        ]
+    assert now.names == found.names and known.structure(now) == structure_of(model)
+    assert now is not before if name in CHANGES else known.structure(now) != structure

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed, rows_of_part  # noqa: E402
+from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed, rows_of_part
 
 SAMPLES = 8
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -104,18 +102,12 @@ def hardest(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum(1).topk(len(x) * 3 // 4).values.mean()
 
 
-def chosen(model: nn.Module, x: Tensor) -> Tensor:
-    out = model(x)
-    rows = out.detach().square().sum(1).argsort(descending=True)[: len(x) * 3 // 4]
-    return out[rows].square().mean()
-
-
 def trimmed(model: nn.Module, x: Tensor) -> Tensor:
     losses = model(x).square().sum(1)
     return losses[losses <= losses.detach().quantile(0.75)].mean()
 
 
-@pytest.mark.parametrize("loss", [hardest, chosen, trimmed])
+@pytest.mark.parametrize("loss", [hardest, trimmed])
 def test_a_loss_of_the_samples_with_the_largest_or_smallest_losses_is_coupled(loss: Loss) -> None:
     assert coupled(loss, net(), large=True) is True
 

@@ -112,8 +112,10 @@ def test_a_checkpoint_draws_the_same_once_more_and_a_model_in_float64_too() -> N
 
 
 def test_samples_are_known_by_their_values_whatever_the_dtype() -> None:
-    batch = {"x": torch.randn(4, 3), "y": torch.arange(4), "half": torch.randn(4).bfloat16()}
+    batch = {"x": torch.randn(4, 3), "y": torch.arange(4), "half": torch.randn(4).bfloat16(), "lr": 0.1}
+    batch["mask"] = torch.rand(4, 5) > 0.5
     samples = sample_fingerprints(upcast(batch))
     assert len(set(samples)) == 4
-    part = {name: tensor[1:3] for name, tensor in batch.items()}
+    part = {name: value[1:3] if isinstance(value, Tensor) else value for name, value in batch.items()}
+    assert sample_fingerprints(part) == sample_fingerprints(batch)[1:3]
     assert sample_fingerprints(upcast(part)) == samples[1:3]

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from ddpcheck.findings.errors import UsageError  # noqa: E402
-from ddpcheck.gather.state.module_state import ModuleState, free_parameters, move_to_file, unshared_parameters  # noqa: E402
-from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, save  # noqa: E402
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.gather.state.module_state import ModuleState, free_parameters, move_to_file, unshared_parameters
+from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, save
 
 MANY = 100_000
 

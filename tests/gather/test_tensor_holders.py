@@ -2,12 +2,10 @@
 
 import functools
 
-import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-nn = torch.nn
-
-from ddpcheck.gather.autograd.unregistered_leaves import function_tensors  # noqa: E402
+from ddpcheck.gather.autograd.unregistered_leaves import function_tensors
 
 SCALE = torch.ones(1, requires_grad=True)
 TABLE = {"a": torch.ones(1), "b": [torch.ones(2)]}

@@ -35,15 +35,3 @@ def test_a_reference_keeps_nothing_alive() -> None:
     del tensor
     gc.collect()
     assert known() is None
-
-
-def test_a_module_is_moved_by_swapping() -> None:
-    module = nn.Linear(2, 2)
-    known = {name: tensor_ref(parameter) for name, parameter in module.named_parameters()}
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert all(known[name]() is parameter for name, parameter in module.named_parameters())
-    assert module.weight.dtype == torch.float64

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-nn = torch.nn
-
-from ddpcheck.gather.phases.repeated_step import operation_of, perturb, zero_ends  # noqa: E402
-from ddpcheck.gather.state.module_state import move_to_file  # noqa: E402
+from ddpcheck.gather.phases.repeated_step import operation_of, perturb, zero_ends
+from ddpcheck.gather.state.module_state import move_to_file
 
 WEIGHT = torch.ones(3, requires_grad=True)
 X = torch.full((3,), 2.0)

@@ -37,7 +37,6 @@ class Job:
     hosts: Mapping[int, int] = field(default_factory=dict)  # rank: after how many calls it makes no more
     devices: Mapping[int, int] = field(default_factory=dict)  # rank: after how many calls none is seen to end
     mismatches: Mapping[int, tuple[int, Kind]] = field(default_factory=dict)  # rank: which call is another one
-    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         self.size = self.tensor * self.data * self.pipeline
@@ -50,9 +49,6 @@ class Job:
         all_groups = [(name, members) for name, same in self.groups.items() for members in same]
         self.names = {group: str(number) for number, group in enumerate(all_groups)}
         self.members = {(name, rank): members for name, members in all_groups for rank in members}
-
-    def group_of(self, rank: int, description: str) -> tuple[int, ...]:
-        return self.members[description, rank]
 
     def program(self, rank: int) -> Iterator[Kind]:
         stage = rank // (self.tensor * self.data)
@@ -87,7 +83,7 @@ class Job:
         first = {rank: programs[rank][at] for rank, at in enumerate(done) if at < len(programs[rank])}
         moved = set()
         for rank, kind in first.items():
-            members = self.group_of(rank, kind.group)
+            members = self.members[kind.group, rank]
             if kind.operation in ("send", "recv"):
                 peer = members[kind.stage]
                 back = Kind("PIPELINE", "recv" if kind.operation == "send" else "send", stage=members.index(rank))
@@ -113,14 +109,12 @@ class Job:
             if rank in members
         }
         for record, kind in enumerate(program[: done + _QUEUE]):
-            members = self.group_of(rank, kind.group)
+            members = self.members[kind.group, rank]
             name = self.names[kind.group, members]
             is_p2p = kind.operation in ("send", "recv")
             number = counts[name, is_p2p] = counts.get((name, is_p2p), 0) + 1
             arrow = f" {members.index(rank)}{'->' if kind.operation == 'send' else '<-'}{kind.stage}" if is_p2p else ""
-            own = status.setdefault(str(mine.index(int(name))), {"last_started_collective": -1})
-            own["last_enqueued_collective"] = number
-            own["last_completed_collective"] = number if record < done else own.get("last_completed_collective", 0)
+            status[str(mine.index(int(name)))] = {"last_enqueued_collective": number}
             entries.append(
                 {
                     "record_id": record,
@@ -136,7 +130,7 @@ class Job:
                     "output_dtypes": ["Float"],
                     "state": "completed" if record < done else "scheduled",
                     "retired": record < done,
-                    "timeout_ms": int(self.timeout * 1000),
+                    "timeout_ms": 600_000,
                     "is_p2p": is_p2p,
                 }
             )

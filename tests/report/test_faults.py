@@ -16,7 +16,6 @@ from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.rules_page import FOLDER, PAGE, rules_pages
 from tests.faultsuite.runs import faults_in, faults_in_twin, report_on
 from tests.faultsuite.selection import fastest_of_each_code, fastest_of_each_family
-from tests.faultsuite.steady import TIMES, verdicts
 from tests.reports import shown
 from tests.tiers import one_of, share
 
@@ -76,16 +75,6 @@ def test_the_page_of_faults_has_a_row_for_each_case() -> None:
     text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[.*?\]\(\.\./examples/faults/(\S+)\.py\) .*\*\*(DDP\d{3})\*\*", text, re.MULTILINE)
     assert sorted(rows) == sorted((str(case), case.expected.code) for case in CASES), "run make faults"
-
-
-@pytest.mark.exhaustive
-# What has most to go wrong in it: statistics, random numbers, an analysis of shards. `make steady` does this to all.
-# Four checks at once are load enough: 12 to 20 processes, all of which have something to do.
-@pytest.mark.parametrize("world_size", one_of(2, [2, 4]))
-def test_a_verdict_is_the_same_20_times_under_load(world_size: int) -> None:
-    case = next(case for case in CASES if str(case) == "gradients/batchnorm")
-    heard = verdicts(case, "broken", world_size, TIMES, at_once=4)
-    assert len(heard) == TIMES and len(set(heard)) == 1 and "DDP304" in heard[0]
 
 
 def test_a_loader_that_a_global_holds_is_found_exhausted_too(tmp_path: Path) -> None:

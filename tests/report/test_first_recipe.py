@@ -44,23 +44,13 @@ class Optional(nn.Sequential):
     def forward(self, x=None, mask=None):
         return (super().forward(x), None)
 
-class Needs(nn.Module):
+class Needs(nn.Linear):
     def __init__(self, inputs, *, outputs):
-        super().__init__()
-        self.fc = nn.Linear(inputs, outputs)
-    def forward(self, x):
-        return self.fc(x)
+        super().__init__(inputs, outputs)
 
 class Odd(nn.Linear):
     def forward(self, x):
         raise ValueError("no: really\\nnot")
-
-class TimeFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(3, 3)
-    def forward(self, x):
-        return self.fc(x).reshape(-1)[:12]
 
 class OfFour(nn.Linear):
     def forward(self, x):
@@ -117,8 +107,7 @@ def test_inputs_are_guessed_by_layers_and_names_and_tried(here: Path, name: str,
 
 def test_what_cannot_be_guessed_is_left_open(here: Path) -> None:
     assert guess("Odd", "2, 2") == Guess((Input("x"),), None, 2, "ValueError: no: really")
-    for name, arguments in (("TimeFirst", ""), ("OfFour", "2, 2")):
-        assert guess(name, arguments).output is None, "what is returned does not grow with the batch"
+    assert guess("OfFour", "2, 2").output is None, "what is returned does not grow with the batch"
     assert guess("Chooses", "2, 2").output is None, "no loss can be made of it"
 
 
@@ -127,9 +116,7 @@ def test_what_cannot_be_guessed_is_left_open(here: Path) -> None:
     [
         ("Needs", "", "give its arguments, as in --args 'inputs=..., outputs=...'"),
         ("Needs", "3", "argument: 'outputs'; give"),  # which Python 3.13 calls keyword-only
-        ("Needs", "3,", "missing a required"),
         ("Needs", "open('x')", "only numbers, texts"),
-        ("Needs", "3) + f(4", "--args: expected arguments of the constructor"),
         ("Needs", "3 4", "--args: expected arguments of the constructor"),
         ("Imge", "", "has no attribute 'Imge'; did you mean 'Image'?"),
         ("NoModule", "", "NoModule is a class, but not a torch.nn.Module"),

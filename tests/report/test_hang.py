@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import json
 import pickle
 import string
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck import cli
@@ -50,10 +49,8 @@ def line(letter: str) -> Location:
     ("programs", "place", "where", "ranks"),
     [
         (("AAxE", "AAE"), 2, "x", (0,)),  # in a function that rank 0 alone calls
-        (("AAE", "AAxE", "AAE"), 2, "x", (1,)),
         (("AAxE", "AAxE", "AAE"), 2, "x", (2,)),  # the one that leaves it out
         (("AAAE", "AAAAE"), 3, "A", (1,)),  # a step more in a loop
-        (("ABABABE", "ABABE"), 4, "A", (0,)),
         (("xE" * 9 + "x", "E" * 18), 0, "x", (0,)),  # in every epoch
         (("dAAxE", "eAAE"), 3, "x", (0,)),  # d and e are branches of one if
     ],
@@ -71,7 +68,6 @@ def test_a_call_in_addition_is_told_and_not_the_last_one(
     "programs",
     [
         ("AAdE", "AAeEE"),  # d and e are branches of one if, and rank 1 waits in its last call
-        ("dAeA", "fAgAA"),
         ("AhBhBhE", "AsBsBs"),  # a helper on one rank, another on the others
         ("abbabbE", "babbab"),  # ranks take turns
         ("abababa", "bababa"),
@@ -110,6 +106,7 @@ def test_where_operations_part_after_lines_the_lines_are_the_reason() -> None:
 programs = st.text(string.ascii_uppercase[:4], min_size=1, max_size=40)
 
 
+@settings(max_examples=40)
 @given(programs, st.data(), st.integers(2, 5))
 def test_a_call_that_one_rank_makes_in_addition_is_found_wherever_it_is(
     program: str, data: st.DataObject, ranks: int
@@ -122,6 +119,7 @@ def test_a_call_that_one_rank_makes_in_addition_is_found_wherever_it_is(
     assert finding.ranks == (extra,)
 
 
+@settings(max_examples=40)
 @given(programs, st.sets(st.integers(0, 39)), st.integers(1, 40))
 def test_branches_by_rank_and_a_rank_that_stops_early_are_no_call_in_addition(
     program: str, branches: set[int], kept: int
@@ -199,7 +197,18 @@ def of_group(group: str, number: int, **more: Any) -> dict[str, Any]:
     return entry(number, process_group=(group, "tensor"), **more)
 
 
+ON_ROOT = [entry(1, "gloo:gather"), entry(2, "gloo:scatter"), entry(3, "nccl:all_to_all")]
+ON_OTHERS = [
+    entry(1, "gloo:gather", output_sizes=[], output_dtypes=[]),
+    entry(2, "gloo:scatter", input_sizes=[], input_dtypes=[]),
+    entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
+]
 REDUCED = entry(2, "gloo:all_reduce")
+CHANGED = {
+    "float32 of shape (4,)": REDUCED | {"input_sizes": [[4]]},
+    "bfloat16 of shape (3,)": REDUCED | {"input_dtypes": ["BFloat16"]},
+    "all_gather": entry(2, "gloo:all_gather"),
+}
 REACHES = ["\nRank 0 reaches all_reduce", "Collective number 1 differs between the ranks"]
 LINES = [entry(number, where=number % 7) for number in range(1, 60)]
 GROUPS = [entry(1), of_group("1", 1)], [of_group("2", 1), entry(1), of_group("1", 1)], [of_group("2", 1), entry(1)]
@@ -224,18 +233,7 @@ RING = of_comms(*["main all_reduce"] * 3, first=7)
         ([barriers(1, 4, 5), barriers(1, 4, 5)], {}, ""),
         ([barriers(1, 4), barriers(1)], {}, ""),
         ([[entry(1), open_(2)], [entry(1), open_(2)]], {}, "ranks 0 and 1 were still in barrier() at train.py:1"),
-        (
-            [
-                [entry(1, "gloo:gather"), entry(2, "gloo:scatter"), entry(3, "nccl:all_to_all")],
-                [
-                    entry(1, "gloo:gather", output_sizes=[], output_dtypes=[]),
-                    entry(2, "gloo:scatter", input_sizes=[], input_dtypes=[]),
-                    entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
-                ],
-            ],
-            {},
-            "",
-        ),
+        ([ON_ROOT, ON_OTHERS], {}, ""),
         (GROUPS, OF_GROUPS, ""),
         ([SENDS, RECEIVES], {}, "rank 0 was still in send 0->1() at train.py:4"),
         ([IN_TWO_GROUPS, RECEIVER], BOTH, ""),
@@ -282,15 +280,10 @@ def test_ranks_that_have_not_parted(tmp_path: Path, ranks: list[Entries], more: 
             [RING, of_comms(*["main all_reduce"] * 3, "main barrier", first=7)],
             *(MAIN, ("DDP402", (0,), 10), ["number 10 of process group main (nccl)"]),
         ),
-        (
-            [[entry(1), REDUCED], [entry(1), REDUCED | {"input_sizes": [[4]]}]],
-            *({}, None, [*REACHES, "float32 of shape (4,)"]),
+        *(
+            ([[entry(1), REDUCED], [entry(1), change]], {}, None, [*REACHES, words])
+            for words, change in CHANGED.items()
         ),
-        (
-            [[entry(1), REDUCED], [entry(1), REDUCED | {"input_dtypes": ["BFloat16"]}]],
-            *({}, None, [*REACHES, "bfloat16 of shape (3,)"]),
-        ),
-        ([[entry(1), REDUCED], [entry(1), entry(2, "gloo:all_gather")]], {}, None, [*REACHES, "all_gather"]),
     ],
     ids=[
         *("lines", "a ring that has wrapped", "numbers", "groups", "a group of some ranks", "sends", "an empty dump"),
@@ -521,10 +514,3 @@ def test_the_folder_for_dumps_has_to_be_empty(tmp_path: Path, capsys: pytest.Cap
     assert "is not empty" in capsys.readouterr().err
     assert cli.main(["run", "--check-flight-recorder", str(tmp_path / "rank_0"), __file__]) == 2
     assert "cannot write to" in capsys.readouterr().err
-
-
-def test_long_logs_of_many_ranks_are_compared() -> None:
-    program = "AB" * 200 + "C" * 99
-    turns = itertools.cycle("de")
-    logs = logs_of(*(f"{next(turns)}{program}{'x' if rank == 9 else ''}E" for rank in range(32)))
-    assert only(judge_divergences(logs)).ranks == (9,)

@@ -3,15 +3,12 @@
 import sys
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from benchmarks.memory import measure, small  # noqa: E402
-from ddpcheck.gather.state.tensor_file import LARGE  # noqa: E402
-from ddpcheck.recipe.recipe import Recipe  # noqa: E402
-from tests.tiers import one_of  # noqa: E402
+from benchmarks.memory import measure, small
+from ddpcheck.gather.state.tensor_file import LARGE
+from ddpcheck.recipe.recipe import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -22,10 +19,9 @@ ONE_COPY = 4
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dropout", one_of(2, [0.1, 0.0]))
-def test_a_check_needs_no_more_than_plain_ddp(dropout: float) -> None:
+def test_a_check_needs_no_more_than_plain_ddp() -> None:
     def model() -> nn.Module:  # most of it one tensor, of which no part is let go of before the rest
-        layers = (nn.Sequential(nn.Linear(2048, 2048), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2))
+        layers = (nn.Sequential(nn.Linear(2048, 2048), nn.Tanh(), nn.Dropout(0.1)) for _ in range(2))
         return nn.Sequential(nn.Embedding(32_000, 2048), *layers)
 
     def batch(step: int) -> torch.Tensor:
