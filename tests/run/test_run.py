@@ -313,6 +313,7 @@ WRAPPED = [RankRaised(description(wrapped(error), exception=None)) for error in 
 HANDLED = [ExitCalled(("train.py:99",), handled=description(error, exception=None)) for error in (CLOSED, OF_SCRIPT)]
 EXITS = ExitCalled(("train.py:99",), "os._exit")
 HANG = Ending(4, hang=Hang(60.0, {0: IN_BARRIER, 1: IN_BARRIER}))
+OF_TWO, IN_ALL = Call("all_reduce", "1", (0, 1)), Hang(60.0, dict.fromkeys(range(3), IN_BARRIER))
 MANY = ["all_reduce"] * 3000  # more than a ring keeps
 
 
@@ -349,6 +350,7 @@ CALLS = ["barrier", "all_reduce"]
         # Hangs
         ([[*MANY, "barrier"], [*MANY, "broadcast"]], HANG, "DDP403", ""),
         ([["all_reduce", "barrier"]] * 2, HANG, "DDP402", ""),
+        ([[OF_TWO, "barrier"], [OF_TWO, "barrier"], ["barrier"]], Ending(4, hang=IN_ALL), "DDP402", ""),
         ([[*passes(1, 2, 3), "barrier"], [*passes(1, 3), "barrier"]], HANG, "DDP508 1", "forward pass 2"),
         ([[*passes(1, 2), "barrier"], [*passes(1, 3), "broadcast"]], HANG, "DDP403", ""),  # rank 1 has evaluated
         ([[*CALLS, Stack(IN_BARRIER)], ["barrier", Stack(AT_WORK)]], Ending(130, interrupted=True), "", ""),
