@@ -410,7 +410,11 @@ def test_a_package_is_copied_unchanged_and_neither_its_tests_nor_its_program_run
 ) -> None:
     package = tmp_path / "pack"
     (package / "parts").mkdir(parents=True)
-    files = {"__init__.py": "", "other.py": "import ddpcheck\n\nKIND = ddpcheck.Recipe\n", "parts/__init__.py": ""}
+    files = {
+        "__init__.py": "",
+        "other.py": "from ddpcheck.recipe.recipe import Recipe as KIND\n",
+        "parts/__init__.py": "",
+    }
     files |= {"parts/late.py": LATE, "task.py": MIXED, "not_needed.py": ""}
     for name, text in files.items():
         (package / name).write_text(text)
@@ -418,6 +422,7 @@ def test_a_package_is_copied_unchanged_and_neither_its_tests_nor_its_program_run
     out = tmp_path / "out"
     script = write_reproduction(small_report(), "pack.task:make", out)
     text = script.read_text()
+    assert "ddpcheck.recipe.recipe" in text, "a module of ddpcheck that a copied file imports"
     assert MIXED.partition("\n\n")[2] in text and text.count("from __future__ import annotations\n") == 1
     copies = {path.relative_to(out).as_posix(): path.read_text() for path in out.rglob("*.py")}
     assert sorted(copies) == sorted(["repro_ddp101.py", *(f"pack/{name}" for name in [*files][:4])])

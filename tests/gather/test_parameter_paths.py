@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import ddpcheck
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.figures import ModuleEntry, ParameterPath
+from ddpcheck.findings.report import Finding
 from ddpcheck.gather.autograd.gradient_paths import OperationPath
 from ddpcheck.gather.state.module_description import module_entries
 
@@ -26,15 +28,17 @@ class Net(nn.Module):
         return out
 
 
-def path_of(cut: Callable[[Net, torch.Tensor], torch.Tensor]) -> ParameterPath:
-    model = Net(cut)
-    batch = torch.ones(2, 4)
+def findings_on(cut: Callable[[Net, torch.Tensor], torch.Tensor]) -> tuple[Finding, ...]:
+    model, batch = Net(cut), torch.ones(2, 4)
 
     def forward() -> torch.Tensor:
         return model(batch).sum()
 
-    found = ddpcheck.detect_anomalous_params(forward(), model, replay=forward).findings
-    (path,) = {finding.path for finding in found}
+    return ddpcheck.detect_anomalous_params(forward(), model, replay=forward).findings
+
+
+def path_of(cut: Callable[[Net, torch.Tensor], torch.Tensor]) -> ParameterPath:
+    (path,) = {finding.path for finding in findings_on(cut)}
     assert path is not None and path.parameter in ("body.weight", "body.bias")
     return path
 
@@ -106,33 +110,23 @@ def test_a_block_without_gradient_is_told_by_its_own_line_and_not_by_that_of_a_b
                 x = x * 2
             return net.body(x)
 
-    net, batch = Net(nested), torch.ones(2, 4)
-    (found,) = ddpcheck.detect_anomalous_params(net(batch).sum(), net, replay=lambda: net(batch).sum()).findings
+    (found,) = findings_on(nested)
     begins = nested.__code__.co_firstlineno + 1
     assert any(f"test_parameter_paths.py:{begins}" in line for line in found.evidence), found.evidence
 
 
 @pytest.mark.ddp(world_size=2)
 def test_what_ranks_gather_of_a_parameter_is_made_of_it() -> None:
-    def gathered(net: Net, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
+    def gathered(has_grad: bool, net: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(has_grad):
             own = net.body(x)
             parts = [torch.empty_like(own) for _ in range(2)]
             torch.distributed.all_gather(parts, own)
         return torch.cat(parts)
 
-    net, batch = Net(gathered), torch.ones(2, 4)
-    found = ddpcheck.detect_anomalous_params(net(batch).sum(), net, replay=lambda: net(batch).sum()).findings
-    assert {finding.code for finding in found} == {"DDP103"}
-    wrapped = nn.parallel.DistributedDataParallel(net)
-    assert ddpcheck.detect_anomalous_params(wrapped(batch).sum(), wrapped).missing == ("body.weight", "body.bias")
-
-    def whole(net: Net, x: torch.Tensor) -> torch.Tensor:
-        own = net.body(x)
-        parts = [torch.empty_like(own) for _ in range(2)]
-        torch.distributed.all_gather(parts, own)
-        return torch.cat(parts)
-
-    net = Net(whole)
-    (finding,) = ddpcheck.detect_anomalous_params(net(batch).sum(), net, replay=lambda: net(batch).sum()).findings
-    assert finding.code == "DDP103" and "all_gather(), through which no gradient flows" in finding.message
+    for has_grad, words in ((False, ""), (True, "all_gather(), through which no gradient flows")):
+        (finding,) = findings_on(partial(gathered, has_grad))
+        assert finding.code == "DDP103" and words in finding.message
+    wrapped = nn.parallel.DistributedDataParallel(Net(partial(gathered, False)))
+    found = ddpcheck.detect_anomalous_params(wrapped(torch.ones(2, 4)).sum(), wrapped)
+    assert found.missing == ("body.weight", "body.bias")
