@@ -26,14 +26,20 @@ def codes(findings: Sequence[Finding]) -> list[str]:
 
 
 def assert_says(findings: Sequence[Finding], words: str) -> None:
-    """Assert that the only finding has all words between " ... ", and none behind "not "; no words: no finding."""
+    """Assert that the only finding has all words between " ... ", and none behind "not "; no words: no finding.
+
+    "at train.py:3" alone is its location.
+    """
     assert len(findings) == bool(words), findings
     for finding in findings:
         head = f"{finding.code} {finding.severity.value} {finding.subjects} of ranks {finding.ranks}"
         text = f"{head} at {finding.location} in steps {finding.steps}: {finding.message}"
         text = " | ".join((text, *finding.evidence, *map(str, finding.related), finding.what_to_do))
-        parts = words.split(" ... ")
-        assert [part for part in parts if (part.removeprefix("not ") in text) == part.startswith("not ")] == [], text
+        for part in words.split(" ... "):
+            if part.startswith("at ") and " " not in part[3:]:
+                assert part == f"at {finding.location}", text
+            else:
+                assert (part.removeprefix("not ") in text) != part.startswith("not "), (part, text)
 
 
 REFERENCES = {"reducer": "local", "parity": "single-process"}

@@ -25,6 +25,7 @@ from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.model_parts import HandSplit, ModelParts
 from ddpcheck.trace.script_facts import ScriptFacts, by_group
+from tests.reports import assert_says
 
 SPLIT = ModelSplit((0, 1), None)
 GRADIENTS = {"norm.weight": (1.0, 2.0), "norm.bias": (0.5, -1.0)}
@@ -68,8 +69,8 @@ def test_the_ranks_of_a_script_that_compute_one_model_are_compared() -> None:
 
 
 def test_ranks_that_skip_the_reductions_of_different_parameters_wait_for_each_other() -> None:
-    (found,) = judge_skipped_reductions({(0, 0): frozenset("a"), (0, 1): frozenset("a"), (0, 2): frozenset("b")})
-    assert (found.code, found.subjects) == ("DDP104", ("a", "b")) and "rank 2 and rank 0" in found.message
+    skipped = {(0, 0): frozenset("a"), (0, 1): frozenset("a"), (0, 2): frozenset("b")}
+    assert_says(judge_skipped_reductions(skipped), "DDP104 ... ('a', 'b') ... rank 2 and rank 0")
     assert judge_skipped_reductions({(0, 0): frozenset("a"), (1, 1): frozenset("b")}) == []
 
 
@@ -97,8 +98,7 @@ def clipped(counted: int) -> list[list[PartStep]]:
 
 
 def test_a_norm_that_counts_replicas_is_constant_and_that_of_the_model_is_not() -> None:
-    (finding,) = judge_counted_norms([clipped(2)], [(0, 1)])
-    assert finding.code == "DDP306"
+    assert_says(judge_counted_norms([clipped(2)], [(0, 1)]), "DDP306")
     assert judge_counted_norms([clipped(1)], [(0, 1)]) == []
 
 

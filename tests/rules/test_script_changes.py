@@ -69,6 +69,10 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
         ("DDP306", [[replace(MULTIPLIED, names=("head.bias",))]] * 2, NOTICED, ()),
         ("DDP306", [[MULTIPLIED, replace(MULTIPLIED, location=RESETS)]] * 2, NOTICED, ()),  # which of them?
         ("DDP306", [[replace(MULTIPLIED, forwards=0)], []], NOTICED, ()),
+        ("DDP515", [[], [RESET, LOADED]], LOADS, (1,)),
+        ("DDP515", [[replace(LOADED, names=("body.weight",))], []], WRAPS, ()),
+        ("DDP503", [[LOADED, THAWED], [THAWED]], THAWS, ()),
+        ("DDP301", [[LOADED], []], NOTICED, ()),
     ],
 )
 def test_the_line_of_a_change(code: str, changes: Any, where: Location, ranks: Any) -> None:
@@ -103,6 +107,8 @@ ENDLESS = replace(SCHEDULE, ends=(48, 48), by_world=True, numbers=(0.05, 1.0))
         (ENDLESS, True),
         (replace(ENDLESS, by_world=False), False),
         (replace(ENDLESS, numbers=(0.05, 2.0)), False),
+        (replace(SCHEDULE, steps=24), False),
+        (replace(ENDLESS, numbers=(0.05, 48.0)), False),
     ],
 )
 def test_a_schedule_that_steps_once_for_each_rank(schedule: ScheduleState, found: bool) -> None:
@@ -174,6 +180,7 @@ EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)
         ([[replace(EVALUATES, step=20)], []], WRAPS),  # later
         ([[replace(EVALUATES, names=("head",))], []], WRAPS),  # of a part of it
         ([[], [EVALUATES]], WRAPS),  # by a rank that trains
+        ([[], []], WRAPS),
     ],
 )
 def test_the_line_since_which_a_rank_evaluates(changes: list[list[ModuleChanged]], where: Location) -> None:

@@ -61,6 +61,8 @@ def drawn(count: int, kind: str = "noise", *, own: bool = False, **more: Any) ->
         (drawn(32), given(alike=True), False),  # DDP505
         ([drawn(32)[0][:1], drawn(32)[1][:1]], given(), False),  # once
         (drawn(32, generator=""), given(), False),  # a generator of its own
+        (drawn(64), given(), False),  # for the batch of all ranks
+        (drawn(4, "choice"), given(), False),  # of samples, from a shard
     ],
 )
 def test_numbers_that_ranks_draw_for_their_samples(draws: Any, inputs: Given, found: bool) -> None:
@@ -193,6 +195,8 @@ SAME = targets(7, 8, 9)
         ([targets(7, 8, 9, rows=8, elements=8)] * 2, given(), False),  # of both ranks together
         ([targets(7, 8, 9, rows=32, elements=32)] * 2, given(), True),  # a token for each that forward is given
         ([targets(7, 8, 9, wrapped=False)] * 2, given(), False),
+        ([targets(7, 8, 9, bits=2.0)] * 2, given(), False),  # so by chance
+        ([SAME, [replace(one, targets=()) for one in SAME]], given(), False),
     ],
 )
 def test_targets_that_are_the_same_on_every_rank(losses: Any, inputs: Given, found: bool) -> None:

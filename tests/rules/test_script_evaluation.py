@@ -153,6 +153,8 @@ COUNTED = [[call(3, 5)], [call(4, 5)]]
         (8, [[call(3, 4)], [call(4, 4)]], {}, []),  # samples are there once
         (9, COUNTED, {"replaces": True}, []),
         (9, COUNTED, {"own": [{"contents": {"0": {0: sample}}} for sample in (7, 8)]}, []),  # two samples of an index
+        (9, [[call(3)], [call(4)]], {}, []),  # of which it is not known
+        (9, [(), ()], {}, []),
     ],
 )
 def test_samples_are_counted_if_a_reduction_counts_them(size: int, given: Any, more: Any, found: list[str]) -> None:
@@ -308,6 +310,8 @@ def test_what_does_not_begin_with_zeros_or_is_large_is_no_counter(numbers: torch
         {"shown": [prints(0.75, 0.625), []]},  # both
         {"shown": [prints(0.75), []], "given": [[call(300.0)], [call(200.0)]]},  # which is reduced
         {"shown": [prints(0.75), []], "numbers": [OWN[0], {}]},
+        {"shown": [prints(0.3), []]},  # another number
+        {"shown": [prints(0.75), []], "numbers": [OWN[0], OWN[0]]},  # the same on all ranks
     ],
 )
 def test_a_metric_that_is_of_all_or_of_nobody_is_not_reported(more: dict[str, Any]) -> None:
@@ -553,6 +557,8 @@ def test_the_mean_of_means_of_more_and_fewer_samples_is_reported() -> None:
             "given": [[call(0.5)], [call(0.505)]],
             "shown": [prints(0.5025), []],
         },
+        {"shown": [prints(0.76, 0.635), []]},
+        {"given": [[call(3.06, 6.0)], [call(2.02, 2.0)]]},  # sums and counts
     ],
 )
 def test_means_that_weigh_alike_are_not_reported(more: dict[str, Any]) -> None:
@@ -596,6 +602,7 @@ def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> No
         ([[use(0, range(4))], [use(0, range(4))]], []),  # each rank puts its own first
         ([[use(0, range(8))], [use(4, range(8))]], []),  # all of the rows on both sides
         ([[use(0, range(4))], [use(4, range(4), step=1)]], []),
+        ([[use(0, range(4))], []], []),
     ],
 )
 def test_targets_that_name_own_rows_are_right(uses: Any, found: list[str]) -> None:

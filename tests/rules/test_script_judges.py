@@ -222,6 +222,13 @@ SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
         ),
         ([[epoch(part)] for part in (EVEN, ODD, ODD)], "DDP505 error ... of ranks (1, 2) ... not likewise"),
         ([[epoch(order, epoch=3)] for order in (ALL, BACK)], "DDP505 ... not epoch of"),
+        ([[epoch(EVEN, location=OTHER_LINE)], [epoch(EVEN)]], "DDP505"),  # one rank shows its progress
+        ([[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)], "DDP505"),
+        ([epochs(EVEN, range(32)), epochs(ODD, range(32, 64))], ""),
+        ([epochs(EVEN, range(32), replaces=True), epochs(ODD, range(16, 48), replaces=True)], ""),
+        ([epochs(EVEN, range(32), EVEN), epochs(ODD, range(16, 48), ODD)], ""),
+        (own_rows(EVEN, ODD), ""),
+        (own_rows(ALL, ALL, holds_samples=False), ""),  # numbers from which each rank makes its own
     ],
 )
 def test_samples_that_ranks_share(passes: list[list[LoaderPass]], words: str) -> None:
@@ -268,6 +275,9 @@ def inputs(*samples: Any) -> list[Inputs]:
             [inputs(7, 8, 1, 2, 3), inputs(5, 6, 1, 2, 3)],
             "warning ... the last 3 steps ... until step 1 they differ ... checkpoint",
         ),
+        ([inputs(1, 2, 3), inputs(7, 8, 9)], ""),
+        ([inputs(7, 8, 9, 2, 3), inputs(5, 6, 1, 2, 3)], ""),
+        ([inputs(5, 6, 7, 8), inputs(1, 2, 3, 4), inputs(9, 2, 3, 8)], ""),
     ],
 )
 def test_the_inputs_of_a_wrapper(ranks: list[list[Inputs]], words: str) -> None:
@@ -286,6 +296,10 @@ def test_the_inputs_of_a_wrapper(ranks: list[list[Inputs]], words: str) -> None:
         ({"'my_rank'": "0", "'peer_rank'": "1"}, {"'my_rank'": "1", "'peer_rank'": "0"}, []),
         ({"'a'": "'cuda:0'", "'b'": "'cuda:1'"}, {"'a'": "'cuda:1'", "'b'": "'cuda:0'"}, []),
         ({"0": "2", "1": "0", "2": "1", "3": "3"}, {"0": "0", "1": "3", "2": "1", "3": "2"}, []),  # a rank's own order
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "5"}, []),  # measured
+        ({"'a'": "0", "'b'": "1", "'c'": "1"}, {"'a'": "1", "'b'": "0", "'c'": "1"}, ["DDP516"]),  # held out of two
+        ({"'main'": "True", "'helper'": "False"}, {"'main'": "False", "'helper'": "True"}, []),
+        ({"'name'": "'x'", "'a'": "0", "'b'": "1"}, {"'name'": "'x'", "'a'": "1", "'b'": "0"}, []),  # options
     ],
 )
 def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], found: list[str]) -> None:
@@ -346,6 +360,8 @@ RESUMED = step(made_with="a", restored_at=LOADS, options=LOWER)
         ([NUMBERED[::-1]], "DDP223", LINE, (1, 2)),
         ([[step(), step()], BY_HAND], "DDP508", LINE, ()),  # ranks in other steps of a loop that reduces by hand
         ([[step(), step()], [replace(one, collectives=9) for one in BY_HAND]], "DDP507", LINE, (1,)),
+        ([[step(made_with="a"), step(options=LOWER, made_with="a")]], "DDP507", LINE, (1,)),
+        ([[step(), step()], [step(4, options=LOWER), step(4, options=LOWER)]], "", None, ()),
     ],
 )
 def test_options_of_optimizers(steps: Any, code: str, line: Location | None, ranks: tuple[int, ...]) -> None:
@@ -405,6 +421,7 @@ def clips(*norms: float, steps: int = 1, limits: tuple[float, ...] = (0.5, 0.5),
         (clips(3.0, 4.0, steps=3, of_parts=True), True),  # by a norm of what each rank has of its own
         (clips(3.0, 3.0, steps=3, of_parts=True), False),
         (clips(0.3, 0.4, steps=3, of_parts=True), False),
+        (clips(3.0, 3.0, limits=(0.0, 0.0)), False),  # not known
     ],
 )
 def test_a_clip_to_a_limit_or_by_a_norm_of_each_rank(clipped: list[list[GradientsClipped]], at_clip: bool) -> None:
@@ -531,6 +548,23 @@ def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
     assert not judge_scaled_by_hand([of_ranks(1.0)]) and not judge_scaled_by_hand([of_ranks(0.2, turned=3.0)])
 
 
+def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it() -> None:
+    """All gradients differ then; those that are averaged are the same but for one factor of each rank."""
+    own = {name: index + 2.0 for index, name in enumerate(("never", "body", "head"))}
+    gradients = ({name: [2.0, -n] for name, n in own.items()}, {name: [3.0, -1.5 * n] for name, n in own.items()})
+    gradients[1]["never"] = [5.0, 1.0]
+    steps = [
+        [
+            alone(
+                count, rank * count, 0.0, alone=dict.fromkeys(own, rank * count), gradients=of_rank, collectives=count
+            )
+            for rank, of_rank in enumerate(gradients)
+        ]
+        for count in range(2)
+    ]
+    assert_says(unsynchronized(steps), "('never',)")
+
+
 def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() -> None:
     def looks_at(rank: int) -> list[OptimizerStep]:
         values = enumerate([(0, 0), (1 + rank, 1 + rank), (3, 4 + rank), (5 + rank, 7 + rank)])
@@ -605,6 +639,7 @@ def test_backward_through_what_a_collective_has_overwritten(use: Any, accumulate
         ((7, 8), True, Severity.ERROR),
         ((0, 0), False, Severity.ERROR),  # a broadcast
         ((7,), False, Severity.ERROR),  # the other rank has no such pass
+        ((7, 8), False, Severity.ERROR),
     ],
 )
 def test_a_sum_that_all_ranks_use_is_off_by_a_factor(gradients: Any, average: bool, severity: Severity | None) -> None:
@@ -671,6 +706,10 @@ def heads(*counts: int) -> list[ScaledTerm]:
         (losses([ScaledTerm("mean", 1.0, 9, chosen=True)], [ScaledTerm("mean", 1.0, 7, chosen=True)]), ["DDP305"]),
         (losses([ScaledTerm("mean", 9 / 8, 9, chosen=True)], [ScaledTerm("mean", 7 / 8, 7, chosen=True)]), []),
         (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
+        (losses([HALF], [HALF], scaled=LINE, number=3), ["DDP303"]),  # of four: 2 / 4
+        (losses([MEAN, HALF], [MEAN, HALF], scaled=LINE), []),
+        (losses([ScaledTerm("sum", 1 / 569.31, 48)], [ScaledTerm("sum", 1 / 945.47, 48)]), []),
+        (losses([ScaledTerm("sum", 1 / 20011, 30000)], [ScaledTerm("sum", 1 / 24001, 30000)]), ["DDP305"]),
     ],
 )
 def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str]) -> None:
@@ -720,6 +759,7 @@ def test_each_loss_of_a_script_is_judged_by_itself() -> None:
         ([(0.5 * 1.05**n, 0.5 * 1.05**n * (1 + n / 2000)) for n in range(9)], []),  # of hardly any effect
         ([(0.3, 0.7), (0.9, 0.2), (0.4, 0.6), (0.1, 0.8)] * 3, []),  # drawn for each batch
         ([(0.1, 0.9), (0.6, 0.7), (0.2, 0.8), (0.5, 0.6)] * 3, []),  # likewise, and always more on one rank
+        ([(0.5, 0.8)] * 3, ["DDP305"]),  # of each rank's own part of the data
     ],
 )
 def test_a_number_by_which_each_rank_multiplies_its_loss(weights: list[tuple[float, float]], found: list[str]) -> None:
@@ -764,6 +804,8 @@ NUMBERS = (30, 34), (20, 11), (9, 40)
         ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
         ([shared(0, 30, 34, hooked=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
         ([shared(0, 0.5, 0.5), shared(1, 0.25, 0.5), shared(2, 0.5, 0.25)], []),  # no number of elements
+        ([shared(n, *own, weight=2) for n, own in enumerate(NUMBERS)], []),  # the world size
+        ([shared(n, *own, weight=5) for n, own in enumerate(NUMBERS)], ["DDP303"]),
     ],
 )
 def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferentiated]], found: list[str]) -> None:
@@ -780,6 +822,8 @@ def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferenti
         (0.5, {"ranks_per_model": 2}, []),  # right, for an average of two
         (1.0, {"ranks_per_model": 2, "is_for_sums": True}, []),  # right, for a sum
         (2.0, {"ranks_per_model": 2, "is_for_sums": True}, ["DDP303"]),
+        (1.0, {"ranks_per_model": 3}, ["DDP303"]),  # averaged once more
+        (1.7, {"ranks_per_model": 2}, []),
     ],
 )
 def test_a_sum_that_counts_elements_for_each_rank_of_a_model(times: float, options: Any, found: list[str]) -> None:
@@ -822,6 +866,8 @@ def test_gradients_that_are_summed_by_hand() -> None:
         ((2.0, 6.0), None, "Adam", []),  # which takes the same steps
         ((0.1, 0.3), (2.0, 6.0), "Adam", [Severity.WARNING]),  # but for the clip
         ((2.0, 5.0), None, "SGD", []),  # another direction
+        ((0.1, 0.3), None, "SGD", []),  # something else: less of the average, or clipped by hand
+        ((0.1, 0.3), (1.0, 3.0), "Adam", []),
     ],
 )
 def test_gradients_that_are_summed_in_one_buffer(used: Any, unclipped: Any, kind: str, found: list[Severity]) -> None:
@@ -858,6 +904,7 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
         ((0.5, 0.5, 0.5), {"line": None}, []),  # half of a gradient may be meant otherwise
         ((0.5, 0.5, 0.5), {"name": "AdamW"}, []),  # whose steps do not depend on the scale
         ((0.5, 0.5, 0.5), {"elements": 65}, []),  # of whose norm the sketch is an estimate
+        ((0.25, 0.25, 0.25), {}, []),  # nothing that the number of ranks explains
     ],
 )
 def test_averaged_gradients_that_are_divided_once_more(factors: Sequence[float], more: Any, found: list[str]) -> None:
@@ -893,6 +940,7 @@ def looks(*values: int, **more: Any) -> list[StateHeld]:
         ([looks(1, 2, 3), looks(9, 9, 9, used=True)], ["DDP306"]),
         ([looks(1, 2, 3, copies=False), looks(4, 5, 6, copies=False)], ["DDP214"]),
         ([looks(1, 2, 3), looks(4, 5, 6, values={"a part": 4})], []),  # a copy of what another wrapper holds
+        ([looks(1, 2, 3), looks(4, 5, 6)], ["DDP306"]),
     ],
 )
 def test_models_that_are_held_beside_the_wrappers(ranks: list[list[StateHeld]], found: list[str]) -> None:
@@ -946,6 +994,8 @@ def test_states_that_ranks_have_loaded_from_other_files() -> None:
         ([[write(5), write(9)], [write(5), write(9)]], ["DDP512"]),  # once a line
         ([[write(5), OPENED], [write(6), OPENED]], []),  # opened for torch.save
         ([[OPENED], [OPENED]], ["DDP512"]),
+        ([[read(0), write(5)], [read(0)]], []),  # what was left by the last run
+        ([[write(5), read(6)], []], []),
     ],
 )
 def test_files_that_ranks_use_at_the_same_time(uses: list[list[FileUsed]], found: list[str]) -> None:
@@ -968,6 +1018,10 @@ CACHE = opened("x.npy", 2, writes=True)
         ([CACHE, opened("x.npy", 2)], [], []),
         ([CACHE, opened("done", 2, writes=True)], [opened("x.npy", 2)], []),  # for which the reader may have waited
         ([CACHE, opened("y.npy", 2, writes=True)], [opened("x.npy", 2), opened("y.npy", 2)], ["DDP512"]),
+        ([CACHE, opened("x.npy", 2)], [opened("x.npy", 2)], ["DDP512"]),  # the writer reads it, too
+        ([opened("x.tmp", 2, writes=True)], [opened("x.npy", 2)], []),  # put in its place when it is complete
+        ([CACHE, opened("done", 2, waited=True)], [opened("x.npy", 2)], []),  # likewise: it is touched
+        ([CACHE, opened("log.txt", 9, writes=True)], [opened("x.npy", 2)], ["DDP512"]),  # later
     ],
 )
 def test_files_that_one_rank_makes_and_another_reads(writer: Any, reader: Any, found: list[str]) -> None:

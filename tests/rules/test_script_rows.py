@@ -78,6 +78,10 @@ SORTED = {"samples": {"items": tuple(range(64))}, "size": 64, "contents": {"0": 
         (epoch(TWICE, workers=2, size=64), epoch([row + 32 for row in TWICE], workers=2, size=64), ""),  # by indices
         (epoch(TWICE, workers=2, exhausted=False), epoch(TWICE, workers=2, exhausted=False), "DDP505 error"),
         (epoch(TWICE, workers=3, exhausted=False), epoch(range(32), workers=3, exhausted=False), ""),
+        (epoch(IN_ROUNDS, workers=2), epoch([row + 33 for row in IN_ROUNDS], workers=2), ""),
+        (epoch(TWICE, workers=2), epoch(range(32, 96), workers=2), ""),  # one of them only
+        (epoch(TWICE, workers=3), epoch([row + 32 for row in TWICE], workers=3), ""),
+        (epoch(AUGMENTED, workers=2, exhausted=False), epoch(AUGMENTED, workers=2, exhausted=False), ""),
     ],
 )
 def test_workers_that_each_go_through_the_whole_stream(mine: LoaderPass, theirs: LoaderPass, code: str) -> None:
@@ -314,6 +318,12 @@ FAR = Restored(32, 0, LINE)
         (FAR, {"shuffles": False, "indices": EVEN[::-1]}, True),  # of a class of its own
         (FAR, {"trains": False}, False),
         (None, {}, False),
+        (Restored(16, 0, LINE), {}, True),
+        (Restored(16, 0, LINE), {"steps": 8}, True),  # of two micro-batches
+        (Restored(40, 0, LINE), {"skipped": 8, "steps": 8}, True),
+        (Restored(0, 0, LINE), {}, False),  # where it began
+        (FAR, {"epoch": 2}, False),
+        (FAR, {"shuffles": False, "indices": EVEN}, False),
     ],
 )
 def test_epochs_that_are_counted_from_0_again(restored: Restored | None, more: dict[str, Any], is_found: bool) -> None:

@@ -69,6 +69,8 @@ def moved(*values: float, unexplained: int) -> list[RunningStatistic]:
         (moved(1.0, 2.0, 3.0, unexplained=2), moved(1.5, 2.5, 3.5, unexplained=2), 1),
         (moved(1.0, 2.0, 3.0, unexplained=3), moved(1.5, 2.5, 3.5, unexplained=3), 0),  # it moves elsewhere as often
         (samples(1.0), samples(1.5), 0),
+        (looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5, exchanged=1), 0),
+        (looks(1.0, 2.0, 3.0), looks(1.5, equations=9), 0),  # seen once
     ],
 )
 def test_what_is_averaged_or_not_known_to_be_a_statistic(here: Any, there: Any, found: int) -> None:

@@ -69,6 +69,10 @@ def windows(terms: Sequence[ScaledTerm], batches: Sequence[int] = (0, 0, 0)) -> 
         (windows(KD, batches=(2, 3, 4)), []),  # several losses of one batch
         (windows([replace(one, divisors=(4.0, *one.divisors), factor=one.factor / 4) for one in KD]), []),
         (windows([replace(KD[0], multipliers=())]), []),  # its weight is not explained
+        (passes(0.25), []),
+        (passes(1.0, put_off=False), []),  # losses one after the other; nobody says that these are micro-batches
+        (passes(0.25, kind="sum"), ["DDP514"]),  # divided by its four elements by hand
+        (windows([replace(one, multipliers=(*one.multipliers, 0.25), factor=one.factor / 4) for one in KD]), []),
     ],
 )
 def test_means_over_micro_batches_that_are_added_up(of_rank: list[LossDifferentiated], found: list[str]) -> None:
@@ -90,6 +94,8 @@ def changed(*factors: float, by: str = "", put_off: bool = True) -> list[Gradien
         ([changed(0.2, by="clip_grad_norm_"), changed(0.5, by="clip_grad_norm_")], []),  # once
         ([changed(0.2, 0.3, by="clip_grad_norm_", put_off=False)] * 2, [Severity.WARNING]),
         ([changed(1.00001, 1.0), changed(1.0, 0.99999)], []),  # by rounding
+        ([changed(0.2, 0.3), changed(0.5, 0.1)], [Severity.ERROR]),  # by hand
+        ([changed(0.2, 0.3, put_off=False)] * 2, []),
     ],
 )
 def test_gradients_that_are_changed_after_each_micro_batch(ranks: Any, found: list[Severity]) -> None:
@@ -120,6 +126,8 @@ ONE_MASK, OTHER_MASK = HookedGradient("masked", 1.0, 17), HookedGradient("masked
         ([hooked(ONE_MASK, ONE_MASK), []], [Severity.ERROR]),
         ([hooked(CUT, None, CUT), hooked(None, CUT)], [Severity.WARNING]),
         ([hooked(OTHERWISE, OTHERWISE), scaled(0.5, 0.5)], []),  # not known
+        ([hooked(ONE_MASK, ONE_MASK)] * 2, []),
+        ([hooked(CUT), hooked(CUT)], []),
     ],
 )
 def test_hooks_that_change_gradients_before_their_average(ranks: Any, found: list[Severity]) -> None:
@@ -134,6 +142,7 @@ def test_hooks_that_change_gradients_before_their_average(ranks: Any, found: lis
         ([(3.0, 3.0), (5.0, 5.0)], [(8.0, 8.0), (2.0, 2.0)], False),  # by the number of samples, divided out later
         ([(3.0, 3.0), (5.0, 5.0)], [(8.0, 8.0), ()], False),  # of one sample: as it was
         ([(3.0, 3.0), (3.0, 3.0)], [(8.0, 8.0), (8.0, 8.0)], True),  # by the rank
+        ([(0.2, 0.4), (0.3, 0.1)], [(0.5, 0.3), (0.1, 0.2)], True),  # by the norm of each gradient
     ],
 )
 def test_weights_of_batches_are_no_change(first: Any, second: Any, found: bool) -> None:
@@ -170,6 +179,7 @@ def test_backward_hooks_of_modules_that_scale_by_rank(ranks: list[list[float]], 
         (3.0, 3.0, 3, False),
         (1.0, 2.0, 3, False),  # biases learn twice as fast
         (2.0, 2.0, 4, False),  # not in every step
+        (0.5, 0.5, 3, True),
     ],
 )
 def test_hooks_that_scale_by_the_world_size(weight: float, bias: float | None, steps: int, found: bool) -> None:
@@ -208,6 +218,11 @@ PASSES_5, PASSES_9 = pace((0, 1, 1), (5, 1, 2), (6, 1, 1)), pace((0, 1, 1), (9, 
         ([SKIPS_FIRST, SKIPS_LAST], [Severity.ERROR]),  # all steps are averaged with others
         ([PASSES_FIRST, PASSES_LAST], [Severity.WARNING]),
         ([pace((0, 1, 1), (5, 2, 1), (6, 1, 1)), pace((0, 1, 1), (9, 2, 1), (10, 1, 1))], []),  # the same batch again
+        ([PLAIN, PLAIN], []),
+        ([SKIPS_5, pace((0, 1, 1), reductions=25)], []),  # which ends otherwise, and is told by that
+        ([SKIPS_FIRST, SKIPS_FIRST], []),
+        ([SKIPS_LAST, SKIPS_LAST], []),
+        ([pace((0, 1, 0), (5, 2, 0), (6, 1, 0)), pace((0, 1, 0), (24, 1, 0))], [Severity.ERROR]),  # without a loader
     ],
 )
 def test_steps_that_shift_between_ranks(paces: list[WrapperPace], found: list[Severity]) -> None:
@@ -246,6 +261,7 @@ BODY_MOVES = {"0/body": True, "0/head": False}
         (OptimizedParameters(NOTHING_MOVES, [], MADE, True), ["body", "head"]),  # the optimizer is of another model
         (OptimizedParameters(NOTHING_MOVES, [], MADE, False), []),  # of inputs, say, whose gradients are wanted
         (OptimizedParameters(BODY_MOVES, [], MADE, True), []),  # moved by other code
+        (OptimizedParameters({"0/body": True, "0/head": True}, ["0/body"], MADE), []),  # moved by other code
     ],
 )
 def test_parameters_that_no_optimizer_holds(parameters: OptimizedParameters, found: list[str]) -> None:
@@ -260,6 +276,7 @@ def test_parameters_that_no_optimizer_holds(parameters: OptimizedParameters, fou
         ({"options": {"module": "torch.optim.sgd", "class": "SGD", "group 0 lr": "0.1"}}, []),  # by rounding only
         ({"norms": {"0/body": 1.0}}, []),  # its gradient is taken away
         ({"held": ("0/head",)}, []),  # nothing of what it holds moves
+        ({"options": {"module": "train", "class": "Muon", "group 0 lr": "0.0"}}, []),
     ],
 )
 def test_parameters_that_an_optimizer_of_the_script_does_not_move(change: dict[str, Any], found: list[str]) -> None:
