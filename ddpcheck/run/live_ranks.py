@@ -118,7 +118,7 @@ class LiveRanks:
 
 
 def lives(pid: int) -> bool:
-    """Return True if a process is alive and not a zombie; on Linux."""
+    """Return True if alive and not a zombie; False without /proc."""
     return process_stat(pid)[:1] not in ([], ["Z"])
 
 

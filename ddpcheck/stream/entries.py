@@ -58,7 +58,7 @@ def handled_in(call: Call) -> tuple[str, str, str] | None:
 
 
 def lines_in(phase: str) -> tuple[str, ...]:
-    """Return (line of the forward pass,) from the `place` of a backward pass."""
+    """Return the forward line in a backward's `place`, as a tuple; else ()."""
     match = _PLACE.fullmatch(phase)
     return (match["line"],) if match and match["line"] else ()
 

@@ -52,7 +52,7 @@ class Loader:
 
     @property
     def has_comparable_rows(self) -> bool:
-        """Return True if samples can be compared by contents, and not by index."""
+        """Return True if samples are comparable by contents only, not by index."""
         by_index = self.has_same_data and all(loader.indices for loader in self.first)
         has_rows = all(has_distinct_rows(loader) and not loader.replaces for loader in self.first)
         return has_rows and not by_index and len(self.first) > 1

@@ -262,7 +262,7 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _ratio_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
-    """Yield quotients of two numbers of one function, e.g. sum / token count."""
+    """Yield quotients of two variables of one function, e.g. sum / tokens."""
     sums = _common_numbers(evals)
     for key, divisor_key in itertools.permutations(sums, 2) if len(sums) <= _MOST_QUOTIENT_NUMBERS else ():
         if key.partition(".")[0] != divisor_key.partition(".")[0] or _container_of(key) != _container_of(divisor_key):

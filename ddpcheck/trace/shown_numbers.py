@@ -165,9 +165,9 @@ def _last_values(rank: RankTrace, steps: range) -> dict[_Line, tuple[float, ...]
 
 
 def _reductions(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
-    """Yield the maximum, minimum and, unless already reduced, sum and mean over ranks.
+    """Yield the maximum, minimum, sum and mean over ranks.
 
-    Numbers equal on all ranks already cover all samples, except counts.
+    No sum or mean if ranks have equal non-integers: already reduced.
     """
     for extreme in (max, min):
         yield [extreme(column) for column in zip(*numbers, strict=True)]

@@ -227,7 +227,7 @@ class WaitGraph:
 def _positions(
     dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
-    """Yield (rank, (number of its next collective, True if already entered))."""
+    """Yield (rank, (number, is_open)) of its open collective, else the next."""
     present = {rank: dumps[rank] for rank in members if rank in dumps}
     by_rank = {rank: dump.collectives(name) for rank, dump in present.items()}
     largest = max((call.number for calls in by_rank.values() for call in calls), default=0)

@@ -275,7 +275,7 @@ def _wrapped_evidence(
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
-    """Return a copy of the module after changes by `wrap`, before `fully_shard` sharded it."""
+    """Return an unsharded copy of the module, with the other changes of `wrap`."""
     if not (parts or sharding.is_sharded(module)):
         return module_state.copied_module(module)
     match = next((candidate for candidate in changed if not module_state.differs_in_structure(module, candidate)), None)

@@ -111,7 +111,7 @@ class ShardRun:
             return split_loss(loss.total, loss.parts), loss.names
 
     def gradients(self, part: Any, paired: PairedTerms) -> Iterator[Gradients]:
-        """Yield the gradient of each term on `part`."""
+        """Yield gradients per loss term on `part`."""
         with self.loss(part) as loss:
             if not len(paired):
                 training_step.run_backward(loss.total)

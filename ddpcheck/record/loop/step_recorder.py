@@ -69,7 +69,7 @@ class StepSink(Protocol):
         """Handle a backward pass under compiled autograd: ends of steps are no longer detected."""
 
     def left_out(self, step: int) -> None:
-        """Handle parameters missing in the ended `step`, whose second backward pass never ran."""
+        """Handle missing parameters of `step`: its second backward pass never ran."""
 
     def absent(self, report: RankReport) -> None:
         """Handle shards that the starting backward pass will not reach: collectives may mismatch."""

@@ -44,7 +44,7 @@ _MOST_FRAMES = 12  # max torch frames between the call and a line of the program
 
 
 class DrawReplay(Recorder, subjects=("parity",)):
-    """Recorder of random numbers drawn by program lines, or their single-process replay."""
+    """Recorder of random draws by program lines; in a single process, their replay."""
 
     def __init__(self, samples: Samples, *, replays: bool) -> None:
         self._samples = samples

@@ -119,7 +119,7 @@ def _judge_changes(wrapper: WrapperTrace, trained: Collection[str]) -> list[Find
 
 
 def _group_reports(wrapper: WrapperTrace) -> _Reports:
-    """Return reports by step and rank; early reports only of steps that never ended."""
+    """Return reports by step and rank; `begun` ones only of steps that never ended."""
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.events(StepsReported), strict=True):
         for entry in entries:

@@ -401,7 +401,7 @@ def _judge_global_sum(passes: Passes) -> list[Finding]:
 
 
 def _judge_counted_twice(passes: Passes, losses: Losses) -> list[Finding]:
-    """Report sums whose divisor counts each replica's elements several times.
+    """Report sums divided by a count that every rank of one model adds to.
 
     If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of replicas again.
     """

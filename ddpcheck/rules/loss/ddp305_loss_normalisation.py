@@ -286,7 +286,7 @@ def judge_targets_of_ranks(unequal: UnequalTargets) -> list[Finding]:
 
 
 def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
-    """Return the severity of unequal target weights between ranks, over all steps."""
+    """Return a severity: how unequally ranks weight each target in the loss."""
     steps: dict[tuple[int, str], dict[int, list[MicroBatch]]] = {}
     for rank, items in enumerate(ranks):
         for item in dict.fromkeys(items):

@@ -229,7 +229,7 @@ class RankGroup:
         return self.broken
 
     def why_not(self, ranks: Sequence[int], has_arrived: Callable[[int], bool] = lambda rank: False) -> str | None:
-        """Return why `ranks` will never arrive, and set `broken`; `None` if they may arrive."""
+        """Set and return `broken` if a wait for `ranks` cannot succeed; else None."""
         try:
             for rank in ranks:
                 if rank not in self.gone and self.store.has(f"gone/{rank}"):
