@@ -19,7 +19,7 @@ from ddpcheck.findings.json_schema import schema_of
 from ddpcheck.findings.report import AcceptedFinding, Report
 from tests.findings.test_from_json import FOUND, MATRIX, REPORT
 from tests.render.test_render import REPORT as SHOWN
-from tests.rules.test_judges_on_evidence import ONE_OF_EACH_CODE, report_of
+from tests.rules import test_judges_on_evidence as on_evidence
 
 ROOT = Path(__file__).parents[2]
 ACCEPTED = Report("t", accepted=(AcceptedFinding(FOUND, "suppression", "why"),), ignored=("DDP305",))
@@ -44,8 +44,8 @@ def test_what_is_written_fits_its_schema(document: str) -> None:
 
 def test_reports_on_recorded_evidence_fit() -> None:
     fitting = validator("report")
-    for case in ONE_OF_EACH_CODE:
-        fitting.validate(json.loads(report_of(case, "broken").to_json()))
+    for case in on_evidence.SHOWN:
+        fitting.validate(json.loads(on_evidence.report_of(case, "broken").to_json()))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
