@@ -90,7 +90,10 @@ def followed(module: nn.Module) -> tuple[list[RunningStatistic], StatisticsRecor
 class Running:
     def __init__(self) -> None:
         self.mean, self.var, self.count = torch.zeros(6), torch.ones(6), 0
-        self.log = torch.zeros(6)
+        self.log, self.faded = torch.zeros(6), torch.ones(6)
+
+    def fade(self) -> None:
+        self.faded.mul_(0.9)
 
     def update(self, x: Tensor) -> None:
         self.count += 1
@@ -339,6 +342,7 @@ def test_the_line_that_updates_is_in_the_class_and_makes_the_new_value_of_the_ol
         return linecache.getline(line.path, line.line).strip()
 
     assert text("self.norm.mean", Running).startswith("self.mean = self.mean + (x")
+    assert text("self.norm.faded", Running) == "self.faded.mul_(0.9)"
     assert text("state['q']", dict).startswith('state["q"] = 0.9 *')
     assert text("state.seen", SumState).startswith("state.total, state.squares, state.seen = state.total")
     assert text("mean", NoneType) == "mean += 0.1 * (x.mean().item() - mean)"
