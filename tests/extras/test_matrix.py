@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.extras.matrix.advice import advise
-from ddpcheck.extras.matrix.check_matrix import step_time
+from ddpcheck.extras.matrix.check_matrix import _judge_step, step_time
 from ddpcheck.extras.matrix.option_sets import (
     DEFAULTS,
     FIND_UNUSED,
@@ -18,14 +19,17 @@ from ddpcheck.extras.matrix.option_sets import (
     DDPOptions,
     ModelFacts,
     OptionSet,
+    VariantStep,
     first_option_sets,
     further_option_sets,
 )
+from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.rules import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime
+from ddpcheck.rules.loss.ddp514_accumulation_scale import not_mean_of_samples
 
 SPLIT = Finding("DDP104", ("[red]head",), "[red]head did not contribute on rank 1.", Severity.ERROR, ranks=(1,))
 NEEDLESS = Finding("DDP109", ("find_unused_parameters",), "It searches for nothing.", Severity.NOTE)
@@ -306,3 +310,15 @@ def test_the_command_shows_and_saves_the_matrix_and_fails_for_the_recipes_own_op
     assert saved == replace(MATRIX, command="ddpcheck report net.py --matrix -o m.json --fail-on never")
     assert cli.main(["render", "m.json"]) == 0
     assert "matrix of DDP options on net.py" in capsys.readouterr().out
+
+
+def test_a_step_of_a_variant_is_wrong_if_its_gradients_differ_between_ranks_or_from_the_plain_step() -> None:
+    def judged(*steps: VariantStep) -> tuple[str, str]:
+        row = _judge_step(steps, partial(MatrixRow, {}))
+        return row.verdict, row.code
+
+    bad, good = Difference("head.weight", 0.5, 1e-5), Difference("head.weight", 1e-6, 1e-5)
+    assert judged(VariantStep({"head.weight": 1}), VariantStep({"head.weight": 2})) == ("wrong", "DDP301")
+    assert judged(*2 * [VariantStep({"head.weight": 1}, (bad,))]) == ("wrong", "DDP302")
+    assert judged(*2 * [VariantStep({"head.weight": 1}, (good,))]) == ("right", "")
+    assert not_mean_of_samples(bad, 2).code == "DDP514"
