@@ -88,7 +88,7 @@ def _guard_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def in_a_line(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """Return the class and the first sentence of the message of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
 
@@ -168,10 +168,10 @@ def patched(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
     A plain function runs before the original. A generator function runs to its `yield` before the original and is then
     sent the result; if the original raises, the generator is closed.
     """
-    return Patch(owner, name, functools.partial(accompanied, around=around))
+    return Patch(owner, name, functools.partial(wrap_with_callback, around=around))
 
 
-def accompanied(original: Any, around: Callable[..., Any]) -> Any:
+def wrap_with_callback(original: Any, around: Callable[..., Any]) -> Any:
     """Wrap `original` to call `around` on each call, as `patched` does."""
     import torch  # imported late: this module must not require torch
 

@@ -245,7 +245,7 @@ class _KeptWatches:
         return tuple, ()
 
 
-def hold(module: nn.Module, watch: Any) -> None:
+def keep_alive(module: nn.Module, watch: Any) -> None:
     """Keep `watch` alive as long as `module`, which may be trained without the wrapper."""
     for part in _wrapped_parts(module):
         holder = vars(part).get(_KEY)
@@ -254,8 +254,8 @@ def hold(module: nn.Module, watch: Any) -> None:
         holder.watches = [watch, *(known_watch for known_watch in holder.watches if known_watch.has_live_wrapper)]
 
 
-def release(module: nn.Module, watch: Any) -> None:
-    """Stop keeping `watch` alive with `module` (see `hold`)."""
+def stop_keeping_alive(module: nn.Module, watch: Any) -> None:
+    """Stop keeping `watch` alive with `module` (see `keep_alive`)."""
     for part in _wrapped_parts(module):
         holder = vars(part).get(_KEY)
         if isinstance(holder, _KeptWatches):

@@ -34,8 +34,8 @@ from ddpcheck.findings.stacks import (
 )
 from ddpcheck.findings.wording import join_names
 from ddpcheck.rules.collectives.diagnose import diagnose
-from ddpcheck.rules.collectives.first_divergence import first_divergence
-from ddpcheck.rules.collectives.timelines import diverging_calls, timelines
+from ddpcheck.rules.collectives.first_divergence import mismatch_number
+from ddpcheck.rules.collectives.timelines import make_timelines, mismatched_timelines
 from ddpcheck.run.hang_watch import Hang, NotExited
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines_in
 from ddpcheck.stream.rank_log import RankTrace, comparable_logs
@@ -125,7 +125,9 @@ def _ended_threads(ranks: Sequence[RankTrace], ending: Ending) -> list[EndedThre
         dump = rank.stack if ending.hang is None else ending.hang.stacks.get(rank.started.rank, "")
         lock = "" if program_threads(dump) else lock_waited_for(main_stack(dump))
         for error in rank.thread_errors:
-            threads.append(EndedThread(error.thread, failures.raised(rank.started.rank, dict(error.reply)), lock))
+            threads.append(
+                EndedThread(error.thread, failures.failure_of_exception(rank.started.rank, dict(error.reply)), lock)
+            )
     return threads
 
 
@@ -224,18 +226,18 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
         raised = [entry for entry in rank.entries if isinstance(entry, RankRaised)]
         code = ending.exit_codes.get(number)
         if ending.interrupted:
-            failed.append(failures.stuck(number, 0.0, rank.stack, "", ""))
+            failed.append(failures.failure_of_running_rank(number, 0.0, rank.stack, "", ""))
         elif raised:
-            failed.append(failures.raised(number, dict(raised[0].reply)))
+            failed.append(failures.failure_of_exception(number, dict(raised[0].reply)))
         elif ending.hang is not None and number in ending.hang.stacks:
             stack = ending.hang.stacks[number]
-            failed.append(failures.stuck(number, 0.0, stack, "", call_of_ddp(rank, stack)))
+            failed.append(failures.failure_of_running_rank(number, 0.0, stack, "", call_of_ddp(rank, stack)))
         elif code is not None and rank.exit is not None and rank.exit.handled is not None:
-            failed.append(failures.raised(number, dict(rank.exit.handled)))
+            failed.append(failures.failure_of_exception(number, dict(rank.exit.handled)))
         elif code is not None and not rank.has_ended:
             failed.append(_death_of(rank, code))
         elif is_killed and not (rank.has_ended or rank.exit is not None or rank.stack):  # left no word
-            vanished.append(_with_last_call(failures.vanished(number), rank))
+            vanished.append(_with_last_call(failures.failure_without_trace(number), rank))
     if len(vanished) < len(ranks):  # if all ranks vanished, the first one is unknown
         failed = sorted([*failed, *vanished], key=lambda failure: failure.rank)
     if ending.hang is None and all(failure.kind == "died" and (failure.exit_code or 0) > 0 for failure in failed):
@@ -248,7 +250,9 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
 def _death_of(rank: RankTrace, code: int) -> RankFailure:
     """Return the failure of a rank that ended by a signal or `os._exit`."""
     number = rank.started.rank
-    failure = _with_last_call(failures.died(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank)
+    failure = _with_last_call(
+        failures.failure_of_dead_rank(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank
+    )
     if code < 0 or rank.exit is None or not rank.exit.lines:
         return failure
     message = f"rank {number} called {rank.exit.function}, and ended with exit code {code}"
@@ -291,7 +295,7 @@ def timelines_of(
     rank_failures = failures_of(ranks, ending)
     failed = {failure.rank: describe_failure(failure) for failure in rank_failures}
     local = {rank.started.rank for rank in ranks}
-    diverged = any(first_divergence(finding) is not None for finding in findings)
+    diverged = any(mismatch_number(finding) is not None for finding in findings)
     if not (failed or diverged) or local != set(range(ranks[0].started.world_size)):  # other machines have no logs here
         return ()
     logs = comparable_logs(ranks)
@@ -299,8 +303,8 @@ def timelines_of(
     waiting = {rank for rank in still_in_a_call(ranks, ending) - at_work if logs[rank]}
     open_calls = {(logs[rank][-1].group, rank) for rank in waiting}
     ended = {rank.started.rank for rank in ranks if rank.has_ended}
-    result = timelines(logs, open_calls, dict.fromkeys(ended, "had finished") | failed, at_work)
-    return result if ending.hang is not None else diverging_calls(result)
+    result = make_timelines(logs, open_calls, dict.fromkeys(ended, "had finished") | failed, at_work)
+    return result if ending.hang is not None else mismatched_timelines(result)
 
 
 def _was_ended_by_torchrun(failure: RankFailure, failed: Sequence[RankFailure], *, is_only_death: bool) -> bool:

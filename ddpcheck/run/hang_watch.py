@@ -35,7 +35,7 @@ from ddpcheck.findings.wording import format_ranks, pluralize_verb
 from ddpcheck.record.rank.started_processes import RAISED, SUFFIX
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.run import live_ranks
-from ddpcheck.run.live_ranks import LiveRanks, RankFacts, Used
+from ddpcheck.run.live_ranks import LiveRanks, ProcessorTimes, RankFacts
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
@@ -122,7 +122,7 @@ class HangWatch:
     def _poll(self) -> None:
         seen: dict[str, bytes] = {}
         rendezvous = _RendezvousWatch(self._folder)
-        progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
+        progress, since, before, is_stuck = 0.0, 0.0, dict[int, ProcessorTimes](), False
         latest = time.monotonic() + self._limit
         while not self._stopped.wait(_INTERVAL):
             try:
@@ -131,11 +131,11 @@ class HangWatch:
                 now, last = time.monotonic(), seen
                 seen = self._ranks.progress()
                 if not ranks or seen != last:
-                    progress, since, before, is_stuck = now, now, live_ranks.used(ranks), False
+                    progress, since, before, is_stuck = now, now, live_ranks.processor_times(ranks), False
                 elif is_stuck and not all(
                     state.may_wait for state in self._ranks.facts(ranks, before, now - since).values()
                 ):
-                    since, before, is_stuck = now, live_ranks.used(ranks), False
+                    since, before, is_stuck = now, live_ranks.processor_times(ranks), False
                 elif now - since >= self._timeout or (
                     now - since >= _MISMATCH_TIMEOUT
                     and are_all_here
@@ -146,7 +146,7 @@ class HangWatch:
                     facts = self._ranks.facts(ranks, before, now - since, diverged=diverged)
                     is_stuck = self._are_hung(ranks, facts, now - progress, are_all_here)
                     self._report_stopped(ranks)
-                    since, before = now, live_ranks.used(ranks)
+                    since, before = now, live_ranks.processor_times(ranks)
                 if not ranks and (waiting := rendezvous.waiting_in_vain(now, self._timeout)):
                     self.hang = Hang(self._timeout, {}, waiting)
                     ranks = {index: joining.pid for index, joining in enumerate(waiting)}
@@ -170,7 +170,7 @@ class HangWatch:
             logs = [log for log in read_logs(self._folder) if log.started.rank not in living]
             raised = [(log.started.rank, item) for log in logs for item in log.entries if isinstance(item, RankRaised)]
             for rank, entry in raised[:1]:
-                failure = failures.raised(rank, dict(entry.reply))
+                failure = failures.failure_of_exception(rank, dict(entry.reply))
                 where = f" at {failure.location}" if failure.location else ""
                 self._report(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
 
@@ -268,9 +268,9 @@ class HangWatch:
             return False
         if not all(waits_for_ranks(thread) or lock_waited_for(thread) for thread in threads):
             return False
-        before = live_ranks.switches(f"{pid}/task/{pid}")
+        before = live_ranks.context_switches(f"{pid}/task/{pid}")
         self._stopped.wait(_LOCKED)
-        return live_ranks.switches(f"{pid}/task/{pid}") == before
+        return live_ranks.context_switches(f"{pid}/task/{pid}") == before
 
     def _end_ranks(self, ranks: dict[int, int]) -> None:
         """End the ranks; kill ranks blocked in C++, which never handle SIGTERM."""
@@ -278,12 +278,12 @@ class HangWatch:
             if self._stopped.is_set():
                 return
             self._end()
-        while living := {rank: pid for rank, pid in ranks.items() if live_ranks.lives(pid)}:
+        while living := {rank: pid for rank, pid in ranks.items() if live_ranks.is_alive(pid)}:
             before = {pid: processor_seconds(pid) for pid in living.values()}
             if is_over := self._stopped.wait(_GRACE):  # the launcher ended before the ranks
                 time.sleep(_INTERVAL)
             for pid in living.values():
-                if live_ranks.lives(pid) and live_ranks.is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
+                if live_ranks.is_alive(pid) and live_ranks.is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             if is_over:
@@ -296,7 +296,7 @@ class HangWatch:
         return bool(judge_collectives(logs, living)) and not judge_collectives(previous, living)
 
 
-def unmet(folder: Path) -> tuple[Joining, ...]:
+def joining_processes(folder: Path) -> tuple[Joining, ...]:
     """Return the processes that did not return from `init_process_group`, if one raised."""
     return tuple(_read_joining(folder, RAISED, SUFFIX)) if _read_joining(folder, RAISED) else ()
 
@@ -319,7 +319,7 @@ class _RendezvousWatch:
 
     def waiting_in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
         """Return the processes in `init_process_group` if waiting in vain for `timeout` seconds."""
-        notes = tuple(note for note in _read_joining(self._folder, SUFFIX) if live_ranks.lives(note.pid))
+        notes = tuple(note for note in _read_joining(self._folder, SUFFIX) if live_ranks.is_alive(note.pid))
         if self._before.keys() != {note.pid for note in notes}:
             self._restart_timer(notes, now)
         if not notes or now - self._since < timeout:
@@ -333,7 +333,7 @@ class _RendezvousWatch:
         missing = needed - len(notes)
         if missing > 0 and all(note.started for note in notes):
             pids = {note.pid for note in notes}
-            missing = sum(pid not in pids and live_ranks.lives(pid) for pid in live_ranks.children_of(os.getpid()))
+            missing = sum(pid not in pids and live_ranks.is_alive(pid) for pid in live_ranks.children_of(os.getpid()))
         return notes if waiting and needed > 0 >= missing else ()
 
     def _restart_timer(self, notes: tuple[Joining, ...], now: float) -> None:

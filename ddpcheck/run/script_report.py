@@ -29,10 +29,10 @@ from ddpcheck.rules.others import judge_third_party_rules
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_all, verdicts_of
 from ddpcheck.rules.script_table import HEADINGS, views_of
-from ddpcheck.rules.verdict import Judged, Told, Verdict, status_of
+from ddpcheck.rules.verdict import FindingAndCause, Judged, Verdict, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, NotExited
-from ddpcheck.run.live_ranks import LiveRanks, used
+from ddpcheck.run.live_ranks import LiveRanks, processor_times
 from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.run_folder import user_log_folders
 from ddpcheck.stream.entries import SCHEMA, UNNUMBERED, NotCompared
@@ -171,7 +171,7 @@ def _judge_parity(comparison: Parity | None, singles: Sequence[SingleRun]) -> Ve
 
 
 def _parity_verdict(
-    verdict: Verdict | Exception, explained: Sequence[Told], kept: Sequence[Finding], others: str
+    verdict: Verdict | Exception, explained: Sequence[FindingAndCause], kept: Sequence[Finding], others: str
 ) -> tuple[CheckStatus, str] | None:
     if isinstance(verdict, Exception):
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(verdict)}"
@@ -285,7 +285,7 @@ def _describe_wrappers(facts: ScriptFacts) -> str:
 
 
 def _collectives_verdict(
-    facts: ScriptFacts, explained: Sequence[Told], kept: Sequence[Finding]
+    facts: ScriptFacts, explained: Sequence[FindingAndCause], kept: Sequence[Finding]
 ) -> tuple[CheckStatus, str] | None:
     """Return status and detail of the "collectives" check; `None` without collectives."""
     calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
@@ -304,7 +304,7 @@ _INTERVAL = 3.0  # seconds between two looks at the ranks of an active run
 def report_on_run(folder: Path, settings: Settings) -> Report:
     """Report on an active run after about 4 s; raise `UsageError` without live rank."""
     processes = LiveRanks(folder)
-    before, since, progress = used(processes.live_pids()[0]), time.monotonic(), processes.progress()
+    before, since, progress = processor_times(processes.live_pids()[0]), time.monotonic(), processes.progress()
     time.sleep(_INTERVAL)
     ranks, are_all_here = processes.live_pids()
     if not ranks:
@@ -328,12 +328,12 @@ def _activity_of(log: RankTrace, stacks: dict[int, str], moving: set[int], waiti
     if rank in moving:
         return f"was{where}, and made progress{steps}"
     if rank in waiting:
-        stuck = failures.stuck(rank, 0.0, waiting[rank], "", call_of_ddp(log, waiting[rank]))
+        stuck = failures.failure_of_running_rank(rank, 0.0, waiting[rank], "", call_of_ddp(log, waiting[rank]))
         return f"{describe_failure(stuck)}{steps}"
     return f"is{where}{steps}"
 
 
-def the_run(folder: str | None) -> Path:
+def find_active_run(folder: str | None) -> Path:
     """Return the log folder of an active run, by default the user's only one.
 
     Raises `UsageError` if no run or several runs match, or the system is not Linux.

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 
-AROUND = ("forward inside", "backward inside")
+BYPASSING_EVENTS = ("forward inside", "backward inside")
 """Kinds of events for a backward pass that bypassed the wrapper, by cause."""
 
 _NOTHING = LoopEvent("")
@@ -121,7 +121,7 @@ class Ledger:
             self.zeroed = True
             if event.discarded:
                 self._discard_open(event)
-        elif kind in AROUND:
+        elif kind in BYPASSING_EVENTS:
             self._add_contribution(event)
         elif kind == "no_sync":
             self.not_entered.append(event)

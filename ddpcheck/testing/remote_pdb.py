@@ -72,7 +72,7 @@ class _Pdb(pdb.Pdb):
 
 
 @contextlib.contextmanager
-def available(terminal: bool) -> Iterator[None]:
+def breakpoints_on_rank(terminal: bool) -> Iterator[None]:
     """Let `breakpoint()` and `pdb.set_trace()` debug this rank, or raise without `terminal`."""
     hooks = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []

@@ -24,7 +24,7 @@ from ddpcheck.findings.tracebacks import runs_target
 from ddpcheck.stream.log_file import mapped_file
 from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
-from ddpcheck.worlds.rank_setup import choose_device, import_named, join_group, redirect_output, take_over
+from ddpcheck.worlds.rank_setup import apply_context, choose_device, import_named, join_group, redirect_output
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _serve(sock: socket.socket) -> None:
                 sock.sendall(_answer(sock, message[1], message[2]))
             elif message[0] == "context":
                 set_status("starting up")
-                take_over(config, message[1])
+                apply_context(config, message[1])
             elif message[0] == "reset_process_group":
                 group_resets += 1
                 _reset_process_group(config, group_resets)
@@ -182,7 +182,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     global _task
     set_status("")
     set_collective("")
-    compilation.forget_time()
+    compilation.reset_compile_time()
     _task = _Task(sock, run)
     pid = os.getpid()
     try:
@@ -274,7 +274,7 @@ def _set_up(config: wire.RankConfig) -> None:
     import torch
 
     torch.set_num_threads(config.threads)  # first: an earlier OpenMP operation may hang after a fork
-    take_over(config, config.context)
+    apply_context(config, config.context)
     compilation.watch_compiling(_slots)
     for name in config.preload:  # no-op after a fork from the server
         if refusal := import_named(name):
@@ -304,7 +304,7 @@ def _reset_process_group(config: wire.RankConfig, number: int) -> None:
 
 def exception_data(error: BaseException) -> dict[str, Any]:
     """Return data on `error`, from which the parent makes a `RankFailure`."""
-    return failures.described(error, current_slots().status, current_slots().collective)
+    return failures.exception_data(error, current_slots().status, current_slots().collective)
 
 
 # --- Files for the parent ------------------------------------------------------------------------------------------

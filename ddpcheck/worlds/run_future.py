@@ -211,20 +211,22 @@ class RunFuture(Generic[Result]):
                     continue
                 if reply["usage"] and headline is None and reply["place"] == "starting up":
                     return UsageError(reply["text"])
-                failure = failures.raised(rank.number, reply)
+                failure = failures.failure_of_exception(rank.number, reply)
             elif rank.ended is not None and rank.number not in dumps:
-                death = failures.died(rank.number, *rank.ended, output, processes.read(rank.number, "stack"))
+                death = failures.failure_of_dead_rank(
+                    rank.number, *rank.ended, output, processes.read(rank.number, "stack")
+                )
                 failure = replace(death, place=status, collective=collective)
             elif (reply := replies.get(rank.number)) is not None:
-                failure = failures.raised(rank.number, reply)
+                failure = failures.failure_of_exception(rank.number, reply)
             else:
                 dump = dumps.get(rank.number, "")
                 by_thread = failures.thread_failure(rank.number, dump, processes.read(rank.number, "thread"))
-                failure = by_thread or failures.stuck(rank.number, now, dump, status, collective)
+                failure = by_thread or failures.failure_of_running_rank(rank.number, now, dump, status, collective)
             records.append(replace(failure, output=output))
         if headline is not None:
             stuck = [item.rank for item in records if item.kind == "stuck"] or [rank.number for rank in processes.ranks]
-            return failures.hang(records, headline.replace("{ranks}", format_ranks(stuck)))
+            return failures.hang_error(records, headline.replace("{ranks}", format_ranks(stuck)))
         if not records or (processes.error and all(item.kind == "stuck" for item in records)):
             return RankError(f"The ranks could not continue: {processes.error or 'they ended during a call'}.", records)
-        return failures.error(records)
+        return failures.rank_error(records)

@@ -27,7 +27,7 @@ from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import DDP_BACKWARD, ExitCalled, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, RankTrace, rank_processes, read_logs
-from ddpcheck.worlds.failures import described
+from ddpcheck.worlds.failures import exception_data
 from tests.faultsuite.recorded_scripts import NOT_COMPARED
 from tests.faultsuite.scripts_page import assert_expected, expected_of, options_of
 from tests.forked_run import run_forked
@@ -297,7 +297,7 @@ CUT_OFF = f"Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\
 
 
 def description(error: BaseException, **changes: None) -> Any:
-    return {**described(error, "", ""), **changes}
+    return {**exception_data(error, "", ""), **changes}
 
 
 def wrapped(error: Exception) -> BaseException:

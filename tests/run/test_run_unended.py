@@ -18,11 +18,11 @@ from ddpcheck.findings.stacks import has_no_python_frames
 from ddpcheck.run import hang_watch, live_ranks
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, HangWatch, NotExited
-from ddpcheck.run.live_ranks import RankFacts, gloo_wants_gil, is_stopped, lives
+from ddpcheck.run.live_ranks import RankFacts, gloo_wants_gil, is_alive, is_stopped
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import GroupDestroyed, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
-from ddpcheck.worlds.failures import described
+from ddpcheck.worlds.failures import exception_data
 from tests.run.scripts import run_script
 from tests.run.test_run import DDPCHECK, ROOT, run
 
@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_heed_the_signal_is_killed_soon(
         watch = HangWatch(tmp_path, 60.0, process.terminate)
         watch._end_ranks({0: process.pid})
         watch.stop()
-        assert not lives(process.pid)
+        assert not is_alive(process.pid)
         assert process.wait() == (-signal.SIGTERM if heeds else -signal.SIGKILL)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_that_works_on_after_the_signal_is_left_to_it(tmp_path: Path, mon
             ending = threading.Thread(target=watch._end_ranks, args=[{0: process.pid}], daemon=True)
             ending.start()
             time.sleep(2.0)
-            assert lives(process.pid)
+            assert is_alive(process.pid)
         finally:
             watch.stop()
             process.kill()
@@ -158,7 +158,7 @@ def test_what_a_rank_raised_is_told_while_torchrun_waits_for_another_one(
     RankLog(tmp_path, RankStarted(0, 2, "gloo"))
     log = RankLog(tmp_path, RankStarted(1, 2, "gloo"))
     if raises:
-        log.add(RankRaised(described(ValueError("no such label: 7"), "", "")))
+        log.add(RankRaised(exception_data(ValueError("no such label: 7"), "", "")))
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     for file in tmp_path.glob("0-1-*"):

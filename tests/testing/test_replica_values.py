@@ -10,7 +10,7 @@ from ddpcheck.testing.assertions.messages import (
     CompareOptions,
     RankValues,
     differences,
-    holds_nothing,
+    has_nothing_to_compare,
     mismatch_message,
     usage_error,
 )
@@ -113,4 +113,6 @@ def test_what_cannot_be_compared_comes_before_what_differs() -> None:
     held, refused = RankValues(CompareOptions(), (tensor_entry((1,), 1),)), RankValues(CompareOptions(), error="why")
     assert usage_error({3: held, 5: refused}) == "why (rank 5)"
     assert usage_error({3: held, 5: held}) == ""
-    assert not holds_nothing(held) and holds_nothing(RankValues(CompareOptions(), (ComparedItem("", "value", "None"),)))
+    assert not has_nothing_to_compare(held) and has_nothing_to_compare(
+        RankValues(CompareOptions(), (ComparedItem("", "value", "None"),))
+    )

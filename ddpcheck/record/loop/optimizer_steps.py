@@ -24,7 +24,7 @@ from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.recording import UnpickledHook, remove_hooks
-from ddpcheck.stream.ledger import AROUND, Contribution
+from ddpcheck.stream.ledger import BYPASSING_EVENTS, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
 # Number of optimizer steps on unreduced gradients after which this rank reports without other ranks. Counted here:
@@ -117,7 +117,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._loop.note("step")
         else:
             self._loop.add(_STEP_SPARING if ledger.unreduced else STEP)
-        bypassing = [entry for entry in used if entry.backward.kind in AROUND]
+        bypassing = [entry for entry in used if entry.backward.kind in BYPASSING_EVENTS]
         from_forward = [entry for entry in used if entry.forward is not None]
         unpaired = [entry for entry in used if entry.after is not None]
         if from_forward or unpaired:

@@ -20,7 +20,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, step_location, user_frame
 from ddpcheck.gather.autograd.autograd_graph import in_backward
-from ddpcheck.gather.autograd.exchanges import is_part
+from ddpcheck.gather.autograd.exchanges import is_rank_local
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import optimizer_options, optimizer_params, parameters_in_wrappers
 from ddpcheck.gather.ddp.sharding import count_in_fsdp1, shard_states
@@ -29,7 +29,7 @@ from ddpcheck.gather.state.fingerprints import (
     PLAIN,
     fingerprint,
     fingerprints,
-    is_shard,
+    is_dtensor,
     storage_address,
     version_counter,
 )
@@ -192,11 +192,11 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def _step_entry(self, optimizer: Any, entry: _Optimizer, watches: list[WrapperRecorder]) -> OptimizerStep:
         params = optimizer_params(optimizer)
-        shards = {id(p): p for p in params if type(p) not in PLAIN and is_shard(p)}
+        shards = {id(p): p for p in params if type(p) not in PLAIN and is_dtensor(p)}
         wrapped = {key: name for watch in watches for key, name in watch.numbered.items()}
         synced = {wrapped[id(p)]: p for p in params if id(p) in wrapped}
         unsharded = {name: p for name, p in synced.items() if id(p) not in shards} if shards else synced
-        unwrapped = {entry.unwrapped[id(p)]: p for p in params if id(p) in entry.unwrapped and not is_part(p)}
+        unwrapped = {entry.unwrapped[id(p)]: p for p in params if id(p) in entry.unwrapped and not is_rank_local(p)}
         reductions = sum(watch.step for watch in watches)
         idle_watches = [watch for watch in watches if watch.step == entry.reduced.get(watch.number, 0)]
         settled = not entry.may_diverge and not any(watch.has_unreduced for watch in watches)

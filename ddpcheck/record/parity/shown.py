@@ -127,7 +127,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         during = self._samples.is_under_way
         evaluates = self._samples.evaluates
         rates, known = (
-            tuple(index for index, number in enumerate(numbers) if program_numbers.like(number, values))
+            tuple(index for index, number in enumerate(numbers) if program_numbers.numbers_printed_as(number, values))
             for values in (self._rates(), self._known_numbers)
         )
         location = program_numbers.line_of_output()

@@ -28,9 +28,9 @@ from ddpcheck.findings.source_lines import (
     user_frame,
     user_location,
 )
-from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, hooks_put_aside, scripting_in
+from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, scripting_in, without_own_hooks
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
-from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
+from ddpcheck.gather.state.fingerprints import fingerprint, is_dtensor
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.wrapper_checks import is_ignored
 from ddpcheck.record.rank.environment import when_imported
@@ -303,13 +303,13 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         patched(nn.Module, "load_state_dict", self._record_load)
         for kind in _NORMS:
             patched(kind, "reset_running_stats", self._record_reset)
-        Patch(torch.jit, "script", functools.partial(scripting_in, hooks_put_aside))
+        Patch(torch.jit, "script", functools.partial(scripting_in, without_own_hooks))
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
         """Record evaluations with a module, unless it is sharded (shards differ between ranks)."""
         if module in self._followed_modules or len(self._followed_modules) >= _MOST_MODULES:
             return
-        if not any(map(is_shard, nn.Module.parameters(module))):
+        if not any(map(is_dtensor, nn.Module.parameters(module))):
             entry = _FollowedModule(name, location, wrapped)
             for layer in _layers(module):
                 if layer not in self._followed_modules:

@@ -31,7 +31,7 @@ from ddpcheck.findings.source_lines import (
 from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, storage_address
+from ddpcheck.gather.state.fingerprints import fingerprints, is_dtensor, storage_address
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
@@ -188,7 +188,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
     def _constant_parameters(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the parameters of a called, untrained module; {} after `_MOST_RECORDS` records."""
         tensors = _parameters(module)
-        if not tensors or any(map(is_shard, tensors.values())):
+        if not tensors or any(map(is_dtensor, tensors.values())):
             return {}
         tensors = {f"{name}{n}": p for name, part in self._called_modules(module) for n, p in _parameters(part).items()}
         self._record_counts[path] += bool(tensors)

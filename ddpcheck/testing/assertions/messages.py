@@ -258,7 +258,7 @@ def first_error(errors: Mapping[int, str]) -> str:
     return f"{next(filter(None, errors.values()), '')}{where}"
 
 
-def holds_nothing(values: RankValues) -> bool:
+def has_nothing_to_compare(values: RankValues) -> bool:
     """Return True if there is no tensor, number or text to compare."""
     return all(entry.value == "None" for entry in values.entries if entry.kind in _TITLES)
 
