@@ -81,8 +81,8 @@ def _end_ranks(folder: Path) -> None:
 
 def _infer_ending(folder: Path, watch: HangWatch) -> Ending:
     """Infer from the logs how ranks ended: only the launcher knows exit codes."""
-    if watch.unended is not None:
-        return Ending(unended=watch.unended)
+    if watch.not_exited is not None:
+        return Ending(not_exited=watch.not_exited)
     if watch.hang is not None:
         return Ending(EXIT_HANG, hang=watch.hang)
     ranks = read_logs(folder)

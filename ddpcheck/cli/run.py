@@ -102,8 +102,8 @@ def run_agent(
         kept = {rank: failure for rank, failure in error.failures.items() if pids.get(rank, failure.pid) == failure.pid}
         return Ending(code, {rank: failure.exitcode for rank, failure in kept.items()})
     except SignalException as error:
-        if watch.unended is not None:
-            return Ending(unended=watch.unended)
+        if watch.not_exited is not None:
+            return Ending(not_exited=watch.not_exited)
         if watch.hang is not None:
             return Ending(EXIT_HANG, hang=watch.hang)
         if not quiet:
@@ -327,7 +327,7 @@ def show_report(
         if isinstance(entry, WatchingFailed):
             complain(entry.error, kind="debug")
     unmet_ranks = () if ranks else joining_processes(folder)
-    ending = replace(ending, unmet=unmet_ranks, restart=last_restart(folder), unwatched=unwatched_in(folder))
+    ending = replace(ending, joining=unmet_ranks, restart=last_restart(folder), unwatched=unwatched_in(folder))
     if args.check_flight_recorder is not None:
         try:
             write_flight_records(Path(args.check_flight_recorder), ranks, ending)
@@ -394,7 +394,7 @@ def collect_logs(link: NodeLink, ending: Ending) -> Ending:
 def merge_endings(endings: list[Ending]) -> Ending:
     """Merge the endings of several nodes; the first nonzero exit code wins."""
     hangs = [ending.hang for ending in endings if ending.hang is not None]
-    unended = [ending.unended for ending in endings if ending.unended is not None]
+    unended = [ending.not_exited for ending in endings if ending.not_exited is not None]
     exit_codes: Mapping[int, int] = {rank: code for ending in endings for rank, code in ending.exit_codes.items()}
     stacks = {rank: stack for hang in hangs for rank, stack in hang.stacks.items()}
     ranks = sorted({rank for node in unended for rank in node.ranks})
@@ -404,5 +404,5 @@ def merge_endings(endings: list[Ending]) -> Ending:
         exit_codes=exit_codes,
         hang=Hang(max(hang.seconds for hang in hangs), stacks) if hangs else None,
         interrupted=any(ending.interrupted for ending in endings),
-        unended=NotExited(max(node.seconds for node in unended), tuple(ranks)) if unended else None,
+        not_exited=NotExited(max(node.seconds for node in unended), tuple(ranks)) if unended else None,
     )

@@ -96,16 +96,16 @@ def one_line_error(error: Exception) -> str:
 class ErrorGuard:
     """Handler of errors in ddpcheck's code that torch or a script calls."""
 
-    taken_by: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # error handler; None: raise
+    error_handler: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # error handler; None: raise
 
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
         """Disable `recorder` after `error`; raise errors that are for the script (signal, finding)."""
-        if cls.taken_by is None or isinstance(error, DDPCheckError) or is_of_signal(error):
+        if cls.error_handler is None or isinstance(error, DDPCheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:
             recorder.is_off = True
-            cls.taken_by(error, recorder)
+            cls.error_handler(error, recorder)
 
 
 def recorder_of(function: Any) -> Recorder:

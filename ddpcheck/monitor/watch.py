@@ -143,7 +143,7 @@ class Watch:
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._is_attached = True
         self._failed_checks: list[CheckResult] = []
-        ErrorGuard.taken_by = ErrorGuard.taken_by or _disable_recorder
+        ErrorGuard.error_handler = ErrorGuard.error_handler or _disable_recorder
         self._recorder.attach()
         self._compilations.begin()
         if self._recorder.is_sharded:
@@ -174,8 +174,8 @@ class Watch:
         self._parts.close()
         self._ignored.close()
         stop_keeping_alive(self._recorder.module, self)
-        if ErrorGuard.taken_by is _disable_recorder and not any(watch._is_attached for watch in _open_watches):
-            ErrorGuard.taken_by = None
+        if ErrorGuard.error_handler is _disable_recorder and not any(watch._is_attached for watch in _open_watches):
+            ErrorGuard.error_handler = None
         if not was_attached:
             return
         if failing:
@@ -243,7 +243,7 @@ class Watch:
         Raises:
             FindingsError: A finding is an error and `on_finding` is "raise".
         """
-        self._recorder.tracker.settle()
+        self._recorder.tracker.end_pending_step()
 
     def compare(self) -> list[Finding]:
         """Compare modules, parameters and buffers of the ranks now, on every rank.

@@ -20,7 +20,7 @@ class Causes:
     findings: list[Finding]  # root causes, each with its consequences as evidence
     # for each input finding, its root cause (or the finding itself) in `findings`; `None` if an earlier finding of the
     # same rule has all of its subjects
-    told_by: list[Finding | None]
+    root_causes: list[Finding | None]
 
 
 def find_causes(findings: Sequence[Finding]) -> Causes:

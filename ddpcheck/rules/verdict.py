@@ -45,7 +45,7 @@ class Judged:
         texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
         return status_of(Verdict((), *texts), explained, kept) if explained or texts[0] or texts[1] else None
 
-    def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
+    def with_findings(self, heading: str, findings: Sequence[Finding]) -> Judged:
         """Return a copy with further findings, which may explain earlier findings."""
         added = [*self.returned, *((heading, finding) for finding in findings)]
         return group_by_cause(added, self.verdicts, self.errors, self.reported)
@@ -60,7 +60,7 @@ def group_by_cause(
     """Return `Judged` with root causes; a `reported` finding shares an equal code's cause."""
     causes = find_causes([finding for _, finding in findings])
     explained: dict[str, list[FindingAndCause]] = {}
-    for (heading, finding), cause in zip(findings, causes.told_by, strict=True):
+    for (heading, finding), cause in zip(findings, causes.root_causes, strict=True):
         if cause is not None:
             explained.setdefault(heading, []).append((without_prefix(finding), without_prefix(cause)))
     pairs = [pair for group in explained.values() for pair in group]

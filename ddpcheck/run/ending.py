@@ -53,9 +53,9 @@ class Ending:
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     hang: Hang | None = None  # None if no hang was detected
     interrupted: bool = False  # True if a signal of a user or scheduler ended the script
-    unended: NotExited | None = None  # ranks that finished the script but did not exit
+    not_exited: NotExited | None = None  # ranks that finished the script but did not exit
     # processes that did not return from `init_process_group`, if one raised and none returned
-    unmet: tuple[Joining, ...] = ()
+    joining: tuple[Joining, ...] = ()
     unwatched: tuple[str, ...] = ()  # reasons why ranks are not observed, one sentence each
     restart: int = 0  # number of restarts by torchrun
     # rank -> activity, such as "is at train.py:12", if the script is still running
@@ -69,7 +69,7 @@ def judge_ending(
     if ending.hang is not None and ending.hang.joining:
         return diagnose(FailureFacts(joining=ending.hang.joining, hang_seconds=ending.hang.seconds))
     if not ranks:
-        return diagnose(FailureFacts(joining=ending.unmet))
+        return diagnose(FailureFacts(joining=ending.joining))
     if [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # ranks on other machines have no log here
     known = [finding for finding in known if finding.severity is Severity.ERROR and RULES[finding.code].stops_run]
@@ -105,7 +105,7 @@ def _failure_facts(
             for call in collectives_of_threads(dump)
         ],
         find_positions=partial(_ending_facts, ranks, ending if failed else Ending(), source),
-        constructing=[number for number, rank in enumerate(ranks) if rank.constructs],
+        constructing=[number for number, rank in enumerate(ranks) if rank.is_constructing],
         known=known,
         begun=[entry for entry in first.entries if isinstance(entry, WrapperBegun)],
         replaced=[entry for entry in first.entries if isinstance(entry, ModuleChanged) and entry.what == "replaced"],
@@ -167,7 +167,7 @@ def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSour
             log = _with_forward(log, failure, lines)
             if for_worker := region_of(main_stack(stacks.get(failure.rank, ""))) == WORKERS:
                 doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
-        elif rank.has_ended or rank.exit is not None:
+        elif rank.has_ended or rank.exit_call is not None:
             exit_at = _exit_text(rank, ending, source)
             verb = "raised" if exit_at.startswith(SYSTEM_EXIT) else "called"
             doing = f"has {verb} {exit_at}" if exit_at else "has run to its end"
@@ -182,26 +182,37 @@ def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSour
         if failure is not None and failure.kind != "stuck" and follows and log:
             doing = f"was in {describe_call(log[-1])}, until it {doing.partition(':')[0]}"
         first_call = max(watched.first_call for watched in ranks)
-        ended = (rank.has_ended or rank.exit is not None) and (failure is None or failure.kind != "stuck")
+        ended = (rank.has_ended or rank.exit_call is not None) and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
         dump = stacks.get(number, "")
         in_threads = tuple(collectives_of_threads(dump)) if waits_for_ranks(main_stack(dump)) else ()
-        fields = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for, rank.constructs)
+        fields = (
+            doing,
+            lines,
+            waits,
+            ended,
+            passes,
+            exit_at,
+            for_worker,
+            rank.forwards,
+            waits_for,
+            rank.is_constructing,
+        )
         at_end.append(RankAtEnd(number, log, first_call, *fields, in_threads))
     return at_end
 
 
 def _exit_text(rank: RankTrace, ending: Ending, source: ProgramSource) -> str:
     """Return the exit call of a rank ("sys.exit at train.py:41"), or ""."""
-    if rank.exit is None:
+    if rank.exit_call is None:
         return SYSTEM_EXIT if ending.exit_codes.get(rank.started.rank, 0) > 0 else ""  # only exit calls have such codes
-    lines = rank.exit.lines
-    if not lines and rank.exit.function == SYSTEM_EXIT:
+    lines = rank.exit_call.lines
+    if not lines and rank.exit_call.function == SYSTEM_EXIT:
         lines = tuple(map(str, source.ask(exits_raised, rank.files) or ()))
-    if rank.exit.lines or len(lines) == 1:
-        return f"{rank.exit.function} at {lines[0]}"
-    return SYSTEM_EXIT if rank.exit.function == SYSTEM_EXIT else ""
+    if rank.exit_call.lines or len(lines) == 1:
+        return f"{rank.exit_call.function} at {lines[0]}"
+    return SYSTEM_EXIT if rank.exit_call.function == SYSTEM_EXIT else ""
 
 
 def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
@@ -232,11 +243,11 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
         elif ending.hang is not None and number in ending.hang.stacks:
             stack = ending.hang.stacks[number]
             failed.append(failures.failure_of_running_rank(number, 0.0, stack, "", call_of_ddp(rank, stack)))
-        elif code is not None and rank.exit is not None and rank.exit.handled is not None:
-            failed.append(failures.failure_of_exception(number, dict(rank.exit.handled)))
+        elif code is not None and rank.exit_call is not None and rank.exit_call.handled is not None:
+            failed.append(failures.failure_of_exception(number, dict(rank.exit_call.handled)))
         elif code is not None and not rank.has_ended:
             failed.append(_death_of(rank, code))
-        elif is_killed and not (rank.has_ended or rank.exit is not None or rank.stack):  # left no word
+        elif is_killed and not (rank.has_ended or rank.exit_call is not None or rank.stack):  # left no word
             vanished.append(_with_last_call(failures.failure_without_trace(number), rank))
     if len(vanished) < len(ranks):  # if all ranks vanished, the first one is unknown
         failed = sorted([*failed, *vanished], key=lambda failure: failure.rank)
@@ -253,10 +264,10 @@ def _death_of(rank: RankTrace, code: int) -> RankFailure:
     failure = _with_last_call(
         failures.failure_of_dead_rank(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank
     )
-    if code < 0 or rank.exit is None or not rank.exit.lines:
+    if code < 0 or rank.exit_call is None or not rank.exit_call.lines:
         return failure
-    message = f"rank {number} called {rank.exit.function}, and ended with exit code {code}"
-    return replace(failure, message=message, location=rank.exit.lines[0])
+    message = f"rank {number} called {rank.exit_call.function}, and ended with exit code {code}"
+    return replace(failure, message=message, location=rank.exit_call.lines[0])
 
 
 def _with_last_call(failure: RankFailure, rank: RankTrace) -> RankFailure:

@@ -72,7 +72,7 @@ class HangWatch:
 
     Attributes:
         hang: Ranks that wait for each other, or None.
-        unended: Ranks that finished the script but did not exit, or None.
+        not_exited: Ranks that finished the script but did not exit, or None.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HangWatch:
             limit: Seconds after which the ranks are ended in any case.
         """
         self.hang: Hang | None = None
-        self.unended: NotExited | None = None
+        self.not_exited: NotExited | None = None
         self._folder = folder
         self._ranks = LiveRanks(folder)
         self._timeout = timeout
@@ -152,7 +152,7 @@ class HangWatch:
                     ranks = {index: joining.pid for index, joining in enumerate(waiting)}
                 if now >= latest and self.hang is None:
                     self.hang = Hang(self._limit, self._ranks.stacks(ranks))
-                if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
+                if self.hang or self.not_exited or self._nodes_must_end(ranks, is_stuck=is_stuck):
                     self._report_end(ranks)
                     self._end_ranks(ranks)
                     return
@@ -187,7 +187,7 @@ class HangWatch:
     def _report_end(self, living: Collection[int]) -> None:
         """Report why the script is ended, before the launcher's message on the signal."""
         why = "all ranks wait for each other"
-        if self.unended is not None:
+        if self.not_exited is not None:
             why = (
                 f"{format_ranks(living)} {pluralize_verb('has', [*living])} run to the end of the script, and not ended"
             )
@@ -196,7 +196,7 @@ class HangWatch:
         self._report(f"{why}; ending the script")
 
     def _are_hung(self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool) -> bool:
-        """Return True if the ranks hang; set `hang`, `unended`, or `_stuck` (on several nodes)."""
+        """Return True if the ranks hang; set `hang`, `not_exited`, or `_stuck` (on several nodes)."""
         if not all(state.may_wait for state in facts.values()):
             return False
         stacks = self._ranks.stacks(ranks)
@@ -218,7 +218,7 @@ class HangWatch:
             if not by_thread and not self._waits_for_locked_worker(ranks[rank], waiting[rank]):
                 return False  # a slow read of a file is no hang
         if not waiting:
-            self.unended = NotExited(seconds, tuple(sorted(unended)))
+            self.not_exited = NotExited(seconds, tuple(sorted(unended)))
         elif are_all_here:
             self.hang = Hang(seconds, waiting)
         elif self._nodes is not None and self._nodes.is_joined:

@@ -70,20 +70,20 @@ def report_on_script(
         source: Recorded answers on the source of the script, if the source is not on this machine.
         singles: Single-process runs: one to compare, one that measures noise, one as another rank; or fewer.
     """
-    unended = () if ending.unended is None else ending.unended.ranks
+    unended = () if ending.not_exited is None else ending.not_exited.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     rank_params = RankParams(settings.rank_parameters)
     facts = ScriptFacts(ranks, ended=ended, source=source, rank_params=rank_params)
     judged = judge_all(facts, views_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
-    judged = judged.adding("collectives", locate_restored_file(at_end, facts.events(FileUsed)))
+    judged = judged.with_findings("collectives", locate_restored_file(at_end, facts.events(FileUsed)))
     parity = _judge_parity(comparison := _parity_view(ranks, singles), singles)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     equal = {} if comparison is None or isinstance(parity, Exception) else comparison.confirmed
     judged, cause = _add_parity(judged, parity, script, settings)
     findings_of_others, notes_of_others = judge_third_party_rules(facts, settings.rules_severity)
     for heading, finding in findings_of_others:
-        judged = judged.adding(heading, [finding])
+        judged = judged.with_findings(heading, [finding])
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     status, detail = _ranks_verdict(facts, ending)
     checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail + rank_params.left_out)]
@@ -119,7 +119,7 @@ def _add_parity(
         return judged, ""
     kept = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore).kept
     cause = join_names(codes_that_explain(parity.findings[0], kept))
-    return judged.adding("parity", [] if cause else parity.findings), cause
+    return judged.with_findings("parity", [] if cause else parity.findings), cause
 
 
 def _check_of(
@@ -138,8 +138,8 @@ def _check_of(
 
 
 def _report_notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
-    if ending.unended is not None:
-        yield _describe_not_exited(ending.unended)
+    if ending.not_exited is not None:
+        yield _describe_not_exited(ending.not_exited)
     if facts.ranks and (restart := facts.ranks[0].started.restart) < ending.restart:
         yield (
             f"torchrun has started the ranks {format_count(ending.restart + 1, 'time')}: this is the report on start "
@@ -270,7 +270,7 @@ def _ranks_verdict(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str
         return "skipped", f"no backward pass of {names} was averaged{suffix}"
     if not facts.wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
-        if any(rank.constructs for rank in ranks):
+        if any(rank.is_constructing for rank in ranks):
             why = "the constructor of DistributedDataParallel has not returned"
         return "skipped", why
     if not facts.wrappers and (why := facts.why_unwatched):

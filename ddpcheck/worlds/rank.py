@@ -70,13 +70,13 @@ class Slots(ctypes.Structure):
         ("collective_bytes", ctypes.c_char * 2048),
         ("compiled", ctypes.c_double),
         ("compiles_since", ctypes.c_double),
-        ("turns", ctypes.c_uint64),
+        ("num_status_updates", ctypes.c_uint64),
     )
     status_bytes: bytes
     collective_bytes: bytes
     compiled: float  # compile seconds in this run, without the current compilation
     compiles_since: float  # start of the current compilation by `time.monotonic()`; 0 if none
-    turns: int  # number of `set_status` calls; increases while the rank makes progress
+    num_status_updates: int  # number of `set_status` calls; increases while the rank makes progress
 
     @property
     def status(self) -> str:
@@ -96,7 +96,7 @@ def set_status(text: str) -> None:
     """Record what this rank is doing, such as `step 1: backward`."""
     if _slots is not None:
         _slots.status_bytes = text.encode("utf-8", "replace")[:2048]
-        _slots.turns += 1
+        _slots.num_status_updates += 1
 
 
 def set_collective(text: str) -> None:

@@ -119,7 +119,7 @@ class RunFuture(Generic[Result]):
             grace = self._failed_at + (_LOST if is_exit_awaited else _GRACE) - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
         if now >= self._next_progress_check:  # by our clock: a rank's clock may differ
-            turns = [slots.turns for slots in self._slots()]
+            turns = [slots.num_status_updates for slots in self._slots()]
             if turns != self._turns:
                 self._turns, self._progressed_at = turns, now
             self._next_progress_check = now + _PROGRESS_TICK
@@ -129,9 +129,9 @@ class RunFuture(Generic[Result]):
             deadline += min(compiled, _LONGEST_COMPILATION)  # the sum bounds how long ranks waited for each other
         if now >= deadline:
             return self._fail(headline)
-        if stuck := self._deadlock.verdict(now):
+        if stuck := self._deadlock.check_if_due(now):
             return self._fail(stuck)
-        pauses = [deadline - now, self._deadlock.wait(now), self._next_progress_check - now]
+        pauses = [deadline - now, self._deadlock.seconds_until_check(now), self._next_progress_check - now]
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)

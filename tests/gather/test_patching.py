@@ -93,7 +93,7 @@ def test_an_error_of_ours_is_taken_and_the_call_goes_on(monkeypatch: pytest.Monk
     with patched(Base, "double", before), pytest.raises(KeyError):
         Base().double(1)
     taken: list[Exception] = []
-    monkeypatch.setattr(ErrorGuard, "taken_by", lambda error, _recorder: taken.append(error))
+    monkeypatch.setattr(ErrorGuard, "error_handler", lambda error, _recorder: taken.append(error))
     with patched(Base, "double", before), patched(Base, "double", after):
         assert Base().double(1) == 2
         assert [str(error) for error in taken] == ["'ours'", "'ours, too'"]
@@ -132,7 +132,7 @@ def test_what_the_handler_of_a_signal_raises_within_ours_is_the_scripts(
     die: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Exception] = []
-    monkeypatch.setattr(ErrorGuard, "taken_by", lambda error, _recorder: taken.append(error))
+    monkeypatch.setattr(ErrorGuard, "error_handler", lambda error, _recorder: taken.append(error))
 
     def dies_meanwhile(*_: object) -> None:
         die()

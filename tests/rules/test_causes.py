@@ -48,7 +48,7 @@ def test_a_consequence_is_told_as_evidence_of_its_cause() -> None:
         for both in ([cause, found], [found, cause]):
             causes = find_causes(both)
             assert [kept.code for kept in causes.findings] == [code], (code, other)
-            assert causes.told_by == 2 * causes.findings
+            assert causes.root_causes == 2 * causes.findings
             (kept,) = causes.findings
             assert (f"with it comes {other}: {found.message}" in kept.evidence) != explains.quietly, (code, other)
             assert (other in kept.tags) != explains.quietly
@@ -74,7 +74,7 @@ def test_a_consequence_is_told_as_evidence_of_its_cause() -> None:
 )
 def test_what_has_another_cause_stays(cause: Finding, found: Finding) -> None:
     causes = find_causes([cause, found])
-    assert causes.findings == causes.told_by == [cause, found]
+    assert causes.findings == causes.root_causes == [cause, found]
 
 
 def test_buffers_that_differ_are_the_cause_of_losses_that_are_normalised_by_them() -> None:
@@ -102,12 +102,12 @@ def test_what_comes_of_a_consequence_belongs_to_the_root() -> None:
     causes = find_causes([last, between, root])
     (kept,) = causes.findings
     assert kept.code == "DDP501" and kept.tags == ("DDP208",)
-    assert causes.told_by == [kept, kept, kept]
+    assert causes.root_causes == [kept, kept, kept]
 
 
 def test_the_same_rule_on_fewer_subjects_is_told_once() -> None:
     whole, part = finding("DDP101", "a", "b"), finding("DDP101", "b")
-    assert find_causes([whole, part]).told_by == [whole, None]
+    assert find_causes([whole, part]).root_causes == [whole, None]
     assert find_causes([part, finding("DDP101", "c")]).findings == [part, finding("DDP101", "c")]
 
 

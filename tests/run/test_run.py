@@ -453,7 +453,7 @@ def test_what_has_ended_a_rank(
     end: ProgramEnded | None, called: str, exit_of: tuple[str, tuple[str, ...]] | None, tmp_path: Path
 ) -> None:
     (rank,) = logs(tmp_path, [entry for entry in (called and ExitCalled(AT_99, called), end) if entry])
-    assert (rank.exit and (rank.exit.function, rank.exit.lines)) == exit_of
+    assert (rank.exit_call and (rank.exit_call.function, rank.exit_call.lines)) == exit_of
 
 
 SYSTEM_EXITS = """

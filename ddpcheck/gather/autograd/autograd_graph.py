@@ -243,7 +243,7 @@ class LossGraph:
                     seen.add(node)
                     pending.append(node)
 
-    def functions_before(self, leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
+    def nearest_functions(self, leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
         """Return, for each path, the custom autograd Function nearest to `leaf`."""
         nodes = self.nearest(leaf, lambda node, _index: hasattr(node, "_forward_cls"))
         return tuple(dict.fromkeys(node._forward_cls for node in nodes))

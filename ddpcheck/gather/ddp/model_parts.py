@@ -39,7 +39,7 @@ class DTensorLayout:
         """Return the mesh, placements, shape and stride of a `DTensor`."""
         return cls(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
-    def around(self, local: torch.Tensor) -> torch.Tensor:
+    def to_dtensor(self, local: torch.Tensor) -> torch.Tensor:
         """Return the `DTensor` of this placement whose local tensor is `local`."""
         tensor_module: Any = sys.modules["torch.distributed.tensor"]
         dtensor: torch.Tensor = tensor_module.DTensor.from_local(
@@ -189,7 +189,7 @@ def as_dtensors(
     """Yield (name, tensor), with local tensors converted to `DTensor`s if in `parts`."""
     for name, tensor in tensors:
         is_unchanged = tensor is None or name not in parts or is_dtensor(tensor)
-        yield name, tensor if tensor is None or is_unchanged else parts[name].around(tensor.detach())
+        yield name, tensor if tensor is None or is_unchanged else parts[name].to_dtensor(tensor.detach())
 
 
 def redistribute_like(parameter: Any, gradient: Any) -> Any:

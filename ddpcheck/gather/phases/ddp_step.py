@@ -231,7 +231,7 @@ def _optimizer_state(state: RankState) -> dict[str, int]:
             label = f"optimizer {names.get(id(parameter), '?')} {key}"
             if isinstance(value, torch.Tensor):
                 part = model.parts.get(names.get(id(parameter), ""))
-                full = part.around(value) if part is not None and value.shape == parameter.shape else value
+                full = part.to_dtensor(value) if part is not None and value.shape == parameter.shape else value
                 tensors[label], hashes[label] = full, 0
             elif isinstance(value, int | float | bool):
                 hashes[label] = hash(value)

@@ -235,7 +235,9 @@ def explain(step: int) -> dict[str, PathEnd]:
     module = state.reference.module
     missing = {name: state.reference.trainable[name] for name in state.step.missing}
     communicates = bool(read_log(this_rank.current().directory, state.rank))
-    explainer = Explainer(module, lambda: state.run_loss(step, "explaining, ").parts, state.rewind, once=communicates)
+    explainer = Explainer(
+        module, lambda: state.run_loss(step, "explaining, ").parts, state.rewind, runs_once=communicates
+    )
     try:
         return explainer.explain(missing)
     except Exception as error:  # the missing gradient is still reported

@@ -192,7 +192,7 @@ class StepRecorder(StepListener):
         if used is not None and used.after is not None:
             self.report_unpaired()
             return
-        self.steps_on_local_grads |= used is not None and used.under is not None
+        self.steps_on_local_grads |= used is not None and used.no_sync_line is not None
         self.bypass.locate_bypass()
         bypassing = self.bypass.event, LoopEvent("step", location=str(step_location() or ""))
         switches = switch_calls if self.is_sharded else ()
@@ -229,7 +229,7 @@ class StepRecorder(StepListener):
         if self.replica.awaits_forward:
             self.replica.forward_begins()
         ledger = self.loop.ledger
-        if ledger.open and ledger.unreduced and ledger.unpaired and not self._optimizer_steps.has_stepped:
+        if ledger.open and ledger.has_unreduced and ledger.unpaired and not self._optimizer_steps.has_stepped:
             self.loop.report(self.step)  # no known optimizer: presumably used
 
     def step_begins(self, step: int) -> None:

@@ -208,7 +208,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
     def line(self) -> Location | None:
         return self._line.location
 
-    def broadcasts(self, wrapper: nn.Module) -> None:
+    def note_broadcast(self, wrapper: nn.Module) -> None:
         """Record the buffer broadcast of a DDP forward pass, if DDP does one."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
             if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
@@ -221,7 +221,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)
         return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)
 
-    def gathers(self, group: dist.ProcessGroup | None) -> None:
+    def note_gather(self, group: dist.ProcessGroup | None) -> None:
         location = user_location()
         line = self._by_location.get(location, _CallingLine(location))
         backward_place = ""
@@ -229,7 +229,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
             backward_place = place_of_backward(line.forwards + 1, line.text, self._num_unsynced, self._log.batch)
         log_ddp_collective(SHARD_FORWARD, self._label, group, call_place=backward_place)
 
-    def reduces(self, wrapper: nn.Module) -> None:
+    def note_reduction(self, wrapper: nn.Module) -> None:
         """Record the reduction of a DDP backward pass (FSDP2's collectives run in Python)."""
         if not isinstance(wrapper, nn.parallel.DistributedDataParallel) or wrapper._join_config.enable:
             return

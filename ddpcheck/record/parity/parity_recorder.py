@@ -149,7 +149,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         """Keep the program's numbers, and start to trace a possible evaluation."""
         if not self.samples.evaluates and self._evaluation_count < _MOST_EVALUATIONS:
             self._evaluation_count += 1
-            self._shown_recorder.look()
+            self._shown_recorder.keep_known_numbers()
         self._trace.begin()
 
     def _record_inputs(self, wrapper: Any, *inputs: Any, **named: Any) -> None:
@@ -372,4 +372,4 @@ def start(options: ParityOptions, folder: str) -> None:
     def failed(error: Exception, failed_recorder: Recorder) -> None:
         current.write(WatchingFailed("", failed_recorder.name, ("parity",), 0, one_line_error(error)))
 
-    ErrorGuard.taken_by = failed
+    ErrorGuard.error_handler = failed

@@ -145,7 +145,7 @@ class _RankRecorder:
         self._log = RankLog(Path(options.folder), started)
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
-        ErrorGuard.taken_by = self._record_failure
+        ErrorGuard.error_handler = self._record_failure
         self._parity: Any = None
         if options.parity is not None:
             from ddpcheck.record.parity import parity_recorder  # import only if needed
@@ -185,7 +185,7 @@ class _RankRecorder:
         self._constructions = ConstructionRecorder()
         self._files = FileRecorder(run)
         ShardRecorder(
-            lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.sharded
+            lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.follow_shard
         )
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             collective_log.before_collective.append(recorder.note_collective)
@@ -202,13 +202,16 @@ class _RankRecorder:
             watched = False
             msg = f"the script watches its model itself ({type(wrapper).__name__}), so ddpcheck run does not compare it"
             self._log.add(NotCompared(UNNUMBERED, msg))
-        if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
+        if (
+            watched
+            and (begun := self._constructions.wrapper_entry((wrapper, *arguments), named, _DDP.__init__)) is not None
+        ):
             self._log.add(begun)
-        self._log.turn(begins=True)
+        self._log.count_turn(begins=True)
         try:
             yield
         finally:
-            self._log.turn(begins=False)
+            self._log.count_turn(begins=False)
         if watched:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
 
@@ -219,7 +222,7 @@ class _RankRecorder:
                 watch.expects(reducer, outputs)
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
-        collective_log.record_calls(self._record_call, self._log.turn)
+        collective_log.record_calls(self._record_call, self._log.count_turn)
         PeerRecorder(self._run)
         for name in ("wait", "get"):
             patched(vars(dist)["Store"], name, self._record_store_wait)
@@ -327,7 +330,7 @@ class _RankRecorder:
         if watch.is_off:
             return None
         self._watches.add(watch)
-        self._writes.wrapped(watch)
+        self._writes.follow_wrapper(watch)
         self._statistics.follow(wrapper, watch.number)
         self._run.wrappers += 1
         self._draws.begin()
@@ -340,7 +343,7 @@ class _RankRecorder:
         is_world = len(call.members) == dist.get_world_size()
         is_sum, is_average = (is_world and call.operation == "all_reduce" and op == reduce_op for reduce_op in _SUMS)
         if call.operation in ("all_reduce", "broadcast") and is_world:
-            self._optimizers.states.note_together(tensor)
+            self._optimizers.states.count_synchronized(tensor)
             if is_sum:
                 self._optimizers.note_sum(tensor, Location.parse(call.location), call.callers)
         if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:

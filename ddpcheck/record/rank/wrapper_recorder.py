@@ -154,7 +154,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Record the start of a sharded module's forward pass, and its all-gather."""
         if self._records_gathers:
-            self._collectives.gathers(self._gather_group)
+            self._collectives.note_gather(self._gather_group)
         self._recorder.tracker.before_forward(wrapper, arguments, named)
 
     def shards_returned(self, wrapper: nn.Module, output: Any) -> None:
@@ -222,7 +222,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     @property
     def has_unreduced(self) -> bool:
         """Return True if gradients are not reduced yet, or the last reduction is incomplete."""
-        return self._recorder.loop.ledger.put_off or self._is_incomplete
+        return self._recorder.loop.ledger.awaits_reduction or self._is_incomplete
 
     def expects(self, reducer: object, outputs: Any) -> None:
         """Expect a backward pass: a framework has called `prepare_for_backward` of `reducer`."""
@@ -368,7 +368,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         """Record collectives of the forward pass, and its inputs if gradients are disabled."""
         if not self._is_attached:
             return
-        self._collectives.broadcasts(wrapper)
+        self._collectives.note_broadcast(wrapper)
         if not torch.is_grad_enabled():
             self._inputs.evaluates(self.step, (arguments, dict(named)))
 
@@ -402,5 +402,5 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._loss_from_forward = True
         wrapper, step = self._recorder.tracker.parameters.wrapper(), self._recorder.tracker.number
         if wrapper is not None:
-            self._collectives.reduces(wrapper)
+            self._collectives.note_reduction(wrapper)
         self._log.count(self.number, step + 1, step)

@@ -73,7 +73,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._lasting_paths: set[str] = set()  # paths of containers whose first tensor stayed in the next step
         self._record_counts: Counter[str] = Counter()  # by path of a called module (no copy, no criterion)
 
-    def look(self, optimizer: int, count: int, optimizer_params: Iterable[torch.Tensor]) -> None:
+    def record_models(self, optimizer: int, count: int, optimizer_params: Iterable[torch.Tensor]) -> None:
         """Record models in program variables before step `count`; `optimizer_params` are all optimizers' parameters."""
         steps = {*map(id, optimizer_params)}
         watched = [(watch, dict(watch.module_parameters())) for watch in self._run.watches]
@@ -134,7 +134,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         is_other = not copies and any(isinstance(tensor, nn.Parameter) for tensor in state.values())
         return StateHeld(optimizer, count, path, kind, values, copies, used, line, together, is_other)
 
-    def note_together(self, tensor: Any) -> None:
+    def count_synchronized(self, tensor: Any) -> None:
         """Count a collective that made a tensor equal on all ranks."""
         if type(tensor) in (torch.Tensor, nn.Parameter) and len(self._synchronized) < _MOST_SYNCHRONIZED:
             self._synchronized[storage_address(tensor)] += 1

@@ -124,9 +124,9 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
             ("no_sync",),
             "Every forward of the step runs under no_sync, so its gradients are never averaged.",
             **ranks_and_steps(used, ledgers),
-            location=Location.parse(first.under or step.location),
+            location=Location.parse(first.no_sync_line or step.location),
         )
-    called = unreduced[-1].under
+    called = unreduced[-1].no_sync_line
     set_at = next((event.location for event in item.events if event.kind == SYNC_SETTING), "") if called is None else ""
     several = f"{len(unreduced)} backward passes" if len(unreduced) > 1 else "A backward pass"
     kind = "ones" if len(unreduced) > 1 else "one"

@@ -76,7 +76,7 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
         findings += judge_schedule(opt.ends, len(facts.ranks))
         findings += judge_second_sum(opt.steps, len(facts.ranks))
     for first in () if findings else optimizers.first_steps:  # parameters may differ between ranks
-        findings += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
+        findings += judge_optimizer_options([first]) or (judge_parts(first) if facts.has_differing_parameters else [])
     return findings
 
 

@@ -284,7 +284,7 @@ def with_distances(
     with torch.no_grad():
         for item in selected:
             tensor = tensors[item.path].resolve_conj().resolve_neg().contiguous()
-            received = _broadcast_from(tensor, item.reference, group, keep=exchange.rank in item.odd)
+            received = _broadcast_from(tensor, item.reference, group, keep=exchange.rank in item.differing_ranks)
             local_distances.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
     by_rank = exchange.all_gather("measured", local_distances)
     by_path = {
