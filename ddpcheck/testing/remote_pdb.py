@@ -1,8 +1,8 @@
 """pdb on a rank through pytest's terminal: `breakpoint()`, and `--pdb` after a failure.
 
 A rank has no terminal. When its debugger stops, the rank listens on a socket in the world's directory; the parent polls
-for sockets while waiting for the ranks (`PdbTerminal.serve_debuggers`) and relays until the rank disconnects. A rank sends
-text, or `None` to request a line of input. The timeout is paused meanwhile.
+for sockets while waiting for the ranks (`PdbTerminal.serve_debuggers`) and relays until the rank disconnects. A rank
+sends text, or `None` to request a line of input. The timeout is paused meanwhile.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class StepProbe:
         self.grads_before: dict[str, torch.Tensor] = {}  # of shards
         # shards whose gradient bypassed the reduction: by an operation on the DTensor itself, or as terms that torch
         # sums over tensor-parallel ranks before the reduction
-        self.beside: set[str] = set()
+        self.bypassing_shards: set[str] = set()
         self.hooked = HookedGradients()  # changes of gradients by program hooks, if gradients are kept
         self._module = module
         self._parts = parts
@@ -249,7 +249,7 @@ class StepProbe:
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_dtensor(p)}
         nodes = gradient_nodes([*shards.values()])  # run by the engine's accumulation, not by torch's reduction
         self._handles += [
-            node.register_prehook(lambda _, name=name: self.beside.add(name))
+            node.register_prehook(lambda _, name=name: self.bypassing_shards.add(name))
             for name, node in zip(shards, nodes, strict=True)
             if node is not None
         ]
@@ -267,7 +267,7 @@ class StepProbe:
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
             plain = type(gradient) is torch.Tensor and gradient.layout == torch.strided
             if not plain and is_dtensor(gradient) and gradient.placements != leaf.placements:
-                self.beside.add(name)  # under tensor parallelism
+                self.bypassing_shards.add(name)  # under tensor parallelism
             if self.keep is not None:
                 self.hooked.arrived(name, gradient)
                 self._keep_earlier(name)
@@ -312,7 +312,7 @@ class StepProbe:
                 if id(parameter) not in gathered
             }
             twice = shards_of_tied_params(self._module)
-            self.beside |= {name for name, p in self._parameters.items() if id(p) in twice}
+            self.bypassing_shards |= {name for name, p in self._parameters.items() if id(p) in twice}
         known_ids = {*map(id, params.values()), *map(id, self._leaves)}
         unknown = {id(leaf) for leaf in graph.leaves if leaf.requires_grad} - known_ids
         if unknown:

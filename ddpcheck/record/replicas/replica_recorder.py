@@ -113,7 +113,10 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_user_hook(wrapper)
-            excluded = {*probe.beside, *(name for name, gradient in gradients.items() if is_subnormal(gradient))}
+            excluded = {
+                *probe.bypassing_shards,
+                *(name for name, gradient in gradients.items() if is_subnormal(gradient)),
+            }
             local = {name: kept for name, kept in probe.local.items() if name not in excluded}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in vectors.items()}
