@@ -140,7 +140,7 @@ def join_single_process_group() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def use_rank0_module(module_file: Path) -> None:
+def adopt(module_file: Path) -> None:
     """Replace the module and its float64 copy by rank 0's module after `wrap`."""
     single: SingleProcess = this_rank.state["single"]
     single.module = wire.loads(module_file.read_bytes()).to(single.device)

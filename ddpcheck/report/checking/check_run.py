@@ -150,7 +150,7 @@ class CheckRun(CheckWorlds):
         if wrapped.transfer_error:
             self.state.single.skipped = f"wrap makes another module, which {wrapped.transfer_error}"
         elif wrapped.replaces_module and self.reference is None:
-            self._earlier.append(partial(calls.single_process.use_rank0_module, self.world.directory / "module.pickle"))
+            self._earlier.append(partial(calls.single_process.adopt, self.world.directory / "module.pickle"))
             self._settle_single(self._start_single(self._earlier[-1]))
 
     def _run_step(self, step: int) -> None:
