@@ -60,10 +60,10 @@ def detect_anomalous_params(
     from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves
     from ddpcheck.gather.ddp.sharding import refuse_fsdp1
     from ddpcheck.recipe.pytree import tree_tensors
-    from ddpcheck.recipe.recipe import kind_of
+    from ddpcheck.recipe.recipe import describe_type
 
     if not isinstance(model, nn.Module):
-        raise WrongTypeError(f"detect_anomalous_params takes the loss and an nn.Module, not {kind_of(model)}")
+        raise WrongTypeError(f"detect_anomalous_params takes the loss and an nn.Module, not {describe_type(model)}")
     refuse_fsdp1(model, "the model of detect_anomalous_params")
     if hasattr(model, "reducer") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]

@@ -46,10 +46,10 @@ def check_consistency(
     from ddpcheck.gather.ddp.sharding import refuse_fsdp1
     from ddpcheck.gather.state.fingerprints import fingerprints
     from ddpcheck.gather.state.module_description import describe
-    from ddpcheck.recipe.recipe import kind_of
+    from ddpcheck.recipe.recipe import describe_type
 
     if not isinstance(module, nn.Module):
-        raise WrongTypeError(f"check_consistency takes an nn.Module, not {kind_of(module)}")
+        raise WrongTypeError(f"check_consistency takes an nn.Module, not {describe_type(module)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("check_consistency needs a process group: call torch.distributed.init_process_group first")
     refuse_fsdp1(module, "the module of check_consistency")

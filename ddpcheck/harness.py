@@ -101,7 +101,7 @@ class World:
             configs = [self._rank_config(rank) for rank in range(world_size)]
             starters = [starting.STARTERS[options.start_method]] * world_size
             if hosts is not None:
-                configs = [hosts.settle(config) for config in configs]
+                configs = [hosts.complete_config(config) for config in configs]
                 starters = [hosts.starter(rank, options.start_method) for rank in range(world_size)]
             seeds = starting.hash_seeds(world_size, differ=options.hash_seeds)
             self._processes.start(configs, starters, seeds, options.ahead)

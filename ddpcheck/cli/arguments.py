@@ -21,7 +21,7 @@ from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_USAGE, UsageError
 from ddpcheck.findings.rules import FAMILIES, RULES
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
 from ddpcheck.report.settings import load_third_party_rules
-from ddpcheck.run.check_options import Once, add_check_options, add_display_options
+from ddpcheck.run.check_options import StoreOnce, add_check_options, add_display_options
 
 EPILOG = """\
 exit codes: 0 no findings at or above --fail-on; 1 such findings; 2 wrong usage or configuration, or a bug in ddpcheck;
@@ -209,7 +209,7 @@ def _add_settings(parser: argparse._ActionsContainer, *names: str, formats: Iter
     for name in names:
         metavar, text = OPTIONS[name]
         flags = ("-o", name) if name == "--output" else (name,)
-        action: Any = Once if name == "--output" else "append" if name in _REPEATED else "store"
+        action: Any = StoreOnce if name == "--output" else "append" if name in _REPEATED else "store"
         parser.add_argument(*flags, metavar=metavar, action=action, help=text.format(formats=", ".join(formats)))
         if name == "--format":
             add_display_options(parser)

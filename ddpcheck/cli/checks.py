@@ -152,10 +152,10 @@ def run_hang(arguments: argparse.Namespace) -> int:
 
 def run_live(arguments: argparse.Namespace) -> int:
     """Show the report on an active run; return 4 if it hangs."""
-    from ddpcheck.run.script_report import report_on_run, the_run
+    from ddpcheck.run.script_report import find_active_run, report_on_run
 
     try:
-        report, code = _show(arguments, report_on_run, the_run(arguments.folder))
+        report, code = _show(arguments, report_on_run, find_active_run(arguments.folder))
     except OSError as error:
         raise UsageError(f"cannot read {error.filename}: {reason_of(error)}") from error
     return EXIT_HANG if report.checks[0].status == "error" else code

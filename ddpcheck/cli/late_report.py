@@ -18,12 +18,12 @@ from ddpcheck.cli.run import report_output, show_report
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_HANG, DDPCheckError
 from ddpcheck.report.settings import Settings
-from ddpcheck.run.check_options import examine
+from ddpcheck.run.check_options import settings_from_args
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_dumps import create_dump_folder
 from ddpcheck.run.hang_watch import HangWatch
-from ddpcheck.run.live_ranks import lives
-from ddpcheck.run.run_folder import holding
+from ddpcheck.run.live_ranks import is_alive
+from ddpcheck.run.run_folder import own_folder
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import read_logs
 
@@ -38,13 +38,13 @@ def main() -> None:
         create_dump_folder(Path(args.check_flight_recorder))
     settings, baseline = Settings(), None
     try:
-        settings = examine(args)
+        settings = settings_from_args(args)
         baseline = None if args.check_baseline is None else load_report(args.check_baseline)
     except DDPCheckError as error:  # the script is already running, so report anyway
         complain(f"{error}; the report has no suppressions and no baseline")
     watch = HangWatch(folder, args.check_timeout, lambda: _end_ranks(folder))
     try:
-        with holding(folder):
+        with own_folder(folder):
             _wait_for_ranks(folder, launcher)
         watch.stop()
         with report_output(args) as output:
@@ -64,13 +64,13 @@ def _wait_for_ranks(folder: Path, launcher: int) -> None:
     while time.monotonic() - last_alive < _QUIET:
         if _live_pids(folder):
             last_alive = time.monotonic()
-        elif not lives(launcher):
+        elif not is_alive(launcher):
             return
         time.sleep(_POLL)
 
 
 def _live_pids(folder: Path) -> list[int]:
-    return [pid for path in folder.glob("*.pid") if lives(pid := int(path.stem))]
+    return [pid for path in folder.glob("*.pid") if is_alive(pid := int(path.stem))]
 
 
 def _end_ranks(folder: Path) -> None:
@@ -81,8 +81,8 @@ def _end_ranks(folder: Path) -> None:
 
 def _infer_ending(folder: Path, watch: HangWatch) -> Ending:
     """Infer from the logs how ranks ended: only the launcher knows exit codes."""
-    if watch.unended is not None:
-        return Ending(unended=watch.unended)
+    if watch.not_exited is not None:
+        return Ending(not_exited=watch.not_exited)
     if watch.hang is not None:
         return Ending(EXIT_HANG, hang=watch.hang)
     ranks = read_logs(folder)

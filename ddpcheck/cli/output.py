@@ -176,11 +176,11 @@ def complain_of(error: Exception) -> int:
     if isinstance(error, MemoryError):
         complain("there is not enough memory for this; give ddpcheck less at a time, or more memory")
         return EXIT_USAGE
-    complain(f"{named(error)}; {BUG}: please report it with the traceback that --debug shows")
+    complain(f"{format_error(error)}; {BUG}: please report it with the traceback that --debug shows")
     return EXIT_USAGE
 
 
-def named(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return class and message of an exception in one line."""
     return "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ddpcheck import load_extra
-from ddpcheck.cli.output import ReportOutput, complain, complain_of, named, print_error, reason_of, say
+from ddpcheck.cli.output import ReportOutput, complain, complain_of, format_error, print_error, reason_of, say
 from ddpcheck.cli.parsing import Parser, describe_run, near_option
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG, EXIT_USAGE, UsageError
@@ -30,18 +30,18 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.wording import join_names
 from ddpcheck.gather.patching import Patch, patched
-from ddpcheck.recipe.target import near_file
+from ddpcheck.recipe.target import similar_file_hint
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for, unwatched_in
 from ddpcheck.report.settings import Settings
-from ddpcheck.run.check_options import add_check_options, examine, split_at_script
+from ddpcheck.run.check_options import add_check_options, settings_from_args, split_at_script
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.flight_dumps import create_dump_folder, write_flight_records
-from ddpcheck.run.hang_watch import Hang, HangWatch, NotExited, end_agent, unmet
+from ddpcheck.run.hang_watch import Hang, HangWatch, NotExited, end_agent, joining_processes
 from ddpcheck.run.node_link import NodeLink
-from ddpcheck.run.run_folder import holding
+from ddpcheck.run.run_folder import own_folder
 from ddpcheck.stream.entries import WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, RankTrace, last_restart, rank_processes, read_logs
-from ddpcheck.worlds.failures import has_lost_another
+from ddpcheck.worlds.failures import is_lost_connection
 
 if TYPE_CHECKING:
     from ddpcheck.run.parity_run import ParityRuns, SingleRun
@@ -54,7 +54,7 @@ def examine_options(args: argparse.Namespace) -> None:
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     if not args.module and not args.no_python and not os.path.exists(args.training_script):
-        raise UsageError(f"no such file: {args.training_script}{near_file(Path(args.training_script))}")
+        raise UsageError(f"no such file: {args.training_script}{similar_file_hint(Path(args.training_script))}")
     ranks = args.nproc_per_node
     try:
         is_valid = determine_local_world_size(ranks) > 0
@@ -102,8 +102,8 @@ def run_agent(
         kept = {rank: failure for rank, failure in error.failures.items() if pids.get(rank, failure.pid) == failure.pid}
         return Ending(code, {rank: failure.exitcode for rank, failure in kept.items()})
     except SignalException as error:
-        if watch.unended is not None:
-            return Ending(unended=watch.unended)
+        if watch.not_exited is not None:
+            return Ending(not_exited=watch.not_exited)
         if watch.hang is not None:
             return Ending(EXIT_HANG, hang=watch.hang)
         if not quiet:
@@ -114,7 +114,7 @@ def run_agent(
             raise UsageError(f"torchrun refuses an option: {error}") from error
         if args.debug:
             traceback.print_exception(error)
-        complain(f"the agent of torchrun has stopped: {named(error)}")
+        complain(f"the agent of torchrun has stopped: {format_error(error)}")
         return Ending(EXIT_FINDINGS)  # as torchrun exits then
     return Ending()
 
@@ -126,7 +126,7 @@ def code_of_first(failures: Mapping[int, Any]) -> int:
     """
     ordered = sorted(failures.values(), key=lambda proc: proc.timestamp)
     raised = {proc.pid: str(proc.message) for proc in ordered if isinstance(proc.message, dict)}  # from an error file
-    lost = [proc.pid for proc in ordered if has_lost_another(raised.get(proc.pid, ""))]
+    lost = [proc.pid for proc in ordered if is_lost_connection(raised.get(proc.pid, ""))]
     by_itself = [proc for proc in ordered if proc.pid not in lost and proc.exitcode != -signal.SIGTERM]
     first = (by_itself or ordered)[0]
     code = EXIT_FINDINGS if first.exitcode == -signal.SIGTERM and first.pid in raised else first.exitcode
@@ -217,7 +217,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     from torch.distributed.run import run
 
     args, script = _parse_arguments(arguments)
-    settings = examine(args)
+    settings = settings_from_args(args)
     examine_options(args)
     baseline = None if args.check_baseline is None else load_report(args.check_baseline)
     if args.check_record is not None:
@@ -225,7 +225,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     if args.check_flight_recorder is not None:
         create_dump_folder(Path(args.check_flight_recorder))
     temp_dir = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
-    with temp_dir as folder, holding(Path(folder)), report_output(args) as output:
+    with temp_dir as folder, own_folder(Path(folder)), report_output(args) as output:
         Path(folder, SCRIPT).write_text(shlex.join(script))
         parity = None
         if args.check_parity:
@@ -326,8 +326,8 @@ def show_report(
     for entry in (entry for rank in ranks for entry in rank.entries if args.debug):
         if isinstance(entry, WatchingFailed):
             complain(entry.error, kind="debug")
-    unmet_ranks = () if ranks else unmet(folder)
-    ending = replace(ending, unmet=unmet_ranks, restart=last_restart(folder), unwatched=unwatched_in(folder))
+    unmet_ranks = () if ranks else joining_processes(folder)
+    ending = replace(ending, joining=unmet_ranks, restart=last_restart(folder), unwatched=unwatched_in(folder))
     if args.check_flight_recorder is not None:
         try:
             write_flight_records(Path(args.check_flight_recorder), ranks, ending)
@@ -394,7 +394,7 @@ def collect_logs(link: NodeLink, ending: Ending) -> Ending:
 def merge_endings(endings: list[Ending]) -> Ending:
     """Merge the endings of several nodes; the first nonzero exit code wins."""
     hangs = [ending.hang for ending in endings if ending.hang is not None]
-    unended = [ending.unended for ending in endings if ending.unended is not None]
+    unended = [ending.not_exited for ending in endings if ending.not_exited is not None]
     exit_codes: Mapping[int, int] = {rank: code for ending in endings for rank, code in ending.exit_codes.items()}
     stacks = {rank: stack for hang in hangs for rank, stack in hang.stacks.items()}
     ranks = sorted({rank for node in unended for rank in node.ranks})
@@ -404,5 +404,5 @@ def merge_endings(endings: list[Ending]) -> Ending:
         exit_codes=exit_codes,
         hang=Hang(max(hang.seconds for hang in hangs), stacks) if hangs else None,
         interrupted=any(ending.interrupted for ending in endings),
-        unended=NotExited(max(node.seconds for node in unended), tuple(ranks)) if unended else None,
+        not_exited=NotExited(max(node.seconds for node in unended), tuple(ranks)) if unended else None,
     )

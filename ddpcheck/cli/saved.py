@@ -12,7 +12,7 @@ from ddpcheck import load_extra
 from ddpcheck.cli.output import ReportOutput, print_out, reason_of
 from ddpcheck.findings.difference import ReportDifference, compare_reports
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
-from ddpcheck.findings.files import MOST_BYTES, decompress, read_file, within
+from ddpcheck.findings.files import MOST_BYTES, check_size, decompress, read_file
 from ddpcheck.findings.from_json import parse
 from ddpcheck.findings.json_schema import literal, schema_of
 from ddpcheck.findings.report import Report, Status
@@ -36,7 +36,7 @@ def load_saved(path: str) -> Report | Matrix:
         raise UsageError("cannot read standard input: it is closed")
     try:
         if path == "-":
-            text = within(sys.stdin.read(MOST_BYTES + 1))
+            text = check_size(sys.stdin.read(MOST_BYTES + 1))
         else:
             text = decompress(read_file(path)).decode("utf-8-sig")
     except (OSError, ValueError) as error:

@@ -38,10 +38,10 @@ def read_file(path: str | Path, most: int = MOST_BYTES, *, own: bool = False, he
         if not stat.S_ISREG(status.st_mode) or (own and status.st_uid != os.geteuid()):
             kind = "a file of this user" if own else "a regular file"
             raise OSError(errno.EINVAL, f"it is not {kind}", str(path))
-        return file.read(most) if head else within(file.read(min(status.st_size, most) + 1), most, str(path))
+        return file.read(most) if head else check_size(file.read(min(status.st_size, most) + 1), most, str(path))
 
 
-def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
+def check_size(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
     """Return `data`, or raise `OSError` if longer than `most` bytes or characters."""
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most >> 20} MB, and ddpcheck reads no more of one input", name)
@@ -53,7 +53,7 @@ def decompress(data: bytes) -> bytes:
     if not data.startswith(b"\x1f\x8b"):  # magic number of gzip
         return data
     try:
-        return within(GzipFile(fileobj=io.BytesIO(data)).read(MOST_BYTES + 1))
+        return check_size(GzipFile(fileobj=io.BytesIO(data)).read(MOST_BYTES + 1))
     except (EOFError, zlib.error) as error:
         raise OSError(str(error)) from error
 

@@ -280,7 +280,7 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     return _first_assignment(parsed_source(file).body, variable, file) if is_user_file(file) else None
 
 
-def making_of(module: nn.Module, name: str) -> Location | None:
+def assignment_of_parameter(module: nn.Module, name: str) -> Location | None:
     """Return the line that assigns parameter or module `name`, else its nearest parent module."""
     return assignment_in_classes(classes_of_program(module), name)
 
@@ -297,7 +297,7 @@ def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
-    """Return the line of `making_of`, from the `classes_of_program` of another process."""
+    """Return the line of `assignment_of_parameter`, from the `classes_of_program` of another process."""
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):

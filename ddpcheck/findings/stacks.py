@@ -184,7 +184,7 @@ def lock_waited_for(frames: Sequence[Frame]) -> str:
 _PICKLING = ("_object_to_tensor", "_tensor_to_object")
 
 
-def pickles(frames: Sequence[Frame]) -> bool:
+def is_pickling(frames: Sequence[Frame]) -> bool:
     """Check if a stack is pickling for an object collective (may run user code)."""
     return any(frame.name in _PICKLING and frame.file.endswith("distributed_c10d.py") for frame in frames)
 

@@ -139,7 +139,7 @@ class OriginalException:
     where: str  # worker or thread, in torch's words: "in DataLoader worker process 0"
 
 
-def original_of(error: BaseException) -> OriginalException | None:
+def original_exception(error: BaseException) -> OriginalException | None:
     """Return the worker's exception that `ExceptionWrapper` has re-raised as `error`, or None."""
     codes = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
     if codes[-1:] != ["ExceptionWrapper.reraise"] or not isinstance(error, Exception):

@@ -67,7 +67,7 @@ def scripting_in(
 
 
 @contextlib.contextmanager
-def hooks_put_aside(code: object) -> Iterator[None]:
+def without_own_hooks(code: object) -> Iterator[None]:
     """Remove ddpcheck's hooks from module `code` in the block, for compilation by TorchScript."""
     parts = code.modules() if isinstance(code, nn.Module) else ()
     tables = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]

@@ -88,7 +88,7 @@ def _guard_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def in_a_line(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """Return the class and the first sentence of the message of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
 
@@ -96,16 +96,16 @@ def in_a_line(error: Exception) -> str:
 class ErrorGuard:
     """Handler of errors in ddpcheck's code that torch or a script calls."""
 
-    taken_by: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # error handler; None: raise
+    error_handler: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # error handler; None: raise
 
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
         """Disable `recorder` after `error`; raise errors that are for the script (signal, finding)."""
-        if cls.taken_by is None or isinstance(error, DDPCheckError) or is_of_signal(error):
+        if cls.error_handler is None or isinstance(error, DDPCheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:
             recorder.is_off = True
-            cls.taken_by(error, recorder)
+            cls.error_handler(error, recorder)
 
 
 def recorder_of(function: Any) -> Recorder:
@@ -168,10 +168,10 @@ def patched(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
     A plain function runs before the original. A generator function runs to its `yield` before the original and is then
     sent the result; if the original raises, the generator is closed.
     """
-    return Patch(owner, name, functools.partial(accompanied, around=around))
+    return Patch(owner, name, functools.partial(wrap_with_callback, around=around))
 
 
-def accompanied(original: Any, around: Callable[..., Any]) -> Any:
+def wrap_with_callback(original: Any, around: Callable[..., Any]) -> Any:
     """Wrap `original` to call `around` on each call, as `patched` does."""
     import torch  # imported late: this module must not require torch
 

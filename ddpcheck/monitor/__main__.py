@@ -18,7 +18,7 @@ import sys
 from ddpcheck.findings.errors import EXIT_USAGE, ConfigError, UsageError
 from ddpcheck.findings.files import process_stat
 from ddpcheck.record.rank.environment import RunOptions, environment_for
-from ddpcheck.run.check_options import add_check_options, examine, split_at_script
+from ddpcheck.run.check_options import add_check_options, settings_from_args, split_at_script
 from ddpcheck.run.run_folder import shared_folder
 from ddpcheck.stream.rank_log import SCRIPT
 
@@ -41,7 +41,7 @@ def main() -> int:
     args.arguments = script[1:]
     if args.check_parity:
         parser.error("--check-parity starts the script again, which ddpcheck run does and this command does not")
-    examine(args)
+    settings_from_args(args)
     started = (process_stat(os.getppid())[19:] or "0")[0]  # start time, since the pid may be reused
     folder = shared_folder(f"{os.getuid()}-{os.getppid()}-{started}")
     (folder / f"{os.getpid()}.pid").touch()

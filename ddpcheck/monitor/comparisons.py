@@ -24,9 +24,9 @@ from ddpcheck.findings.wording import group_by
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks, rms_over_ranks
 from ddpcheck.gather.collectives.store_exchange import default_store
-from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, hook_loss
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, hook_error
 from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
-from ddpcheck.gather.ddp.sharding import mesh_of, shard_number, uneven_parts
+from ddpcheck.gather.ddp.sharding import mesh_of, non_constant_shards, shard_number
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
@@ -103,7 +103,7 @@ class ReplicaComparison:
         pairs = self._alarms.gather(f"shards/{key}", (captured.shard, digest))
         if len({digest for _, digest in pairs}) >= len({shard for shard, _ in pairs}):
             return []
-        parts = uneven_parts(self._recorder.parameters, mesh_of(self._recorder.module))
+        parts = non_constant_shards(self._recorder.parameters, mesh_of(self._recorder.module))
         return judge_repeated(self._alarms.gather(f"parts/{key}", replace(captured, parts=parts)))
 
     def _differences_from_average(
@@ -131,7 +131,7 @@ class ReplicaComparison:
                 average,
                 world_size=dist.get_world_size(group),
                 scale=scale,
-                lossy=hook_loss(wrapper),
+                lossy=hook_error(wrapper),
             )
             for (name, parameter), average, scale in zip(parameters.items(), averaged, scales, strict=True)
         )

@@ -18,17 +18,17 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Report
-from ddpcheck.findings.source_lines import exception_location, making_of
+from ddpcheck.findings.source_lines import assignment_of_parameter, exception_location
 from ddpcheck.findings.wording import PARAMETER_MADE
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
-from ddpcheck.gather.patching import OF_A_WRAPPER, ErrorGuard, Recorder, in_a_line
+from ddpcheck.gather.patching import OF_A_WRAPPER, ErrorGuard, Recorder, one_line_error
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.comparisons import OtherMeshes, ReplicaComparison, SplitModelComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning, OnFinding, WatchOptions
 from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import IgnoredData, LocalSgdTracker
-from ddpcheck.record.recording import hold, release
+from ddpcheck.record.recording import keep_alive, stop_keeping_alive
 from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
@@ -143,13 +143,13 @@ class Watch:
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._is_attached = True
         self._failed_checks: list[CheckResult] = []
-        ErrorGuard.taken_by = ErrorGuard.taken_by or _disable_recorder
+        ErrorGuard.error_handler = ErrorGuard.error_handler or _disable_recorder
         self._recorder.attach()
         self._compilations.begin()
         if self._recorder.is_sharded:
             self._ignored.begin()
         _open_watches.add(self)
-        hold(self._recorder.module, self)
+        keep_alive(self._recorder.module, self)
 
     def __enter__(self) -> Watch:
         return self
@@ -173,9 +173,9 @@ class Watch:
         self._compilations.close()
         self._parts.close()
         self._ignored.close()
-        release(self._recorder.module, self)
-        if ErrorGuard.taken_by is _disable_recorder and not any(watch._is_attached for watch in _open_watches):
-            ErrorGuard.taken_by = None
+        stop_keeping_alive(self._recorder.module, self)
+        if ErrorGuard.error_handler is _disable_recorder and not any(watch._is_attached for watch in _open_watches):
+            ErrorGuard.error_handler = None
         if not was_attached:
             return
         if failing:
@@ -243,7 +243,7 @@ class Watch:
         Raises:
             FindingsError: A finding is an error and `on_finding` is "raise".
         """
-        self._recorder.tracker.settle()
+        self._recorder.tracker.end_pending_step()
 
     def compare(self) -> list[Finding]:
         """Compare modules, parameters and buffers of the ranks now, on every rank.
@@ -306,7 +306,7 @@ class Watch:
 
     def _locate(self, finding: Finding) -> Finding:
         """Add the line that creates the first subject of a finding."""
-        location = making_of(self._recorder.module, finding.subjects[0]) if finding.subjects else None
+        location = assignment_of_parameter(self._recorder.module, finding.subjects[0]) if finding.subjects else None
         return replace(finding, location=location).relocated(finding.location, PARAMETER_MADE)
 
 
@@ -321,9 +321,9 @@ def _disable_recorder(error: Exception, recorder: Recorder) -> None:
     """Disable a failed recorder in all watches; re-raise errors of user functions."""
     if any(frame.f_code is FindingReporter.report.__code__ for frame, _ in walk_tb(error.__traceback__)):
         raise error
-    detail = in_a_line(error)  # if every watch has been freed
+    detail = one_line_error(error)  # if every watch has been freed
     for watch in _open_watches:
-        detail = f"not watched from step {watch.step} on: {in_a_line(error)}"
+        detail = f"not watched from step {watch.step} on: {one_line_error(error)}"
         names = recorder.subjects or (recorder.name,)
         watch._failed_checks += [CheckResult(name, "error", detail=detail) for name in names]
         if watch._is_attached and recorder.subjects == OF_A_WRAPPER:

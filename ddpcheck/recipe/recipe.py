@@ -55,14 +55,14 @@ class Recipe:
             value = getattr(self, name)
             is_default = value is None and name in ("shard", "optimizer", "wrap")
             if not is_default and not callable(value):
-                raise WrongTypeError(f"recipe: {name} must be a function, not {kind_of(value)}")
+                raise WrongTypeError(f"recipe: {name} must be a function, not {describe_type(value)}")
         if isinstance(self.model, nn.Module):
             raise WrongTypeError(
-                f"recipe: model must be a function that builds the module, not {kind_of(self.model)}; every rank "
+                f"recipe: model must be a function that builds the module, not {describe_type(self.model)}; every rank "
                 "builds its own"
             )
         if not isinstance(self.ddp_kwargs, Mapping):
-            raise WrongTypeError(f"recipe: ddp_kwargs must be a dict, not {kind_of(self.ddp_kwargs)}")
+            raise WrongTypeError(f"recipe: ddp_kwargs must be a dict, not {describe_type(self.ddp_kwargs)}")
 
     def build_model(self) -> nn.Module:
         """Call `model()`.
@@ -72,7 +72,7 @@ class Recipe:
         """
         module = call_user("model()", self.model)
         if not isinstance(module, nn.Module):
-            raise TargetError(f"model() returned {kind_of(module)}; it must return a torch.nn.Module")
+            raise TargetError(f"model() returned {describe_type(module)}; it must return a torch.nn.Module")
         return module
 
     def global_batch(self, step: int) -> Any:
@@ -83,7 +83,9 @@ class Recipe:
         """
         batch = call_user(f"batch({step})", self.batch, step)
         if next(tree_tensors(batch), None) is None:
-            raise TargetError(f"batch({step}) returned {kind_of(batch)} without any tensor; return a nest of tensors")
+            raise TargetError(
+                f"batch({step}) returned {describe_type(batch)} without any tensor; return a nest of tensors"
+            )
         return batch
 
     def local_batch(self, batch: Any, rank: int, world_size: int) -> Any:
@@ -102,11 +104,11 @@ class Recipe:
             return torch.optim.SGD(parameters, lr=_DEFAULT_LEARNING_RATE)
         optimizer = call_user("optimizer(parameters)", self.optimizer, parameters)
         if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
-            raise TargetError(f"optimizer(parameters) returned {kind_of(optimizer)}, not a torch optimizer")
+            raise TargetError(f"optimizer(parameters) returned {describe_type(optimizer)}, not a torch optimizer")
         if _needs_closure(optimizer):
             raise TargetError(
-                f"optimizer(parameters) returned {kind_of(optimizer)}, whose step() needs a closure, but a check calls "
-                "it without one; leave optimizer out to check the gradients only"
+                f"optimizer(parameters) returned {describe_type(optimizer)}, whose step() needs a closure, but a check "
+                "calls it without one; leave optimizer out to check the gradients only"
             )
         return optimizer
 
@@ -125,7 +127,9 @@ class Recipe:
             wrap = functools.partial(nn.parallel.DistributedDataParallel, module, **kwargs)
             wrapped = call_user("DistributedDataParallel(module, **ddp_kwargs)", wrap)
         if not isinstance(wrapped, nn.Module):
-            raise TargetError(f"wrap(module, device) returned {kind_of(wrapped)}; it must return a torch.nn.Module")
+            raise TargetError(
+                f"wrap(module, device) returned {describe_type(wrapped)}; it must return a torch.nn.Module"
+            )
         return wrapped
 
 
@@ -147,7 +151,7 @@ def call_user(what: str, function: Callable[..., Result], *args: Any) -> Result:
         return function(*args)
     except (Exception, SystemExit) as error:
         if is_misuse(error) if isinstance(error, DDPCheckError) else not is_own_bug(error):
-            raise blame(what, error) from error
+            raise target_error(what, error) from error
         raise
 
 
@@ -165,7 +169,7 @@ def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
         frames = error.__traceback__
         is_wrong_call = frames is not None and frames.tb_next is None  # no frame inside the loss
         if is_misuse(error) if isinstance(error, DDPCheckError) else is_wrong_call:
-            raise blame(f"loss(model, batch) in step {step}", error) from error
+            raise target_error(f"loss(model, batch) in step {step}", error) from error
         raise
 
 
@@ -181,10 +185,12 @@ def require_target(target: object) -> None:
         hint = "call it, if it returns a recipe"
     elif isinstance(target, ModuleType):
         hint = f"name it in a string: {target.__name__!r}"
-    raise WrongTypeError(f"target must be a ddpcheck.Recipe or a string that names one, not {kind_of(target)}; {hint}")
+    raise WrongTypeError(
+        f"target must be a ddpcheck.Recipe or a string that names one, not {describe_type(target)}; {hint}"
+    )
 
 
-def blame(what: str, error: BaseException) -> TargetError:
+def target_error(what: str, error: BaseException) -> TargetError:
     """Return a `TargetError` with the exception of the user code and its line."""
     location = exception_location(error)
     end = f" (at {location})" if location else ""
@@ -199,7 +205,7 @@ def error_summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(lines[0], _LONGEST_LINE)}" if lines else type(error).__name__
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """Describe the type of `value`, such as "the class Net"."""
     if value is None:
         return "None"

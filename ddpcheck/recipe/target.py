@@ -38,7 +38,7 @@ def load_target(target: str) -> Recipe:
         UsageError: There is no such file, module or attribute, or the object is not a recipe.
         TargetError: The user code raised on import or call.
     """
-    from ddpcheck.recipe.recipe import Recipe, call_user, kind_of
+    from ddpcheck.recipe.recipe import Recipe, call_user, describe_type
 
     source, attribute = split_target(target)
     if not attribute and is_path(source):
@@ -49,7 +49,9 @@ def load_target(target: str) -> Recipe:
     if isinstance(value, Recipe):
         return value
     if not callable(value) or isinstance(value, type):
-        raise UsageError(f"{target} is {kind_of(value)}; it must be a ddpcheck.Recipe or a function that returns one")
+        raise UsageError(
+            f"{target} is {describe_type(value)}; it must be a ddpcheck.Recipe or a function that returns one"
+        )
     try:
         inspect.signature(value).bind()
     except TypeError:
@@ -61,7 +63,7 @@ def load_target(target: str) -> Recipe:
         pass  # no signature available: try the call
     recipe = call_user(f"{target}()", value)
     if not isinstance(recipe, Recipe):
-        raise UsageError(f"{target}() returned {kind_of(recipe)}; it must return a ddpcheck.Recipe")
+        raise UsageError(f"{target}() returned {describe_type(recipe)}; it must return a ddpcheck.Recipe")
     return recipe
 
 
@@ -121,7 +123,7 @@ def find_file(file: str) -> Path:
         raise UsageError(f"{file} is a folder; TARGET must be a Python file or a module")
     if not path.is_file():
         beside = path.with_name(f"{path.name}.py")
-        hint = f"; did you mean {f'{file}.py'!r}?" if beside.is_file() else near_file(path)
+        hint = f"; did you mean {f'{file}.py'!r}?" if beside.is_file() else similar_file_hint(path)
         raise UsageError(f"no such file: {file}{hint}")
     if path.suffix != ".py":
         raise UsageError(f"{file} is no Python file; TARGET must end in .py or be the name of a module")
@@ -130,7 +132,7 @@ def find_file(file: str) -> Path:
     return path.resolve()
 
 
-def near_file(path: Path) -> str:
+def similar_file_hint(path: Path) -> str:
     """Return a hint with the most similar file in the folder, or ""."""
     names = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
@@ -149,14 +151,14 @@ def _import_file(file: str) -> ModuleType:
         raise UsageError(f"{file} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    from ddpcheck.recipe.recipe import blame
+    from ddpcheck.recipe.recipe import target_error
 
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ImportError) and (instead := _package_hint(path, error)):
             raise UsageError(f"{file} imports other parts of the package that it belongs to; {instead}") from None
-        raise blame(f"importing {relative_path(str(path))}", error) from error
+        raise target_error(f"importing {relative_path(str(path))}", error) from error
     return module
 
 
@@ -178,7 +180,7 @@ def _package_hint(path: Path, error: ImportError) -> str:
 
 @runs_target
 def _import_module(name: str) -> ModuleType:
-    from ddpcheck.recipe.recipe import blame
+    from ddpcheck.recipe.recipe import target_error
 
     _make_working_folder_importable()
     try:
@@ -187,17 +189,17 @@ def _import_module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             package, _, last = name.rpartition(".")
             hint = f", or {package}:{last} for an attribute of {package}" if package and error.name == name else ""
-            hint += near_file(Path(*name.split(".")).with_suffix(".py"))
+            hint += similar_file_hint(Path(*name.split(".")).with_suffix(".py"))
             raise UsageError(
                 f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module{hint}"
             ) from None
-        raise blame(f"importing {name}", error) from error
+        raise target_error(f"importing {name}", error) from error
     except (Exception, SystemExit) as error:
         if is_own_bug(error):
             raise
         if isinstance(error, TypeError | ValueError) and not all(part.isidentifier() for part in name.split(".")):
             raise UsageError(f"{name!r} is neither a file that ends in .py nor the name of a module") from None
-        raise blame(f"importing {name}", error) from error
+        raise target_error(f"importing {name}", error) from error
 
 
 def _make_working_folder_importable() -> None:
@@ -215,7 +217,7 @@ def _refuse_script(file: str) -> None:
 
 
 def _module_as_recipe(module: ModuleType, where: str) -> Recipe:
-    from ddpcheck.recipe.recipe import Recipe, kind_of
+    from ddpcheck.recipe.recipe import Recipe, describe_type
 
     if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
         raise UsageError(f"{where} is a folder without __init__.py; TARGET must be a Python file or a module")
@@ -232,7 +234,7 @@ def _module_as_recipe(module: ModuleType, where: str) -> Recipe:
         )
     wrong = [name for name in ("model", "batch", "loss") if not callable(getattr(module, name))]
     if wrong:
-        raise UsageError(f"{where}: {wrong[0]} must be a function, not {kind_of(getattr(module, wrong[0]))}")
+        raise UsageError(f"{where}: {wrong[0]} must be a function, not {describe_type(getattr(module, wrong[0]))}")
     names = [attribute.name for attribute in dataclasses.fields(Recipe)]
     for name in _unused_names(module):
         if (near := difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELLED)) and not hasattr(module, near[0]):

@@ -212,12 +212,12 @@ _forward_followers = Followers(
     ]
 )
 follow_forward, unfollow_forward = _forward_followers.add, _forward_followers.discard
-"""Call `enter_by_name` and `leave_by_name` of an object in each forward pass that runs no hooks, or stop to."""
+"""Call `note_direct_call` and `note_direct_return` of an object in each forward pass that runs no hooks, or stop to."""
 
 
 def _call_enter(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
     for follower in _forward_followers if id(wrapper) not in inside_forward else ():
-        follower.enter_by_name(wrapper, arguments, named)
+        follower.note_direct_call(wrapper, arguments, named)
 
 
 def _call_leave(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
@@ -225,7 +225,7 @@ def _call_leave(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, No
         return
     output = yield
     for follower in _forward_followers:
-        follower.leave_by_name(wrapper, output)
+        follower.note_direct_return(wrapper, output)
 
 
 # Watches kept alive by modules
@@ -245,7 +245,7 @@ class _KeptWatches:
         return tuple, ()
 
 
-def hold(module: nn.Module, watch: Any) -> None:
+def keep_alive(module: nn.Module, watch: Any) -> None:
     """Keep `watch` alive as long as `module`, which may be trained without the wrapper."""
     for part in _wrapped_parts(module):
         holder = vars(part).get(_KEY)
@@ -254,8 +254,8 @@ def hold(module: nn.Module, watch: Any) -> None:
         holder.watches = [watch, *(known_watch for known_watch in holder.watches if known_watch.has_live_wrapper)]
 
 
-def release(module: nn.Module, watch: Any) -> None:
-    """Stop keeping `watch` alive with `module` (see `hold`)."""
+def stop_keeping_alive(module: nn.Module, watch: Any) -> None:
+    """Stop keeping `watch` alive with `module` (see `keep_alive`)."""
     for part in _wrapped_parts(module):
         holder = vars(part).get(_KEY)
         if isinstance(holder, _KeptWatches):

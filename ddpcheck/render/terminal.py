@@ -9,7 +9,16 @@ from rich.console import RenderableType
 from ddpcheck.findings.report import Finding, Report, Severity
 from ddpcheck.findings.wording import format_count, group_by, shorten_texts
 from ddpcheck.render import parts
-from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, facts_in_text, indented, labelled, listed, styled
+from ddpcheck.render.text_parts import (
+    UNBROKEN,
+    TextRenderer,
+    break_name,
+    facts_in_text,
+    indented,
+    join_first_names,
+    labelled,
+    styled,
+)
 
 MOST_FINDINGS = 50
 _MOST_EXPLAINED = 4  # codes in the last line
@@ -62,7 +71,7 @@ class TerminalRenderer(TextRenderer):
             return
         yield styled(("found, and not counted", "bold"))
         for item in report.accepted[:MOST_FINDINGS]:
-            subjects = f"  {listed(item.finding.subjects)}" if item.finding.subjects else ""
+            subjects = f"  {join_first_names(item.finding.subjects)}" if item.finding.subjects else ""
             yield indented(styled((parts.title_of(item.finding), "dim"), f"  {item.finding.severity.value}{subjects}"))
             yield indented(labelled(f"{parts.why_accepted(item)}: ", item.reason), 4)
         if len(report.accepted) > MOST_FINDINGS:
@@ -83,7 +92,7 @@ class TerminalRenderer(TextRenderer):
             error_text = "inf" if worst.relative_error >= 1e30 else f"{worst.relative_error:.1e}"
             error = styled((error_text, "red" if worst.is_beyond else "green"))
             allowed = f"{worst.tolerance:.1e}" if worst.tells else "any"
-            name = broken(worst.parameter, name_width)
+            name = break_name(worst.parameter, name_width)
             table.add_row(styled(reference), name, str(worst.step), error, allowed, str(len(entries)))
         yield indented(table)
 

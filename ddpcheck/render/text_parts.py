@@ -101,7 +101,7 @@ def facts_in_text(
             continue
         lines, extra = fact.lines, 0
         if fact.kind == "subjects":
-            lines = (", ".join(lines) if whole else listed(lines),)
+            lines = (", ".join(lines) if whole else join_first_names(lines),)
         elif fact.kind == "evidence":
             extra, hidden = 2, len(lines) - MOST_EVIDENCE
             if hidden > 0 and not whole:
@@ -111,13 +111,13 @@ def facts_in_text(
             yield indented(labelled(f"{fact.label}: ", line) if fact.label else styled_line, columns + extra)
 
 
-def listed(names: Sequence[str]) -> str:
+def join_first_names(names: Sequence[str]) -> str:
     """Join the first names, and the number of the rest."""
     hidden = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
-def broken(name: str, columns: int) -> Text:
+def break_name(name: str, columns: int) -> Text:
     """Break a dotted name into lines of `columns`, after dots if possible."""
     lines = [""]
     for part in printable(name).replace(".", ".\n").split("\n"):

@@ -20,7 +20,7 @@ class Causes:
     findings: list[Finding]  # root causes, each with its consequences as evidence
     # for each input finding, its root cause (or the finding itself) in `findings`; `None` if an earlier finding of the
     # same rule has all of its subjects
-    told_by: list[Finding | None]
+    root_causes: list[Finding | None]
 
 
 def find_causes(findings: Sequence[Finding]) -> Causes:
@@ -106,15 +106,15 @@ class ReportedCauses:
     def __init__(self, reported: Sequence[Finding] = ()) -> None:
         self.findings = list(reported)
         self.consequences: dict[str, Finding] = {}
-        self._causes = set(map(cause_of, reported))
+        self._causes = set(map(finding_key, reported))
 
     def add(self, findings: Sequence[Finding], locate: Callable[[Finding], Finding]) -> list[Finding]:
         """Add findings whose cause is not yet reported, relocated by `locate`, and return them."""
         new: list[Finding] = []
         candidates = [*self.findings, *findings]
         for finding in findings:
-            cause = cause_of(finding)
-            is_known = cause in self._causes or goes_on(finding, self.findings)
+            cause = finding_key(finding)
+            is_known = cause in self._causes or is_reported_on_common_tensor(finding, self.findings)
             if not is_known and follows_from(finding, candidates):
                 self.consequences.setdefault(finding.code, finding)
             elif not is_known:
@@ -124,7 +124,7 @@ class ReportedCauses:
         return new
 
 
-def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
+def finding_key(finding: Finding) -> tuple[str, frozenset[str]]:
     """Return a finding's code and subjects; with `Rule.conditional_use`, `layers.*.weight` for any layer."""
     subjects: Iterable[str] = finding.subjects
     if RULES[finding.code].conditional_use:
@@ -139,7 +139,7 @@ def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
     )
 
 
-def goes_on(finding: Finding, reported: Iterable[Finding]) -> bool:
+def is_reported_on_common_tensor(finding: Finding, reported: Iterable[Finding]) -> bool:
     """Return True if the same `spreads` rule was reported on one of the tensors."""
     subjects = set(finding.subjects)
     return RULES[finding.code].spreads and any(

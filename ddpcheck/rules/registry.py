@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
-from ddpcheck.rules.verdict import Judged, Verdict, by_causes
+from ddpcheck.rules.verdict import Judged, Verdict, group_by_cause
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
 
@@ -68,7 +68,7 @@ def judge_all(facts: ScriptFacts, views: Iterable[type[View]], excluded_checks: 
                 verdicts.setdefault(check, []).append(verdict)
                 findings += ((check, finding) for finding in verdict.findings if finding.code not in dropped)
                 reported += ((check, finding) for finding in verdict.findings if finding.code in dropped)
-    return by_causes(findings, verdicts, errors, reported)
+    return group_by_cause(findings, verdicts, errors, reported)
 
 
 def verdicts_of(view: View) -> dict[str, Verdict]:
@@ -77,18 +77,18 @@ def verdicts_of(view: View) -> dict[str, Verdict]:
     findings: list[Finding] = []
     reasons = {check: [""] for check in view.checks}
     for judge in _judges.get(type(view), ()):
-        judged, why = until_not_recorded(judge, view)
+        judged, why = collect_until_not_recorded(judge, view)
         findings += judged
         reasons[view.checks[-1]].append(why)
     verdicts = {}
     for check in view.checks:
-        matches, why = until_not_recorded(view.compared, check, findings)
+        matches, why = collect_until_not_recorded(view.compared, check, findings)
         not_compared = "; ".join(dict.fromkeys(filter(None, [*reasons[check], why])))
         verdicts[check] = Verdict([f for f in findings if view.check_of(f) == check], "; ".join(matches), not_compared)
     return verdicts
 
 
-def until_not_recorded(items: Callable[..., Iterable[_Item]], *args: Any) -> tuple[list[_Item], str]:
+def collect_until_not_recorded(items: Callable[..., Iterable[_Item]], *args: Any) -> tuple[list[_Item], str]:
     """Return the items before `NotRecorded` is raised, and its reason, else ''."""
     collected = []
     try:

@@ -14,7 +14,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.rules.causes import find_causes
 
-Told = tuple[Finding, Finding]  # a finding, and its root cause in the report (or itself)
+FindingAndCause = tuple[Finding, Finding]  # a finding, and its root cause in the report (or itself)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Judged:
     """Combined results of several views."""
 
     findings: list[Finding]  # root causes only
-    causes: Mapping[str, list[Told]]  # all findings, by heading
+    causes: Mapping[str, list[FindingAndCause]]  # all findings, by heading
     verdicts: Mapping[str, list[Verdict]]  # by heading
     errors: Mapping[str, Exception]  # exceptions raised by judges (bugs of ddpcheck), by heading
     returned: Sequence[tuple[str, Finding]]  # (heading, finding) as judges return findings
@@ -45,13 +45,13 @@ class Judged:
         texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
         return status_of(Verdict((), *texts), explained, kept) if explained or texts[0] or texts[1] else None
 
-    def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
+    def with_findings(self, heading: str, findings: Sequence[Finding]) -> Judged:
         """Return a copy with further findings, which may explain earlier findings."""
         added = [*self.returned, *((heading, finding) for finding in findings)]
-        return by_causes(added, self.verdicts, self.errors, self.reported)
+        return group_by_cause(added, self.verdicts, self.errors, self.reported)
 
 
-def by_causes(
+def group_by_cause(
     findings: Sequence[tuple[str, Finding]],
     verdicts: Mapping[str, list[Verdict]],
     errors: Mapping[str, Exception],
@@ -59,8 +59,8 @@ def by_causes(
 ) -> Judged:
     """Return `Judged` with root causes; a `reported` finding shares an equal code's cause."""
     causes = find_causes([finding for _, finding in findings])
-    explained: dict[str, list[Told]] = {}
-    for (heading, finding), cause in zip(findings, causes.told_by, strict=True):
+    explained: dict[str, list[FindingAndCause]] = {}
+    for (heading, finding), cause in zip(findings, causes.root_causes, strict=True):
         if cause is not None:
             explained.setdefault(heading, []).append((without_prefix(finding), without_prefix(cause)))
     pairs = [pair for group in explained.values() for pair in group]
@@ -71,7 +71,9 @@ def by_causes(
     return Judged([*map(without_prefix, causes.findings)], explained, verdicts, errors, findings, reported)
 
 
-def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
+def status_of(
+    verdict: Verdict, explained: Sequence[FindingAndCause], kept: Sequence[Finding]
+) -> tuple[CheckStatus, str]:
     """Return a check's status and sentence; causes outside `kept` count as "ignored"."""
     shown = [(finding, cause) for finding, cause in explained if cause in kept]
     severities = ((cause if cause.code == finding.code else finding).severity for finding, cause in shown)
@@ -94,7 +96,7 @@ def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Findin
     return "passed", f"{verdict.matching}; {listed}" if listed else verdict.matching
 
 
-def _describe_findings(explained: Sequence[Told], verdict: Verdict) -> str:
+def _describe_findings(explained: Sequence[FindingAndCause], verdict: Verdict) -> str:
     """Return codes of findings, and what differs or matches: "DDP215; all gradients match"."""
     parts = [f.code for f, cause in explained if cause.code == f.code]
     parts += [f"{f.code}, which comes with {cause.code}" for f, cause in explained if cause.code != f.code]

@@ -10,7 +10,7 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.report.settings import Settings, load_settings
 
 
-class Once(argparse.Action):
+class StoreOnce(argparse.Action):
     """Action that stores a value and rejects the option if it is repeated."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
@@ -42,7 +42,7 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-fail-on", choices=levels, help="exit with 1 from this severity on (default error)")
     baseline = "an earlier report, saved as JSON: its findings are shown as known, and only new ones count"
     add("--check-baseline", metavar="REPORT.json", help=baseline)
-    add("--check-output", action=Once, metavar="FILE", help="write the report to FILE instead of standard error")
+    add("--check-output", action=StoreOnce, metavar="FILE", help="write the report to FILE instead of standard error")
     dumps = "write the last collectives of each rank to DIR, as Flight Recorder dumps (see ddpcheck hang)"
     add("--check-flight-recorder", metavar="DIR", help=dumps)
     record = "write the recorded run to FILE, without names, values and source, for a bug report (see ddpcheck render)"
@@ -89,7 +89,7 @@ def _takes_value(parser: argparse.ArgumentParser, word: str) -> bool:
     return bool(actions) and actions[0].nargs != 0
 
 
-def examine(args: argparse.Namespace) -> Settings:
+def settings_from_args(args: argparse.Namespace) -> Settings:
     """Validate the options and return the settings, completed from pyproject.toml and the environment.
 
     Raises:

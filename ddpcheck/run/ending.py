@@ -34,8 +34,8 @@ from ddpcheck.findings.stacks import (
 )
 from ddpcheck.findings.wording import join_names
 from ddpcheck.rules.collectives.diagnose import diagnose
-from ddpcheck.rules.collectives.first_divergence import first_divergence
-from ddpcheck.rules.collectives.timelines import diverging_calls, timelines
+from ddpcheck.rules.collectives.first_divergence import mismatch_number
+from ddpcheck.rules.collectives.timelines import make_timelines, mismatched_timelines
 from ddpcheck.run.hang_watch import Hang, NotExited
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines_in
 from ddpcheck.stream.rank_log import RankTrace, comparable_logs
@@ -53,9 +53,9 @@ class Ending:
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     hang: Hang | None = None  # None if no hang was detected
     interrupted: bool = False  # True if a signal of a user or scheduler ended the script
-    unended: NotExited | None = None  # ranks that finished the script but did not exit
+    not_exited: NotExited | None = None  # ranks that finished the script but did not exit
     # processes that did not return from `init_process_group`, if one raised and none returned
-    unmet: tuple[Joining, ...] = ()
+    joining: tuple[Joining, ...] = ()
     unwatched: tuple[str, ...] = ()  # reasons why ranks are not observed, one sentence each
     restart: int = 0  # number of restarts by torchrun
     # rank -> activity, such as "is at train.py:12", if the script is still running
@@ -69,7 +69,7 @@ def judge_ending(
     if ending.hang is not None and ending.hang.joining:
         return diagnose(FailureFacts(joining=ending.hang.joining, hang_seconds=ending.hang.seconds))
     if not ranks:
-        return diagnose(FailureFacts(joining=ending.unmet))
+        return diagnose(FailureFacts(joining=ending.joining))
     if [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # ranks on other machines have no log here
     known = [finding for finding in known if finding.severity is Severity.ERROR and RULES[finding.code].stops_run]
@@ -105,7 +105,7 @@ def _failure_facts(
             for call in collectives_of_threads(dump)
         ],
         find_positions=partial(_ending_facts, ranks, ending if failed else Ending(), source),
-        constructing=[number for number, rank in enumerate(ranks) if rank.constructs],
+        constructing=[number for number, rank in enumerate(ranks) if rank.is_constructing],
         known=known,
         begun=[entry for entry in first.entries if isinstance(entry, WrapperBegun)],
         replaced=[entry for entry in first.entries if isinstance(entry, ModuleChanged) and entry.what == "replaced"],
@@ -125,7 +125,9 @@ def _ended_threads(ranks: Sequence[RankTrace], ending: Ending) -> list[EndedThre
         dump = rank.stack if ending.hang is None else ending.hang.stacks.get(rank.started.rank, "")
         lock = "" if program_threads(dump) else lock_waited_for(main_stack(dump))
         for error in rank.thread_errors:
-            threads.append(EndedThread(error.thread, failures.raised(rank.started.rank, dict(error.reply)), lock))
+            threads.append(
+                EndedThread(error.thread, failures.failure_of_exception(rank.started.rank, dict(error.reply)), lock)
+            )
     return threads
 
 
@@ -165,7 +167,7 @@ def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSour
             log = _with_forward(log, failure, lines)
             if for_worker := region_of(main_stack(stacks.get(failure.rank, ""))) == WORKERS:
                 doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
-        elif rank.has_ended or rank.exit is not None:
+        elif rank.has_ended or rank.exit_call is not None:
             exit_at = _exit_text(rank, ending, source)
             verb = "raised" if exit_at.startswith(SYSTEM_EXIT) else "called"
             doing = f"has {verb} {exit_at}" if exit_at else "has run to its end"
@@ -180,26 +182,37 @@ def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSour
         if failure is not None and failure.kind != "stuck" and follows and log:
             doing = f"was in {describe_call(log[-1])}, until it {doing.partition(':')[0]}"
         first_call = max(watched.first_call for watched in ranks)
-        ended = (rank.has_ended or rank.exit is not None) and (failure is None or failure.kind != "stuck")
+        ended = (rank.has_ended or rank.exit_call is not None) and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
         dump = stacks.get(number, "")
         in_threads = tuple(collectives_of_threads(dump)) if waits_for_ranks(main_stack(dump)) else ()
-        fields = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for, rank.constructs)
+        fields = (
+            doing,
+            lines,
+            waits,
+            ended,
+            passes,
+            exit_at,
+            for_worker,
+            rank.forwards,
+            waits_for,
+            rank.is_constructing,
+        )
         at_end.append(RankAtEnd(number, log, first_call, *fields, in_threads))
     return at_end
 
 
 def _exit_text(rank: RankTrace, ending: Ending, source: ProgramSource) -> str:
     """Return the exit call of a rank ("sys.exit at train.py:41"), or ""."""
-    if rank.exit is None:
+    if rank.exit_call is None:
         return SYSTEM_EXIT if ending.exit_codes.get(rank.started.rank, 0) > 0 else ""  # only exit calls have such codes
-    lines = rank.exit.lines
-    if not lines and rank.exit.function == SYSTEM_EXIT:
+    lines = rank.exit_call.lines
+    if not lines and rank.exit_call.function == SYSTEM_EXIT:
         lines = tuple(map(str, source.ask(exits_raised, rank.files) or ()))
-    if rank.exit.lines or len(lines) == 1:
-        return f"{rank.exit.function} at {lines[0]}"
-    return SYSTEM_EXIT if rank.exit.function == SYSTEM_EXIT else ""
+    if rank.exit_call.lines or len(lines) == 1:
+        return f"{rank.exit_call.function} at {lines[0]}"
+    return SYSTEM_EXIT if rank.exit_call.function == SYSTEM_EXIT else ""
 
 
 def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
@@ -224,18 +237,18 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
         raised = [entry for entry in rank.entries if isinstance(entry, RankRaised)]
         code = ending.exit_codes.get(number)
         if ending.interrupted:
-            failed.append(failures.stuck(number, 0.0, rank.stack, "", ""))
+            failed.append(failures.failure_of_running_rank(number, 0.0, rank.stack, "", ""))
         elif raised:
-            failed.append(failures.raised(number, dict(raised[0].reply)))
+            failed.append(failures.failure_of_exception(number, dict(raised[0].reply)))
         elif ending.hang is not None and number in ending.hang.stacks:
             stack = ending.hang.stacks[number]
-            failed.append(failures.stuck(number, 0.0, stack, "", call_of_ddp(rank, stack)))
-        elif code is not None and rank.exit is not None and rank.exit.handled is not None:
-            failed.append(failures.raised(number, dict(rank.exit.handled)))
+            failed.append(failures.failure_of_running_rank(number, 0.0, stack, "", call_of_ddp(rank, stack)))
+        elif code is not None and rank.exit_call is not None and rank.exit_call.handled is not None:
+            failed.append(failures.failure_of_exception(number, dict(rank.exit_call.handled)))
         elif code is not None and not rank.has_ended:
             failed.append(_death_of(rank, code))
-        elif is_killed and not (rank.has_ended or rank.exit is not None or rank.stack):  # left no word
-            vanished.append(_with_last_call(failures.vanished(number), rank))
+        elif is_killed and not (rank.has_ended or rank.exit_call is not None or rank.stack):  # left no word
+            vanished.append(_with_last_call(failures.failure_without_trace(number), rank))
     if len(vanished) < len(ranks):  # if all ranks vanished, the first one is unknown
         failed = sorted([*failed, *vanished], key=lambda failure: failure.rank)
     if ending.hang is None and all(failure.kind == "died" and (failure.exit_code or 0) > 0 for failure in failed):
@@ -248,11 +261,13 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
 def _death_of(rank: RankTrace, code: int) -> RankFailure:
     """Return the failure of a rank that ended by a signal or `os._exit`."""
     number = rank.started.rank
-    failure = _with_last_call(failures.died(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank)
-    if code < 0 or rank.exit is None or not rank.exit.lines:
+    failure = _with_last_call(
+        failures.failure_of_dead_rank(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank
+    )
+    if code < 0 or rank.exit_call is None or not rank.exit_call.lines:
         return failure
-    message = f"rank {number} called {rank.exit.function}, and ended with exit code {code}"
-    return replace(failure, message=message, location=rank.exit.lines[0])
+    message = f"rank {number} called {rank.exit_call.function}, and ended with exit code {code}"
+    return replace(failure, message=message, location=rank.exit_call.lines[0])
 
 
 def _with_last_call(failure: RankFailure, rank: RankTrace) -> RankFailure:
@@ -291,7 +306,7 @@ def timelines_of(
     rank_failures = failures_of(ranks, ending)
     failed = {failure.rank: describe_failure(failure) for failure in rank_failures}
     local = {rank.started.rank for rank in ranks}
-    diverged = any(first_divergence(finding) is not None for finding in findings)
+    diverged = any(mismatch_number(finding) is not None for finding in findings)
     if not (failed or diverged) or local != set(range(ranks[0].started.world_size)):  # other machines have no logs here
         return ()
     logs = comparable_logs(ranks)
@@ -299,8 +314,8 @@ def timelines_of(
     waiting = {rank for rank in still_in_a_call(ranks, ending) - at_work if logs[rank]}
     open_calls = {(logs[rank][-1].group, rank) for rank in waiting}
     ended = {rank.started.rank for rank in ranks if rank.has_ended}
-    result = timelines(logs, open_calls, dict.fromkeys(ended, "had finished") | failed, at_work)
-    return result if ending.hang is not None else diverging_calls(result)
+    result = make_timelines(logs, open_calls, dict.fromkeys(ended, "had finished") | failed, at_work)
+    return result if ending.hang is not None else mismatched_timelines(result)
 
 
 def _was_ended_by_torchrun(failure: RankFailure, failed: Sequence[RankFailure], *, is_only_death: bool) -> bool:

@@ -35,7 +35,7 @@ from ddpcheck.findings.wording import format_ranks, pluralize_verb
 from ddpcheck.record.rank.started_processes import RAISED, SUFFIX
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.run import live_ranks
-from ddpcheck.run.live_ranks import LiveRanks, RankFacts, Used
+from ddpcheck.run.live_ranks import LiveRanks, ProcessorTimes, RankFacts
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
@@ -72,7 +72,7 @@ class HangWatch:
 
     Attributes:
         hang: Ranks that wait for each other, or None.
-        unended: Ranks that finished the script but did not exit, or None.
+        not_exited: Ranks that finished the script but did not exit, or None.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HangWatch:
             limit: Seconds after which the ranks are ended in any case.
         """
         self.hang: Hang | None = None
-        self.unended: NotExited | None = None
+        self.not_exited: NotExited | None = None
         self._folder = folder
         self._ranks = LiveRanks(folder)
         self._timeout = timeout
@@ -122,7 +122,7 @@ class HangWatch:
     def _poll(self) -> None:
         seen: dict[str, bytes] = {}
         rendezvous = _RendezvousWatch(self._folder)
-        progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
+        progress, since, before, is_stuck = 0.0, 0.0, dict[int, ProcessorTimes](), False
         latest = time.monotonic() + self._limit
         while not self._stopped.wait(_INTERVAL):
             try:
@@ -131,11 +131,11 @@ class HangWatch:
                 now, last = time.monotonic(), seen
                 seen = self._ranks.progress()
                 if not ranks or seen != last:
-                    progress, since, before, is_stuck = now, now, live_ranks.used(ranks), False
+                    progress, since, before, is_stuck = now, now, live_ranks.processor_times(ranks), False
                 elif is_stuck and not all(
                     state.may_wait for state in self._ranks.facts(ranks, before, now - since).values()
                 ):
-                    since, before, is_stuck = now, live_ranks.used(ranks), False
+                    since, before, is_stuck = now, live_ranks.processor_times(ranks), False
                 elif now - since >= self._timeout or (
                     now - since >= _MISMATCH_TIMEOUT
                     and are_all_here
@@ -146,13 +146,13 @@ class HangWatch:
                     facts = self._ranks.facts(ranks, before, now - since, diverged=diverged)
                     is_stuck = self._are_hung(ranks, facts, now - progress, are_all_here)
                     self._report_stopped(ranks)
-                    since, before = now, live_ranks.used(ranks)
+                    since, before = now, live_ranks.processor_times(ranks)
                 if not ranks and (waiting := rendezvous.waiting_in_vain(now, self._timeout)):
                     self.hang = Hang(self._timeout, {}, waiting)
                     ranks = {index: joining.pid for index, joining in enumerate(waiting)}
                 if now >= latest and self.hang is None:
                     self.hang = Hang(self._limit, self._ranks.stacks(ranks))
-                if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
+                if self.hang or self.not_exited or self._nodes_must_end(ranks, is_stuck=is_stuck):
                     self._report_end(ranks)
                     self._end_ranks(ranks)
                     return
@@ -170,7 +170,7 @@ class HangWatch:
             logs = [log for log in read_logs(self._folder) if log.started.rank not in living]
             raised = [(log.started.rank, item) for log in logs for item in log.entries if isinstance(item, RankRaised)]
             for rank, entry in raised[:1]:
-                failure = failures.raised(rank, dict(entry.reply))
+                failure = failures.failure_of_exception(rank, dict(entry.reply))
                 where = f" at {failure.location}" if failure.location else ""
                 self._report(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
 
@@ -187,7 +187,7 @@ class HangWatch:
     def _report_end(self, living: Collection[int]) -> None:
         """Report why the script is ended, before the launcher's message on the signal."""
         why = "all ranks wait for each other"
-        if self.unended is not None:
+        if self.not_exited is not None:
             why = (
                 f"{format_ranks(living)} {pluralize_verb('has', [*living])} run to the end of the script, and not ended"
             )
@@ -196,7 +196,7 @@ class HangWatch:
         self._report(f"{why}; ending the script")
 
     def _are_hung(self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool) -> bool:
-        """Return True if the ranks hang; set `hang`, `unended`, or `_stuck` (on several nodes)."""
+        """Return True if the ranks hang; set `hang`, `not_exited`, or `_stuck` (on several nodes)."""
         if not all(state.may_wait for state in facts.values()):
             return False
         stacks = self._ranks.stacks(ranks)
@@ -218,7 +218,7 @@ class HangWatch:
             if not by_thread and not self._waits_for_locked_worker(ranks[rank], waiting[rank]):
                 return False  # a slow read of a file is no hang
         if not waiting:
-            self.unended = NotExited(seconds, tuple(sorted(unended)))
+            self.not_exited = NotExited(seconds, tuple(sorted(unended)))
         elif are_all_here:
             self.hang = Hang(seconds, waiting)
         elif self._nodes is not None and self._nodes.is_joined:
@@ -268,9 +268,9 @@ class HangWatch:
             return False
         if not all(waits_for_ranks(thread) or lock_waited_for(thread) for thread in threads):
             return False
-        before = live_ranks.switches(f"{pid}/task/{pid}")
+        before = live_ranks.context_switches(f"{pid}/task/{pid}")
         self._stopped.wait(_LOCKED)
-        return live_ranks.switches(f"{pid}/task/{pid}") == before
+        return live_ranks.context_switches(f"{pid}/task/{pid}") == before
 
     def _end_ranks(self, ranks: dict[int, int]) -> None:
         """End the ranks; kill ranks blocked in C++, which never handle SIGTERM."""
@@ -278,12 +278,12 @@ class HangWatch:
             if self._stopped.is_set():
                 return
             self._end()
-        while living := {rank: pid for rank, pid in ranks.items() if live_ranks.lives(pid)}:
+        while living := {rank: pid for rank, pid in ranks.items() if live_ranks.is_alive(pid)}:
             before = {pid: processor_seconds(pid) for pid in living.values()}
             if is_over := self._stopped.wait(_GRACE):  # the launcher ended before the ranks
                 time.sleep(_INTERVAL)
             for pid in living.values():
-                if live_ranks.lives(pid) and live_ranks.is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
+                if live_ranks.is_alive(pid) and live_ranks.is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             if is_over:
@@ -296,7 +296,7 @@ class HangWatch:
         return bool(judge_collectives(logs, living)) and not judge_collectives(previous, living)
 
 
-def unmet(folder: Path) -> tuple[Joining, ...]:
+def joining_processes(folder: Path) -> tuple[Joining, ...]:
     """Return the processes that did not return from `init_process_group`, if one raised."""
     return tuple(_read_joining(folder, RAISED, SUFFIX)) if _read_joining(folder, RAISED) else ()
 
@@ -319,7 +319,7 @@ class _RendezvousWatch:
 
     def waiting_in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
         """Return the processes in `init_process_group` if waiting in vain for `timeout` seconds."""
-        notes = tuple(note for note in _read_joining(self._folder, SUFFIX) if live_ranks.lives(note.pid))
+        notes = tuple(note for note in _read_joining(self._folder, SUFFIX) if live_ranks.is_alive(note.pid))
         if self._before.keys() != {note.pid for note in notes}:
             self._restart_timer(notes, now)
         if not notes or now - self._since < timeout:
@@ -333,7 +333,7 @@ class _RendezvousWatch:
         missing = needed - len(notes)
         if missing > 0 and all(note.started for note in notes):
             pids = {note.pid for note in notes}
-            missing = sum(pid not in pids and live_ranks.lives(pid) for pid in live_ranks.children_of(os.getpid()))
+            missing = sum(pid not in pids and live_ranks.is_alive(pid) for pid in live_ranks.children_of(os.getpid()))
         return notes if waiting and needed > 0 >= missing else ()
 
     def _restart_timer(self, notes: tuple[Joining, ...], now: float) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpcheck.findings.files import process_stat, read_file
-from ddpcheck.findings.stacks import BACKWARD, Frame, pickles, region_of, waits_for_ranks, waits_for_result
+from ddpcheck.findings.stacks import BACKWARD, Frame, is_pickling, region_of, waits_for_ranks, waits_for_result
 from ddpcheck.record.rank.environment import STACK_SIGNAL
 from ddpcheck.stream.log_file import HEAD_SIZE, is_file_open, is_inside
 from ddpcheck.stream.rank_log import rank_processes, read_logs
@@ -48,12 +48,12 @@ class RankFacts:
         """Return True if the rank with this stack waits for other ranks."""
         if not self.may_wait or not stack:
             return False
-        if self.is_inside and not pickles(stack):
+        if self.is_inside and not is_pickling(stack):
             return True
         if self.is_idle:
             return waits_for_ranks(stack)
         at_wait = waits_for_ranks(stack) or waits_for_result(stack) or region_of(stack) == BACKWARD
-        return self.diverged and at_wait and not pickles(stack)
+        return self.diverged and at_wait and not is_pickling(stack)
 
 
 class LiveRanks:
@@ -68,7 +68,7 @@ class LiveRanks:
         A rank without a log has not joined yet, or is on another machine.
         """
         ranks, world_size = self.joined()
-        return {rank: pid for rank, pid in ranks.items() if lives(pid)}, len(ranks) >= world_size
+        return {rank: pid for rank, pid in ranks.items() if is_alive(pid)}, len(ranks) >= world_size
 
     def joined(self) -> tuple[dict[int, int], int]:
         """Return PIDs of ranks that joined a process group, and the world size."""
@@ -76,13 +76,13 @@ class LiveRanks:
         return rank_processes(self._folder), max(sizes, default=1)
 
     def facts(
-        self, ranks: dict[int, int], before: dict[int, Used], seconds: float, *, diverged: bool = False
+        self, ranks: dict[int, int], before: dict[int, ProcessorTimes], seconds: float, *, diverged: bool = False
     ) -> dict[int, RankFacts]:
         """Return the state of the ranks; `before`: their processor times `seconds` ago, by PID."""
         spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
         facts = {}
         for rank, pid in ranks.items():
-            previous, spins = before.get(pid, Used(0.0, 0.0)), rank in spinning
+            previous, spins = before.get(pid, ProcessorTimes(0.0, 0.0)), rank in spinning
             idle = is_idle(previous.whole, processor_seconds(pid), seconds)
             others = spins and is_idle(
                 previous.without_main_thread, processor_seconds(pid, exclude_main_thread=True), seconds
@@ -117,7 +117,7 @@ class LiveRanks:
         return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Return True if alive and not a zombie; False without /proc."""
     return process_stat(pid)[:1] not in ([], ["Z"])
 
@@ -127,17 +127,17 @@ def is_stopped(pid: int) -> bool:
     return process_stat(pid)[:1] == ["T"]
 
 
-class Used(NamedTuple):
+class ProcessorTimes(NamedTuple):
     """Processor seconds of a rank: whole process, and without the main thread."""
 
     whole: float
     without_main_thread: float
 
 
-def used(ranks: dict[int, int]) -> dict[int, Used]:
+def processor_times(ranks: dict[int, int]) -> dict[int, ProcessorTimes]:
     """Return the processor seconds of ranks up to now, by PID."""
     return {
-        pid: Used(processor_seconds(pid) or 0.0, processor_seconds(pid, exclude_main_thread=True) or 0.0)
+        pid: ProcessorTimes(processor_seconds(pid) or 0.0, processor_seconds(pid, exclude_main_thread=True) or 0.0)
         for pid in ranks.values()
     }
 
@@ -155,9 +155,9 @@ def _catches_signal(pid: int) -> bool:
 def gloo_wants_gil(pid: int) -> bool:
     """Return True if a gloo thread waits for the GIL, waking every 5 ms."""
     threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read_proc(f"{pid}/task/{thread}/comm") == _GLOO]
-    before = [switches(f"{pid}/task/{thread}") for thread in threads]
+    before = [context_switches(f"{pid}/task/{thread}") for thread in threads]
     time.sleep(_GIL_SECONDS)
-    after = [switches(f"{pid}/task/{thread}") for thread in threads]
+    after = [context_switches(f"{pid}/task/{thread}") for thread in threads]
     return any(late - early >= _GIL_WAKEUPS for early, late in zip(before, after, strict=True))
 
 
@@ -166,7 +166,7 @@ _GIL_SECONDS = 0.5  # seconds to count wakeups of a thread, up to 100 if it wait
 _GIL_WAKEUPS = 10
 
 
-def switches(task: str) -> int:
+def context_switches(task: str) -> int:
     """Return the number of voluntary context switches of a thread."""
     return int(status_value(task, "voluntary_ctxt_switches") or 0)
 
@@ -193,7 +193,7 @@ def locked_children(pid: int) -> dict[int, int]:
         wchans = {thread: _read_proc(f"{thread}/wchan") for thread in threads}
         main_wchan = wchans.get(f"{child}/task/{child}", "")
         if "futex" in main_wchan and all("futex" in wchan or wchan == _LOCAL_SOCKET for wchan in wchans.values()):
-            children[child] = sum(map(switches, threads))
+            children[child] = sum(map(context_switches, threads))
     return children
 
 

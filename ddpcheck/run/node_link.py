@@ -271,7 +271,7 @@ class NodeLink:
                 node.ending = part.ending
             else:
                 node.logs = node.logs or ReceivedFolder(node.folder)
-                node.logs.take(part)
+                node.logs.append_part(part)
             store.remove(name)
             node.parts, node.part_at = node.parts + 1, time.monotonic()
 

@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityStep, 
 from ddpcheck.findings.stacks import program_lines
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.run_folder import holding
+from ddpcheck.run.run_folder import own_folder
 from ddpcheck.stream.entries import RankRaised, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, RESTARTED, RankTrace, read_logs
 from ddpcheck.trace.rank_params import RankParams
@@ -116,7 +116,7 @@ class ParityRuns:
     def _run_once(self, ranks: Sequence[RankTrace], *, measures_noise: bool, as_rank: int) -> SingleRun:
         try:
             temp_dir = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
-            with temp_dir as folder, holding(Path(folder)):
+            with temp_dir as folder, own_folder(Path(folder)):
                 return self._run_in(Path(folder), ranks, measures_noise=measures_noise, as_rank=as_rank)
         except OSError as error:
             return SingleRun(
@@ -195,7 +195,7 @@ def _first_line(stacks: Iterable[str]) -> str:
 def _last_message(logs: Sequence[RankTrace], output: str) -> str:
     """Return the exception that ended a process, or the last printed line."""
     for entry in (item for rank in logs for item in entries_of(rank, RankRaised)):
-        failure = failures.raised(0, dict(entry.reply))
+        failure = failures.failure_of_exception(0, dict(entry.reply))
         text = failure.message.removeprefix("rank 0 raised ")
         return f"{text} at {failure.location}" if failure.location else text
     lines = [line.removeprefix("[rank0]: ") for line in output.splitlines() if line.strip()]

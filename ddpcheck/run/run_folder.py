@@ -39,7 +39,7 @@ def user_log_folders() -> list[Path]:
 
 
 @contextlib.contextmanager
-def holding(folder: Path) -> Iterator[None]:
+def own_folder(folder: Path) -> Iterator[None]:
     """Remove folders that have no owner, then own `folder` while the block runs."""
     for old_folder in user_log_folders():
         with contextlib.suppress(OSError):

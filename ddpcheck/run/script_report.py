@@ -29,10 +29,10 @@ from ddpcheck.rules.others import judge_third_party_rules
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_all, verdicts_of
 from ddpcheck.rules.script_table import HEADINGS, views_of
-from ddpcheck.rules.verdict import Judged, Told, Verdict, status_of
+from ddpcheck.rules.verdict import FindingAndCause, Judged, Verdict, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, NotExited
-from ddpcheck.run.live_ranks import LiveRanks, used
+from ddpcheck.run.live_ranks import LiveRanks, processor_times
 from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.run_folder import user_log_folders
 from ddpcheck.stream.entries import SCHEMA, UNNUMBERED, NotCompared
@@ -70,20 +70,20 @@ def report_on_script(
         source: Recorded answers on the source of the script, if the source is not on this machine.
         singles: Single-process runs: one to compare, one that measures noise, one as another rank; or fewer.
     """
-    unended = () if ending.unended is None else ending.unended.ranks
+    unended = () if ending.not_exited is None else ending.not_exited.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     rank_params = RankParams(settings.rank_parameters)
     facts = ScriptFacts(ranks, ended=ended, source=source, rank_params=rank_params)
     judged = judge_all(facts, views_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
-    judged = judged.adding("collectives", locate_restored_file(at_end, facts.events(FileUsed)))
+    judged = judged.with_findings("collectives", locate_restored_file(at_end, facts.events(FileUsed)))
     parity = _judge_parity(comparison := _parity_view(ranks, singles), singles)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     equal = {} if comparison is None or isinstance(parity, Exception) else comparison.confirmed
     judged, cause = _add_parity(judged, parity, script, settings)
     findings_of_others, notes_of_others = judge_third_party_rules(facts, settings.rules_severity)
     for heading, finding in findings_of_others:
-        judged = judged.adding(heading, [finding])
+        judged = judged.with_findings(heading, [finding])
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     status, detail = _ranks_verdict(facts, ending)
     checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail + rank_params.left_out)]
@@ -119,7 +119,7 @@ def _add_parity(
         return judged, ""
     kept = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore).kept
     cause = join_names(codes_that_explain(parity.findings[0], kept))
-    return judged.adding("parity", [] if cause else parity.findings), cause
+    return judged.with_findings("parity", [] if cause else parity.findings), cause
 
 
 def _check_of(
@@ -138,8 +138,8 @@ def _check_of(
 
 
 def _report_notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
-    if ending.unended is not None:
-        yield _describe_not_exited(ending.unended)
+    if ending.not_exited is not None:
+        yield _describe_not_exited(ending.not_exited)
     if facts.ranks and (restart := facts.ranks[0].started.restart) < ending.restart:
         yield (
             f"torchrun has started the ranks {format_count(ending.restart + 1, 'time')}: this is the report on start "
@@ -171,7 +171,7 @@ def _judge_parity(comparison: Parity | None, singles: Sequence[SingleRun]) -> Ve
 
 
 def _parity_verdict(
-    verdict: Verdict | Exception, explained: Sequence[Told], kept: Sequence[Finding], others: str
+    verdict: Verdict | Exception, explained: Sequence[FindingAndCause], kept: Sequence[Finding], others: str
 ) -> tuple[CheckStatus, str] | None:
     if isinstance(verdict, Exception):
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(verdict)}"
@@ -270,7 +270,7 @@ def _ranks_verdict(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str
         return "skipped", f"no backward pass of {names} was averaged{suffix}"
     if not facts.wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
-        if any(rank.constructs for rank in ranks):
+        if any(rank.is_constructing for rank in ranks):
             why = "the constructor of DistributedDataParallel has not returned"
         return "skipped", why
     if not facts.wrappers and (why := facts.why_unwatched):
@@ -285,7 +285,7 @@ def _describe_wrappers(facts: ScriptFacts) -> str:
 
 
 def _collectives_verdict(
-    facts: ScriptFacts, explained: Sequence[Told], kept: Sequence[Finding]
+    facts: ScriptFacts, explained: Sequence[FindingAndCause], kept: Sequence[Finding]
 ) -> tuple[CheckStatus, str] | None:
     """Return status and detail of the "collectives" check; `None` without collectives."""
     calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
@@ -304,7 +304,7 @@ _INTERVAL = 3.0  # seconds between two looks at the ranks of an active run
 def report_on_run(folder: Path, settings: Settings) -> Report:
     """Report on an active run after about 4 s; raise `UsageError` without live rank."""
     processes = LiveRanks(folder)
-    before, since, progress = used(processes.live_pids()[0]), time.monotonic(), processes.progress()
+    before, since, progress = processor_times(processes.live_pids()[0]), time.monotonic(), processes.progress()
     time.sleep(_INTERVAL)
     ranks, are_all_here = processes.live_pids()
     if not ranks:
@@ -328,12 +328,12 @@ def _activity_of(log: RankTrace, stacks: dict[int, str], moving: set[int], waiti
     if rank in moving:
         return f"was{where}, and made progress{steps}"
     if rank in waiting:
-        stuck = failures.stuck(rank, 0.0, waiting[rank], "", call_of_ddp(log, waiting[rank]))
+        stuck = failures.failure_of_running_rank(rank, 0.0, waiting[rank], "", call_of_ddp(log, waiting[rank]))
         return f"{describe_failure(stuck)}{steps}"
     return f"is{where}{steps}"
 
 
-def the_run(folder: str | None) -> Path:
+def find_active_run(folder: str | None) -> Path:
     """Return the log folder of an active run, by default the user's only one.
 
     Raises `UsageError` if no run or several runs match, or the system is not Linux.

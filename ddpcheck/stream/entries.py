@@ -219,7 +219,7 @@ class ExitCalled(Entry, frozen=True):
 
 
 class RankRaised(Entry, frozen=True):
-    """Exception that ended the script on this rank, as `worlds.failures.described` returns it."""
+    """Exception that ended the script on this rank, as `worlds.failures.exception_data` returns it."""
 
     reply: Mapping[str, Any]
 

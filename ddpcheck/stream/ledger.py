@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 
-AROUND = ("forward inside", "backward inside")
+BYPASSING_EVENTS = ("forward inside", "backward inside")
 """Kinds of events for a backward pass that bypassed the wrapper, by cause."""
 
 _NOTHING = LoopEvent("")
@@ -26,7 +26,7 @@ class Contribution(Struct):
     number: int  # number of the `backward` event, counted from 0
     backward: LoopEvent  # the backward pass
     forward: LoopEvent | None = None  # forward pass whose output the backward pass starts from, or None
-    under: str | None = None  # line of the forward pass's `no_sync`, or None
+    no_sync_line: str | None = None  # line of the forward pass's `no_sync`, or None
     after: LoopEvent | None = None  # without a forward pass: the backward pass of the last reduction
     reduced: bool = False  # True if averaged before being used or zeroed
     # "used" by an optimizer step, "discarded": zeroed before a step, or still "open"
@@ -38,7 +38,7 @@ class Contribution(Struct):
 
     @property
     def events(self) -> tuple[LoopEvent, ...]:
-        no_sync = () if self.under is None else (LoopEvent("enter no_sync", self.under),)
+        no_sync = () if self.no_sync_line is None else (LoopEvent("enter no_sync", self.no_sync_line),)
         return (*no_sync, *filter(None, (self.forward, self.backward, self.ended_by)))
 
 
@@ -86,7 +86,7 @@ class Ledger:
         return [entry for entry in self.contributions if entry.after is not None and not entry.reduced]
 
     @property
-    def unreduced(self) -> bool:
+    def has_unreduced(self) -> bool:
         """Return True if there are unused gradients that were not averaged."""
         for contribution in self.open:  # not a generator, for speed in each step
             if not contribution.reduced:
@@ -94,7 +94,7 @@ class Ledger:
         return False
 
     @property
-    def put_off(self) -> bool:
+    def awaits_reduction(self) -> bool:
         """Return True if a later reduction may average gradients that are not reduced yet."""
         return any(not contribution.reduced and contribution.forward is not None for contribution in self.open)
 
@@ -121,7 +121,7 @@ class Ledger:
             self.zeroed = True
             if event.discarded:
                 self._discard_open(event)
-        elif kind in AROUND:
+        elif kind in BYPASSING_EVENTS:
             self._add_contribution(event)
         elif kind == "no_sync":
             self.not_entered.append(event)
@@ -141,7 +141,7 @@ class Ledger:
                 self.around_backward.append(self._no_sync)
             self._mark_reduced()
         elif self.waiting:
-            contribution.forward, contribution.under = self.waiting.popleft()
+            contribution.forward, contribution.no_sync_line = self.waiting.popleft()
         else:
             contribution.after = self._reducing
 

@@ -152,7 +152,7 @@ class CallRing:
         self._count += 1
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)
 
-    def turn(self, *, begins: bool) -> None:
+    def count_turn(self, *, begins: bool) -> None:
         """Count that the main thread enters or leaves a collective or wait."""
         self._depth += 1 if begins else -1
         self._turns += self._depth == begins  # ignore nested collectives

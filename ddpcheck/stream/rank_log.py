@@ -101,10 +101,10 @@ class RankLog:
             self.add(CallersSeen(number, call.callers, tuple(map(file_of, call.callers))))
         self._calls.add(call, number)
 
-    def turn(self, *, begins: bool) -> None:
+    def count_turn(self, *, begins: bool) -> None:
         """Count that the main thread enters or leaves a collective or wait."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
-            self._calls.turn(begins=begins)
+            self._calls.count_turn(begins=begins)
 
     def wait_for(self, wait: PeerWait | None) -> None:
         """Write that the main thread begins a point-to-point wait, or (None) ends it."""
@@ -155,7 +155,7 @@ class ReceivedFolder:
         self._names: set[str] = set()
         folder.mkdir()
 
-    def take(self, part: FilePart) -> None:
+    def append_part(self, part: FilePart) -> None:
         """Append a part of a file; raise `ValueError` (foreign name, size limits)."""
         if not _NAME.fullmatch(part.name):
             raise ValueError(f"{part.name[:80]!r} is not the name of a log")
@@ -201,7 +201,7 @@ class RankTrace(Struct, frozen=True, dict=True):
         return [*self.entries_by_type.get(WrapperMade, ())]
 
     @property
-    def constructs(self) -> bool:
+    def is_constructing(self) -> bool:
         """Return True if the rank is inside the constructor of a wrapper."""
         entries = [entry for entry in self.entries if isinstance(entry, WrapperBegun | WrapperMade)]
         return bool(entries) and isinstance(entries[-1], WrapperBegun)
@@ -228,7 +228,7 @@ class RankTrace(Struct, frozen=True, dict=True):
         return ProgramEnded in self.entries_by_type
 
     @property
-    def exit(self) -> ExitCalled | None:
+    def exit_call(self) -> ExitCalled | None:
         """Return the exit call that ended the script, or None.
 
         The result has no line if SystemExit was raised in a function called by the main module.

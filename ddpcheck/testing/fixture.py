@@ -105,7 +105,7 @@ class DDPWorld:
         if verdict.how == "xfailed":
             pytest.xfail(verdict.headline)
         if verdict.how == "failed":
-            raise self._lease.explained(_with_headline(verdict, failed), verdict).with_traceback(None) from None
+            raise self._lease.record_sections(_with_headline(verdict, failed), verdict).with_traceback(None) from None
         return list(results.values())
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:

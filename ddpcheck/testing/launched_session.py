@@ -187,7 +187,7 @@ class InStep:
             return local_error
         is_caused = any(end.reply is not None and not end.fell for end in ends)
         rank_failures = [_failure(rank, end, is_caused) for rank, end in enumerate(ends) if end.reply is not None]
-        error = failures.error(rank_failures) if rank_failures else None
+        error = failures.rank_error(rank_failures) if rank_failures else None
         verdict = merge_outcomes({rank: end.ended for rank, end in enumerate(ends) if end.ended is not None}, error)
         if verdict.how == "xfailed":
             return pytest.xfail.Exception(verdict.headline)
@@ -266,7 +266,7 @@ class _PhaseEnd:
     """Outcome of a test phase on one rank, sent to the other ranks."""
 
     ended: Ended | None = None  # outcome if the phase did not fail
-    reply: dict[str, Any] | None = None  # data from `failures.described` if it failed
+    reply: dict[str, Any] | None = None  # data from `failures.exception_data` if it failed
     fell: bool = False  # True if it failed only because other ranks did not synchronize
     shown: bytes = b""  # pickled pytest representation of the failure
     output: list[tuple[str, str]] = field(default_factory=list)  # captured output as (section name, text)
@@ -286,7 +286,7 @@ def _phase_end(item: pytest.Item, error: BaseException | None, *, fell: bool) ->
         how: Literal["skipped", "xfailed"] = "skipped" if isinstance(error, pytest.skip.Exception) else "xfailed"
         return _PhaseEnd(Ended(how, error.msg or ""))
     output = [(key, text) for _, key, text in item._report_sections if " of rank " not in key]
-    return _PhaseEnd(None, failures.described(error, "", ""), fell, _pack_longrepr(item, error), output)
+    return _PhaseEnd(None, failures.exception_data(error, "", ""), fell, _pack_longrepr(item, error), output)
 
 
 def _pack_longrepr(item: pytest.Item, error: BaseException) -> bytes:
@@ -301,7 +301,7 @@ def _pack_longrepr(item: pytest.Item, error: BaseException) -> bytes:
 def _failure(rank: int, end: _PhaseEnd, is_caused: bool) -> RankFailure:
     """Return the failure of a rank; `is_caused`: another rank's failure came first."""
     assert end.reply is not None
-    failure = failures.raised(rank, {**end.reply, "when": 0.0})  # clocks differ between machines
+    failure = failures.failure_of_exception(rank, {**end.reply, "when": 0.0})  # clocks differ between machines
     if end.fell and is_caused:
         return replace(failure, kind="fell", message=f"rank {rank} fell with it: {end.reply['text']}")
     return failure

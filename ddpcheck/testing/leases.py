@@ -64,10 +64,10 @@ class LaunchedWorld:
         self._session.check_in_step([point for point, _ in entries])
         contexts = [context for _, context in entries[: self.world_size]]
         work = partial(self._run, contexts, fn, *args, timeout=seconds)
-        with self._session.working():  # report before the launcher kills all ranks after a crash
+        with self._session.without_interrupt():  # report before the launcher kills all ranks after a crash
             results, error, self._files = once(self._session, "the results of a run", work)
             if error is not None:
-                self._session.why_not(range(self._session.world_size))
+                self._session.reason_of_absence(range(self._session.world_size))
                 raise error
         self.failed = False
         return list(results)
@@ -79,7 +79,7 @@ class LaunchedWorld:
         assert self._session.leader is not None
         if self._world is None:
             self._world = start_world(
-                **self._options, watch=self._poll_ranks, hosts=self._session.leader.first(contexts)
+                **self._options, watch=self._poll_ranks, hosts=self._session.leader.for_first_ranks(contexts)
             )
         world, results, error = self._world, [], None
         try:
@@ -89,7 +89,7 @@ class LaunchedWorld:
         return results, error, [(world.attachment(rank), world.output(rank)) for rank in range(self.world_size)]
 
     def _poll_ranks(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        return self._watch(world, finished, running) or self._session.why_not(range(self._session.world_size))
+        return self._watch(world, finished, running) or self._session.reason_of_absence(range(self._session.world_size))
 
     def attachment(self, rank: int) -> bytes:
         return self._files[rank][0]
@@ -106,7 +106,7 @@ def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
     """Run `work` on rank 0; return the result or raise the exception everywhere."""
     data = b""
     if session.rank == 0:
-        with session.working():
+        with session.without_interrupt():
             try:
                 reply = (True, work())
             except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
@@ -283,7 +283,7 @@ class WorldLease:
         ended = {rank: value if isinstance(value, Ended) else Ended("passed") for rank, value in returned.items()}
         return returned, merge_outcomes(ended, error, _mismatch_finding(world, error)), error
 
-    def explained(self, error: RankError, verdict: TestOutcome) -> RankError:
+    def record_sections(self, error: RankError, verdict: TestOutcome) -> RankError:
         """Record report sections for an error of the last run; return `error`."""
         self._record.explained = error, sections(verdict, self.attachment)
         return error
@@ -292,7 +292,7 @@ class WorldLease:
         self._session_ranks.check_controller()
         self._print_output(world, last=False)
         if self._session_ranks.terminal is not None:
-            self._session_ranks.terminal.attend(world.directory)
+            self._session_ranks.terminal.serve_debuggers(world.directory)
         user_watch: Watch | None = self.options.get("watch")
         return user_watch(world, finished, running) if user_watch is not None else None
 

@@ -87,7 +87,7 @@ _CAPTURES = {
 }
 
 
-def converted(name: str, value: Any) -> Any:
+def to_rank_value(name: str, value: Any) -> Any:
     """Return the fixture value, or a placeholder if usable only in pytest's process."""
     if isinstance(value, pytest.MonkeyPatch):
         return OnRank("monkeypatch")

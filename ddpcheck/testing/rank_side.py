@@ -122,7 +122,7 @@ def call_on_rank(
         return _outcome_of(functools.partial(function, *args, **kwargs))
 
 
-def perform(body: bytes, conditions: TestConditions) -> Ended:
+def run_test_body(body: bytes, conditions: TestConditions) -> Ended:
     """Run a test body packed by `rank_fixtures.pack_test`; return skip and xfail, raise other exceptions."""
     with _under_conditions(conditions) as attachment:
         result = _outcome_of(functools.partial(_with_fixtures, body, attachment))
@@ -165,7 +165,7 @@ def _under_conditions(conditions: TestConditions) -> Iterator[RankArtifacts]:
     try:
         with (
             _capturing_log(log, conditions),
-            remote_pdb.available(conditions.debugger),
+            remote_pdb.breakpoints_on_rank(conditions.debugger),
             warnings.catch_warnings(record=True) as caught,
             measure_coverage(conditions.coverage, attachment),
         ):

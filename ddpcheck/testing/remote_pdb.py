@@ -1,8 +1,8 @@
 """pdb on a rank through pytest's terminal: `breakpoint()`, and `--pdb` after a failure.
 
 A rank has no terminal. When its debugger stops, the rank listens on a socket in the world's directory; the parent polls
-for sockets while waiting for the ranks (`PdbTerminal.attend`) and relays until the rank disconnects. A rank sends text,
-or `None` to request a line of input. The timeout is paused meanwhile.
+for sockets while waiting for the ranks (`PdbTerminal.serve_debuggers`) and relays until the rank disconnects. A rank
+sends text, or `None` to request a line of input. The timeout is paused meanwhile.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Pdb(pdb.Pdb):
 
 
 @contextlib.contextmanager
-def available(terminal: bool) -> Iterator[None]:
+def breakpoints_on_rank(terminal: bool) -> Iterator[None]:
     """Let `breakpoint()` and `pdb.set_trace()` debug this rank, or raise without `terminal`."""
     hooks = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []
@@ -114,7 +114,7 @@ class PdbTerminal:
         self._capture = config.pluginmanager.getplugin("capturemanager")
         self._rank: str | None = None
 
-    def attend(self, directory: Path) -> None:
+    def serve_debuggers(self, directory: Path) -> None:
         """Serve debugger connections of the ranks until none is left."""
         deadline = time.monotonic()
         while True:

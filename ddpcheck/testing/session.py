@@ -76,7 +76,7 @@ class Session:
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
         find = rank_fixtures.picklable_getter(_bound_function(fixturedef, request))
-        converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
+        converted = {name: rank_fixtures.to_rank_value(name, value) for name, value in arguments.items()}
         fixture = rank_fixtures.OnRank(fixturedef.argname, find=find, arguments=converted)
         item.stash[_RECORD].setups.append(fixture)
         fixturedef.cached_result = (fixture, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ class Session:
         record = item.stash[_RECORD]
         with contextlib.closing(WorldLease(self._session_ranks, record, self._options(item))) as lease:
             try:
-                ended, verdict, error = lease.run(rank_side.perform, _pack_body(item, record))
+                ended, verdict, error = lease.run(rank_side.run_test_body, _pack_body(item, record))
             except UsageError as usage_error:
                 _fail(str(usage_error))
             if verdict.how == "passed":
@@ -183,7 +183,7 @@ def _pack_body(item: pytest.Function, record: Record) -> bytes:
     if item.config.getoption("trace", False):
         _fail(f"--trace stops in pytest's own process, and {item.name} runs on ranks; put breakpoint() in it instead.")
     names = item._fixtureinfo.argnames
-    arguments = {name: rank_fixtures.converted(name, item.funcargs[name]) for name in names}
+    arguments = {name: rank_fixtures.to_rank_value(name, item.funcargs[name]) for name in names}
     return rank_fixtures.pack_test(item.name, arguments, function, record.setups)
 
 

@@ -67,7 +67,7 @@ class Losses(View):
             [entries_of(rank, OwnPartPutBack) for rank in ranks],
             facts.events(GatheredConstant),
             len(next(iter(facts.model_groups), (0,))),
-            any(map(sums_rightly, facts.wrappers)),
+            any(map(scales_loss_for_sums, facts.wrappers)),
             not all(name.startswith(SCALE_FREE) for name in classes),
             _rescales_gradients(facts.ranks[0]),
         )
@@ -157,7 +157,7 @@ def _distances(steps: Sequence[Sequence[OwnPartPutBack]]) -> list[float]:
     return distances
 
 
-def sums_rightly(wrapper: WrapperTrace) -> bool:
+def scales_loss_for_sums(wrapper: WrapperTrace) -> bool:
     """Return True if a wrapper sums gradients and the loss is scaled for sums.
 
     An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.

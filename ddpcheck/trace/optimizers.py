@@ -11,7 +11,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_count, format_ranks, join_names
 from ddpcheck.trace.script_facts import ScriptFacts, WrapperTrace, first_steps
-from ddpcheck.trace.unwrapped_params import Steps, any_gradient_differs, are_local, differing
+from ddpcheck.trace.unwrapped_params import Steps, any_gradient_differs, are_local, names_differing
 from ddpcheck.trace.view import NotRecorded, ScriptView, View
 
 LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file, or begin with the same one on each."
@@ -69,7 +69,7 @@ class Optimizers(ScriptView):
             f"of {format_count(len(optimizers), 'optimizer')} match between ranks in {format_count(len(steps), 'step')}"
         )
         averaged = [rank_steps for rank_steps in steps if all(step.reductions >= 0 for step in rank_steps)]
-        differ = sum(bool(differing([step.norms for step in rank_steps])) for rank_steps in averaged)
+        differ = sum(bool(names_differing([step.norms for step in rank_steps])) for rank_steps in averaged)
         if steps:
             yield f"{compared} {scope}"
         if reason := f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched:

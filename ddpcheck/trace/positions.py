@@ -125,7 +125,7 @@ _DISPLAY_NAMES = {
 }
 
 
-def doing(facts: EndingFacts, ranks: Sequence[int]) -> str:
+def describe_ranks(facts: EndingFacts, ranks: Sequence[int]) -> str:
     """Describe what each of `ranks` does."""
     return ", ".join(format_by_text((rank.rank, rank.doing) for rank in facts.ranks if rank.rank in ranks))
 
@@ -145,7 +145,7 @@ def divergence_evidence(position: Position, peer: Position) -> list[str]:
     ]
 
 
-def shard_in_words(loader_pass: LoaderPass) -> str:
+def describe_shard(loader_pass: LoaderPass) -> str:
     """Describe how many batches and samples a rank has taken."""
     size = len(loader_pass.indices) if loader_pass.exhausted and loader_pass.indices else -1
     words = f"{format_count(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"
@@ -172,7 +172,7 @@ def count_visits(rank: RankAtEnd, call: Call) -> int:
     )
 
 
-def may_leave_out(block: Block) -> str:
+def describe_skipping_block(block: Block) -> str:
     """Describe a block by which a rank may skip a pass or step."""
     return f"the `{block.word}` at {block.head} may leave it out"
 

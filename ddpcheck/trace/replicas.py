@@ -64,7 +64,7 @@ def ranks_by_call(
     return ranks
 
 
-def written_at(changes: Changes, copy: str) -> WriteFacts:
+def write_facts(changes: Changes, copy: str) -> WriteFacts:
     """Return line, evidence and ranks of the only line that writes a copy.
 
     Lines at which only some ranks write are preferred. Without exactly one line: (None, [], ()).

@@ -227,7 +227,7 @@ class ScriptFacts:
         return {name: len(seen) > 1 for name, seen in values.items() if counts[name] > 1}
 
     @cached_property
-    def parameters_part(self) -> bool:
+    def has_differing_parameters(self) -> bool:
         """Check if a wrapper's parameters differ between ranks in a recorded step."""
         return any(
             differing_names([replica.state.values.parameters for replica in replicas])

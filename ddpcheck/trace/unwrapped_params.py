@@ -16,7 +16,7 @@ VALUES_DIVERGED = "the values were the same on all ranks in the first step of th
 Steps = Sequence[OptimizerStep]  # an optimizer before one step, by rank
 
 
-def differing(values: Sequence[Mapping[str, float]]) -> list[str]:
+def names_differing(values: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the names whose values differ between ranks beyond rounding."""
     names = list(dict.fromkeys(name for rank_values in values for name in rank_values))
     return [name for name in names if not are_close([rank_values.get(name) for rank_values in values])]
@@ -85,7 +85,7 @@ def all_gradients_agree(steps: Steps) -> bool:
 def any_gradient_differs(steps: Steps) -> bool:
     """Check if any gradient of an optimizer step differs between ranks."""
     differs = any(gradients_differ(steps, name) for name in steps[0].alone)
-    return differs or bool(differing([entry.norms for entry in steps]))
+    return differs or bool(names_differing([entry.norms for entry in steps]))
 
 
 def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> 
     return minority_ranks(rounded) if len(values) > 2 else ()
 
 
-def spell_values(value: float | None, nothing: str = "no gradient") -> str:
+def format_norm(value: float | None, nothing: str = "no gradient") -> str:
     """Format a norm, or return `nothing` for None."""
     return nothing if value is None else f"{value:.6g}"
 

@@ -16,7 +16,7 @@ from ddpcheck.findings.wording import format_count, format_ranks
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
 from ddpcheck.trace.captured import without_rounding
 from ddpcheck.trace.gradients import UNEQUAL
-from ddpcheck.trace.losses import sums_rightly
+from ddpcheck.trace.losses import scales_loss_for_sums
 from ddpcheck.trace.replicas import Changes
 from ddpcheck.trace.script_facts import ScriptFacts, WrapperTrace
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
@@ -99,7 +99,7 @@ class Wrappers(ScriptView):
         has_own = [all(any(r.own for r in replicas) for replicas in w.events(ReplicaCaptured)) for w in facts.wrappers]
         is_partial = any(wrapper.made.context.sharded for wrapper in facts.wrappers) and not all(has_own)
         if count and (any(has_own) or not is_partial):
-            average = "average or sum" if any(map(sums_rightly, facts.wrappers)) else "average"
+            average = "average or sum" if any(map(scales_loss_for_sums, facts.wrappers)) else "average"
             is_wrong = any(self.check_of(finding) == "reducer" for finding in findings)
             result = "and the average" if is_wrong else f"equal the {average}"
             yield f"gradients {result} of the ranks' own, compared {format_count(count, 'time')}"

@@ -29,7 +29,7 @@ _state = SimpleNamespace(
 _contexts = contextlib.ExitStack()  # contexts that are never exited; an unreferenced context would exit immediately
 
 
-def is_asked_for() -> bool:
+def uses_compile() -> bool:
     """Return True if user code has called `torch.compile` or left a cached Dynamo backend."""
     return bool(_state.asked)
 
@@ -58,12 +58,12 @@ def watch_compiling(times: Any) -> None:
     torch.compile = compile
 
 
-def forget_time() -> None:
+def reset_compile_time() -> None:
     """Reset the recorded compile time to 0."""
     _state.times.compiled = _state.times.compiles_since = 0.0
 
 
-def run_as_written() -> None:
+def run_eagerly() -> None:
     """Run compiled code eagerly in this process from now on."""
     if not _state.eager:  # TorchScript's profiling executor changes to code with different rounding later
         _contexts.enter_context(sys.modules["torch"].jit.optimized_execution(False))

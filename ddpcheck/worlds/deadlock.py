@@ -41,13 +41,13 @@ class DeadlockDetector:
         self._cpu_seconds: list[float] = []
         self._stacks: dict[int, tuple[Frame, ...]] = {}
 
-    def wait(self, now: float) -> float:
+    def seconds_until_check(self, now: float) -> float:
         """Return the seconds until the next check, or inf if ranks cannot be checked."""
         return max(0.0, self._next_check - now) if self._is_supported else math.inf
 
-    def verdict(self, now: float) -> str:
+    def check_if_due(self, now: float) -> str:
         """Check the ranks if due; return a sentence on a deadlock, or ''."""
-        if self.wait(now) > 0.0:
+        if self.seconds_until_check(now) > 0.0:
             return ""
         self._next_check = now + INTERVAL
         cpu_seconds = self._processor_seconds()

@@ -26,7 +26,7 @@ from ddpcheck.findings.stacks import (
     region_of,
     work_waited_for,
 )
-from ddpcheck.findings.tracebacks import as_bug, is_own_bug, original_of
+from ddpcheck.findings.tracebacks import as_bug, is_own_bug, original_exception
 from ddpcheck.findings.wording import (
     LONGEST_TRACEBACK,
     failure_text,
@@ -48,8 +48,8 @@ _LONGEST = 300  # characters of a message
 _WIDEST = 1000  # characters of an output line
 
 
-def described(error: BaseException, status: str, collective: str) -> dict[str, Any]:
-    """Return picklable data on an exception, from which `raised` makes a `RankFailure`."""
+def exception_data(error: BaseException, status: str, collective: str) -> dict[str, Any]:
+    """Return picklable data on an exception, from which `failure_of_exception` makes a `RankFailure`."""
     when = time.monotonic()
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -59,7 +59,7 @@ def described(error: BaseException, status: str, collective: str) -> dict[str, A
     except Exception:
         text = "(its message cannot be shown: __str__ raised)"
     where, noticed = exception_location(error), ""
-    if (original := original_of(error)) is not None:
+    if (original := original_exception(error)) is not None:
         noticed = f"raised {original.where}{f', for which {where} waited' if where else ''}"
         name, text, where = original.type, original.text, original.location or where
     root, cause = _root_of(error), ""
@@ -109,8 +109,8 @@ def _format(error: BaseException) -> str:
         return f"(the traceback of a {type(error).__qualname__} cannot be shown: {problem!r})\n"
 
 
-def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
-    """Return the failure of a rank that sent `reply`, made by `described`."""
+def failure_of_exception(rank: int, reply: dict[str, Any]) -> RankFailure:
+    """Return the failure of a rank that sent `reply`, made by `exception_data`."""
     exception = None
     with contextlib.suppress(Exception):  # missing, or class not importable here: use the text
         exception = wire.loads(reply["exception"])
@@ -131,7 +131,7 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
     )
 
 
-def died(rank: int, code: int | None, when: float, output: str = "", dump: str = "") -> RankFailure:
+def failure_of_dead_rank(rank: int, code: int | None, when: float, output: str = "", dump: str = "") -> RankFailure:
     """Return the failure of a rank whose process died.
 
     `code`: exit code, negative for a signal, `None` if unknown. `dump`: all `faulthandler` output of the rank.
@@ -159,13 +159,13 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
     )
 
 
-def vanished(rank: int) -> RankFailure:
+def failure_without_trace(rank: int) -> RankFailure:
     """Return the failure of a dead rank without exit code, exception or stack dump."""
     message = f"rank {rank} ended without an exception, an exit or a stack, as by SIGKILL"
     return RankFailure(rank, "died", f"{message} (the system sends that when memory runs out)", 0.0)
 
 
-def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> RankFailure:
+def failure_of_running_rank(rank: int, when: float, dump: str, status: str, collective: str) -> RankFailure:
     """Return the failure of a rank that was still running when the run ended."""
     frames = main_stack(dump)
     collective = collective or collective_of(frames) or work_waited_for(dump)
@@ -192,13 +192,14 @@ def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> Ra
 def thread_failure(rank: int, dump: str, error: str) -> RankFailure | None:
     """Return the failure of a rank that waits for a failed thread, or `None`.
 
-    Returns `None` if any other thread runs user code. `error`: JSON of [thread name, data from `described`], or ''.
+    Returns `None` if any other thread runs user code.
+    `error`: JSON of [thread name, data from `exception_data`], or ''.
     """
     waits_in = "" if program_threads(dump) else lock_waited_for(main_stack(dump))
     if not error or not waits_in:
         return None
     name, reply = json.loads(error)
-    failure = raised(rank, reply)
+    failure = failure_of_exception(rank, reply)
     message = failure.message.removeprefix(f"rank {rank} ")
     return replace(failure, message=f"rank {rank} waits in {waits_in} for a thread ({name}) that {message}")
 
@@ -223,15 +224,15 @@ def sort_failures(failures: Sequence[RankFailure]) -> list[RankFailure]:
 
 def lost_connection(failure: RankFailure) -> bool:
     """Return True if the rank raised because it lost its connection to another rank."""
-    return failure.kind == "raised" and has_lost_another(f"{failure.type} {failure.message} {failure.cause}")
+    return failure.kind == "raised" and is_lost_connection(f"{failure.type} {failure.message} {failure.cause}")
 
 
-def has_lost_another(text: str) -> bool:
+def is_lost_connection(text: str) -> bool:
     """Return True if an exception text reports a lost connection to a rank."""
     return bool(_LOST_CONNECTION.search(text))
 
 
-def error(failures: Sequence[RankFailure]) -> RankError:
+def rank_error(failures: Sequence[RankFailure]) -> RankError:
     """Return the exception for a world with failed ranks."""
     ordered = sort_failures(failures)
     headline = failure_text(ordered[0])
@@ -244,7 +245,7 @@ def error(failures: Sequence[RankFailure]) -> RankError:
     return RankError(message, ordered, detail=_detail(ordered))
 
 
-def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
+def hang_error(failures: Sequence[RankFailure], headline: str) -> HangError:
     """Return the exception for ranks that did not finish."""
     ordered = sorted(failures, key=lambda failure: (failure.when, failure.rank))
     waiting = "; ".join(format_by_text((failure.rank, failure_text(failure)) for failure in ordered))

@@ -24,7 +24,7 @@ from ddpcheck.findings.tracebacks import runs_target
 from ddpcheck.stream.log_file import mapped_file
 from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
-from ddpcheck.worlds.rank_setup import choose_device, import_named, join_group, redirect_output, take_over
+from ddpcheck.worlds.rank_setup import apply_context, choose_device, import_named, join_group, redirect_output
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Slots(ctypes.Structure):
         ("collective_bytes", ctypes.c_char * 2048),
         ("compiled", ctypes.c_double),
         ("compiles_since", ctypes.c_double),
-        ("turns", ctypes.c_uint64),
+        ("num_status_updates", ctypes.c_uint64),
     )
     status_bytes: bytes
     collective_bytes: bytes
     compiled: float  # compile seconds in this run, without the current compilation
     compiles_since: float  # start of the current compilation by `time.monotonic()`; 0 if none
-    turns: int  # number of `set_status` calls; increases while the rank makes progress
+    num_status_updates: int  # number of `set_status` calls; increases while the rank makes progress
 
     @property
     def status(self) -> str:
@@ -96,7 +96,7 @@ def set_status(text: str) -> None:
     """Record what this rank is doing, such as `step 1: backward`."""
     if _slots is not None:
         _slots.status_bytes = text.encode("utf-8", "replace")[:2048]
-        _slots.turns += 1
+        _slots.num_status_updates += 1
 
 
 def set_collective(text: str) -> None:
@@ -166,7 +166,7 @@ def _serve(sock: socket.socket) -> None:
                 sock.sendall(_answer(sock, message[1], message[2]))
             elif message[0] == "context":
                 set_status("starting up")
-                take_over(config, message[1])
+                apply_context(config, message[1])
             elif message[0] == "reset_process_group":
                 group_resets += 1
                 _reset_process_group(config, group_resets)
@@ -182,7 +182,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     global _task
     set_status("")
     set_collective("")
-    compilation.forget_time()
+    compilation.reset_compile_time()
     _task = _Task(sock, run)
     pid = os.getpid()
     try:
@@ -274,7 +274,7 @@ def _set_up(config: wire.RankConfig) -> None:
     import torch
 
     torch.set_num_threads(config.threads)  # first: an earlier OpenMP operation may hang after a fork
-    take_over(config, config.context)
+    apply_context(config, config.context)
     compilation.watch_compiling(_slots)
     for name in config.preload:  # no-op after a fork from the server
         if refusal := import_named(name):
@@ -304,7 +304,7 @@ def _reset_process_group(config: wire.RankConfig, number: int) -> None:
 
 def exception_data(error: BaseException) -> dict[str, Any]:
     """Return data on `error`, from which the parent makes a `RankFailure`."""
-    return failures.described(error, current_slots().status, current_slots().collective)
+    return failures.exception_data(error, current_slots().status, current_slots().collective)
 
 
 # --- Files for the parent ------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def redirect_output(path: Path) -> None:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 
 
-def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
+def apply_context(config: wire.RankConfig, context: wire.ProcessContext) -> None:
     """Apply `context` and the `RANK` variables to this process; reseed its generators."""
     environment = {
         **compilation.ONE_THREAD,

@@ -119,7 +119,7 @@ class RunFuture(Generic[Result]):
             grace = self._failed_at + (_LOST if is_exit_awaited else _GRACE) - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
         if now >= self._next_progress_check:  # by our clock: a rank's clock may differ
-            turns = [slots.turns for slots in self._slots()]
+            turns = [slots.num_status_updates for slots in self._slots()]
             if turns != self._turns:
                 self._turns, self._progressed_at = turns, now
             self._next_progress_check = now + _PROGRESS_TICK
@@ -129,9 +129,9 @@ class RunFuture(Generic[Result]):
             deadline += min(compiled, _LONGEST_COMPILATION)  # the sum bounds how long ranks waited for each other
         if now >= deadline:
             return self._fail(headline)
-        if stuck := self._deadlock.verdict(now):
+        if stuck := self._deadlock.check_if_due(now):
             return self._fail(stuck)
-        pauses = [deadline - now, self._deadlock.wait(now), self._next_progress_check - now]
+        pauses = [deadline - now, self._deadlock.seconds_until_check(now), self._next_progress_check - now]
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
@@ -211,20 +211,22 @@ class RunFuture(Generic[Result]):
                     continue
                 if reply["usage"] and headline is None and reply["place"] == "starting up":
                     return UsageError(reply["text"])
-                failure = failures.raised(rank.number, reply)
+                failure = failures.failure_of_exception(rank.number, reply)
             elif rank.ended is not None and rank.number not in dumps:
-                death = failures.died(rank.number, *rank.ended, output, processes.read(rank.number, "stack"))
+                death = failures.failure_of_dead_rank(
+                    rank.number, *rank.ended, output, processes.read(rank.number, "stack")
+                )
                 failure = replace(death, place=status, collective=collective)
             elif (reply := replies.get(rank.number)) is not None:
-                failure = failures.raised(rank.number, reply)
+                failure = failures.failure_of_exception(rank.number, reply)
             else:
                 dump = dumps.get(rank.number, "")
                 by_thread = failures.thread_failure(rank.number, dump, processes.read(rank.number, "thread"))
-                failure = by_thread or failures.stuck(rank.number, now, dump, status, collective)
+                failure = by_thread or failures.failure_of_running_rank(rank.number, now, dump, status, collective)
             records.append(replace(failure, output=output))
         if headline is not None:
             stuck = [item.rank for item in records if item.kind == "stuck"] or [rank.number for rank in processes.ranks]
-            return failures.hang(records, headline.replace("{ranks}", format_ranks(stuck)))
+            return failures.hang_error(records, headline.replace("{ranks}", format_ranks(stuck)))
         if not records or (processes.error and all(item.kind == "stuck" for item in records)):
             return RankError(f"The ranks could not continue: {processes.error or 'they ended during a call'}.", records)
-        return failures.error(records)
+        return failures.rank_error(records)

@@ -20,7 +20,7 @@ from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
-from ddpcheck.rules.replicas.model_parts import how_split
+from ddpcheck.rules.replicas.model_parts import describe_split
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
 from tests.tiers import one_of, share
@@ -341,7 +341,7 @@ def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> Non
 def test_a_model_that_is_split_over_ranks_has_scripts_for_findings_that_need_no_common_samples(
     code: str, shown: bool
 ) -> None:
-    report = small_report(code, world_size=4, notes=[how_split([(0, 1), (2, 3)])])
+    report = small_report(code, world_size=4, notes=[describe_split([(0, 1), (2, 3)])])
     (finding,) = report.findings
     assert ("tensor parallelism" in why_none(finding, report)) is not shown
     assert world_size_for(finding, report) == 4 and why_none(finding, small_report(code)) == ""

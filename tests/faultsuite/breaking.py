@@ -67,7 +67,7 @@ def finding_nothing(judge: FunctionType) -> contextlib.AbstractContextManager[No
 
 def _has_found(value: Any) -> bool:
     if isinstance(value, Causes):
-        return len(value.findings) < len(value.told_by)
+        return len(value.findings) < len(value.root_causes)
     return bool(value[-1] if isinstance(value, tuple) else value)
 
 

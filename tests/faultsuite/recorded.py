@@ -20,7 +20,7 @@ from ddpcheck.findings.report import Report
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import World, start_world
 from ddpcheck.report import calls
-from ddpcheck.report.checking.check import decided
+from ddpcheck.report.checking.check import resolve_options
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
@@ -36,7 +36,7 @@ TWINS = ("broken", "fixed")
 
 def run_check(case: Case, twin: str, *, make_world: Callable[..., Any] = start_world) -> Report:
     """`ddpcheck.check` of one of the two recipes of a case, in such worlds."""
-    asked = decided(CheckOptions(**case.options), case.target(twin))
+    asked = resolve_options(CheckOptions(**case.options), case.target(twin))
     return report_of(CheckRun(asked.target, asked, progress=lambda _text: None, make_world=make_world).run())
 
 

@@ -60,11 +60,11 @@ def wrong_call_with_silenced_numbers() -> None:
 
 
 def backward_through_a_freed_graph() -> None:
-    from ddpcheck.gather.ddp.loop_events import counted_backwards
+    from ddpcheck.gather.ddp.loop_events import count_backwards
     from ddpcheck.gather.steps.training_step import run_backward
 
     loss = torch.ones(2, requires_grad=True).square().sum()
-    with counted_backwards():
+    with count_backwards():
         run_backward(loss)
         run_backward(loss)
 

@@ -23,7 +23,7 @@ from ddpcheck.render import Medium, renderer_for
 from ddpcheck.report.settings import Settings, load_settings
 from ddpcheck.rules.verdict import Verdict, status_of
 from ddpcheck.run import script_report
-from ddpcheck.run.check_options import add_check_options, examine
+from ddpcheck.run.check_options import add_check_options, settings_from_args
 from ddpcheck.run.ending import Ending
 from tests.forked_run import run_forked
 
@@ -194,12 +194,12 @@ def test_the_settings_of_a_project_hold_for_a_script(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     parser = argparse.ArgumentParser(prog="ddpcheck run")
     add_check_options(parser)
-    settings = examine(parser.parse_args([]))
+    settings = settings_from_args(parser.parse_args([]))
     assert (settings.ignore, settings.fail_on) == (("DDP802",), Severity.NOTE)
-    settings = examine(parser.parse_args(["--check-ignore", "DDP1", "--check-fail-on", "never"]))
+    settings = settings_from_args(parser.parse_args(["--check-ignore", "DDP1", "--check-fail-on", "never"]))
     assert (settings.ignore, settings.fail_on) == (("DDP1",), None)
     with pytest.raises(UsageError, match=r"^--check-select: no rule"):
-        examine(parser.parse_args(["--check-select", "DDP9999"]))
+        settings_from_args(parser.parse_args(["--check-select", "DDP9999"]))
 
 
 @pytest.mark.parametrize(

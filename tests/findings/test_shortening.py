@@ -13,7 +13,7 @@ from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import shorten, shorten_texts
 from ddpcheck.render import renderer_for
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
-from ddpcheck.worlds.failures import error as error_of
+from ddpcheck.worlds.failures import rank_error as error_of
 
 ROOT = Path(__file__).parents[2]
 HUGE = "x" * 9_000_000

@@ -11,7 +11,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.trace.failures import FailureFacts
-from ddpcheck.worlds.failures import described, raised
+from ddpcheck.worlds.failures import exception_data, failure_of_exception
 
 pytest.importorskip("torch")
 
@@ -57,7 +57,7 @@ def carry(function: Callable[[], object], where: str = "in DataLoader worker pro
 def failure_of(function: Callable[[], object], rank: int = 1) -> RankFailure:
     with pytest.raises(Exception) as caught:
         function()
-    return raised(rank, described(caught.value, "", ""))
+    return failure_of_exception(rank, exception_data(caught.value, "", ""))
 
 
 def judged(*failures: RankFailure) -> Finding:

@@ -24,7 +24,7 @@ from ddpcheck.gather.phases import local_step as local
 from ddpcheck.gather.phases import model_build, rank_state, repeated_step
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.rules.parameters.contribution import judge_parameters
-from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import zero_everywhere
+from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import parameters_with_zero_gradients
 from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
 from ddpcheck.testing.fixture import DDPWorld
 from tests.reports import codes, only
@@ -244,7 +244,7 @@ def test_zero_gradients_are_grouped_by_where_they_become_zero_and_are_none_if_th
     ends = {"extra.weight": zero, "encoder.weight": zero}
     finding = only(judge(two_ranks(zero=(*WEIGHT, *ENCODER)), zero_ends=ends))
     assert "it becomes zero in mul() at model.py:7" in finding.message
-    assert judge(ZERO, nonzero_when_perturbed=frozenset(WEIGHT)) == [] and zero_everywhere([]) == []
+    assert judge(ZERO, nonzero_when_perturbed=frozenset(WEIGHT)) == [] and parameters_with_zero_gradients([]) == []
 
 
 def test_leaves_that_are_not_registered_are_one_finding_a_holder() -> None:

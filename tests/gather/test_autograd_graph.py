@@ -443,13 +443,13 @@ class Forget(torch.autograd.Function):
 
 def test_the_custom_function_nearest_to_a_parameter_is_named() -> None:
     weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
-    assert LossGraph([Double.apply(Forget.apply(x, weight.t() * 2)).sum()]).functions_before(weight) == (Forget,)
-    assert set(LossGraph([(Double.apply(weight) + Forget.apply(x, weight).sum()).sum()]).functions_before(weight)) == {
+    assert LossGraph([Double.apply(Forget.apply(x, weight.t() * 2)).sum()]).nearest_functions(weight) == (Forget,)
+    assert set(LossGraph([(Double.apply(weight) + Forget.apply(x, weight).sum()).sum()]).nearest_functions(weight)) == {
         Double,
         Forget,
     }
-    assert LossGraph([(x @ weight).sum()]).functions_before(weight) == ()
-    assert LossGraph([Double.apply(x).sum()]).functions_before(weight) == ()
+    assert LossGraph([(x @ weight).sum()]).nearest_functions(weight) == ()
+    assert LossGraph([Double.apply(x).sum()]).nearest_functions(weight) == ()
 
 
 def test_a_property_has_the_name_that_torch_gives_it() -> None:

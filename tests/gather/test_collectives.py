@@ -15,13 +15,13 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.gather.collectives import collective_log
-from ddpcheck.gather.collectives.collective_log import log_path, read_log, replaced_by, unlogged
+from ddpcheck.gather.collectives.collective_log import log_path, read_log, replace_collectives, without_logging
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.rules.collectives.ddp405_uneven_iterations import judge_empty_shards
 from ddpcheck.rules.collectives.ddp407_payload_mismatch import judge_packing
 from ddpcheck.rules.collectives.diagnose import diagnose
-from ddpcheck.rules.collectives.first_divergence import not_waiting
+from ddpcheck.rules.collectives.first_divergence import ranks_in_complete_collective
 from ddpcheck.testing.fixture import DDPWorld
 from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.worlds import failures
@@ -97,11 +97,11 @@ def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Cal
     dist.broadcast(torch.zeros(2, 2, dtype=torch.int64), src=1, group=group)
     dist.all_gather([torch.zeros(1) for _ in range(2)], torch.ones(1))
     dist.all_gather_object([None, None], {"any": "thing"})
-    with unlogged():
+    with without_logging():
         dist.barrier()
     dist.barrier()
     assert this_rank.current_slots().collective == ""
-    with unlogged():
+    with without_logging():
         dist.barrier()
     assert judge_collectives([log(0), log(1)]) == []
     calls = log()
@@ -170,7 +170,7 @@ def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
 
     seen: list[str] = []
     x = torch.ones(1)
-    with replaced_by(lambda operation, given, call: seen.append(f"{operation} {sorted(given)} {call.payload}")):
+    with replace_collectives(lambda operation, given, call: seen.append(f"{operation} {sorted(given)} {call.payload}")):
         if rank == 0:  # no other rank comes, and it does not matter
             dist.all_reduce(x, op=dist.ReduceOp.SUM)
     assert seen == (["all_reduce ['op', 'tensor'] float32 of shape (1,)"] if rank == 0 else [])
@@ -231,12 +231,12 @@ def test_a_rank_that_comes_late_is_waited_for(watched: DDPWorld, what: str) -> N
 def test_who_is_in_a_collective_to_which_all_have_come_waits_for_nobody() -> None:
     gather, reduce = Call("gather_object", "0", (0, 1)), Call("all_reduce", "0", (0, 1), location="a.py:7")
     here = {0: str(gather), 1: str(reduce)}
-    assert not_waiting([[gather], [gather, reduce]], here) == {0}
-    assert not_waiting([[gather], [reduce]], here) == {0, 1}  # but they do not match
-    assert not_waiting([[gather], [gather, reduce]], {0: "recv()"}) == set()
-    assert not_waiting([[gather], []], {0: str(gather)}) == set()
+    assert ranks_in_complete_collective([[gather], [gather, reduce]], here) == {0}
+    assert ranks_in_complete_collective([[gather], [reduce]], here) == {0, 1}  # but they do not match
+    assert ranks_in_complete_collective([[gather], [gather, reduce]], {0: "recv()"}) == set()
+    assert ranks_in_complete_collective([[gather], []], {0: str(gather)}) == set()
     other = Call("all_reduce", "1", (0, 2))
-    assert not_waiting([[other], [reduce], []], {0: str(other), 1: str(reduce)}) == set()
+    assert ranks_in_complete_collective([[other], [reduce], []], {0: str(other), 1: str(reduce)}) == set()
 
 
 def packed(*values: float, operation: str = "all_reduce", location: str = "loss.py:7") -> ReductionInput:
@@ -378,7 +378,7 @@ def test_a_mismatch_in_the_logs_is_the_cause_of_a_hang_or_of_a_broken_connection
 )
 def test_what_happened_to_several_ranks_is_said_in_the_plural(code: int, one: str, several: str) -> None:
     for ranks, words in (([1], one), ([1, 2], several)):
-        error = failures.error([failures.died(rank, code, 0.0) for rank in ranks])
+        error = failures.rank_error([failures.failure_of_dead_rank(rank, code, 0.0) for rank in ranks])
         assert str(error).startswith(words)
         (finding,) = diagnose(FailureFacts(error.failures, [[]] * 4))
         assert finding.message.startswith(words[0].upper() + words[1:])

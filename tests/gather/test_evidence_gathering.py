@@ -8,8 +8,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ddpcheck.gather.autograd.gradient_hooks import own_functions
-from ddpcheck.gather.ddp.loop_events import LoopEventRecorder, counted_backwards, recorded
+from ddpcheck.gather.autograd.gradient_hooks import user_functions
+from ddpcheck.gather.ddp.loop_events import LoopEventRecorder, count_backwards, record_loop_events
 from ddpcheck.gather.state import randomness
 from ddpcheck.gather.state.randomness import QuietRandomness
 from ddpcheck.gather.steps import batch_coupling
@@ -105,9 +105,9 @@ class Clipped(torch.autograd.Function):
 
 
 def test_a_function_of_the_users_is_found_among_the_nodes_of_a_graph() -> None:
-    (hook,) = own_functions({"ClippedBackward", "AddmmBackward0"})
+    (hook,) = user_functions({"ClippedBackward", "AddmmBackward0"})
     assert hook.location is not None and hook.location.path.endswith("test_evidence_gathering.py")
-    assert own_functions({"AddmmBackward0"}) == ()
+    assert user_functions({"AddmmBackward0"}) == ()
 
 
 def test_rejection_sampling_ends_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_rejection_sampling_ends_in_silence(monkeypatch: pytest.MonkeyPatch) -> 
 
 def recorder(net: nn.Module, rate: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(net.parameters(), lr=rate)
-    return recorded(net, net, optimizer), optimizer
+    return record_loop_events(net, net, optimizer), optimizer
 
 
 def kinds(found: LoopEventRecorder) -> list[str]:
@@ -165,7 +165,7 @@ def test_gradients_of_another_module_that_are_zeroed_are_no_loss() -> None:
 
 def test_a_backward_inside_another_one_is_part_of_it() -> None:
     x = torch.ones(2, requires_grad=True)
-    with counted_backwards() as count, warnings.catch_warnings():
+    with count_backwards() as count, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.utils.checkpoint.checkpoint(lambda t: t.sin(), x, use_reentrant=True).sum().backward()
     assert count == [1]

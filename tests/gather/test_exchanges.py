@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
-from ddpcheck.gather.autograd.exchanges import follow_exchanges, is_part, note_parts
+from ddpcheck.gather.autograd.exchanges import is_rank_local, record_all_to_all_functions, record_rank_local
 
 
 class Swap(torch.autograd.Function):
@@ -72,10 +72,10 @@ def by_operator(rows: Tensor) -> Tensor:
 @pytest.mark.ddp(world_size=1, reuse="module")
 @pytest.mark.parametrize("exchange", [by_function, without_context, by_operator])
 def test_what_is_in_the_loss_through_an_exchange_alone_is_a_part(exchange: Callable[[Tensor], Tensor]) -> None:
-    follow_exchanges()
+    record_all_to_all_functions()
     body, expert, head, other = (nn.Linear(4, 4) for _ in range(4))
     hidden = body(torch.ones(2, 4))
     loss = head(hidden + exchange(expert(exchange(hidden))) + Twice.apply(other(hidden))).sum()
-    note_parts([loss], lambda leaf: leaf is not expert.bias)
-    parts = {n: is_part(p) for n, p in nn.ModuleList([body, expert, head, other]).named_parameters()}
+    record_rank_local([loss], lambda leaf: leaf is not expert.bias)
+    parts = {n: is_rank_local(p) for n, p in nn.ModuleList([body, expert, head, other]).named_parameters()}
     assert [name for name, found in parts.items() if found] == ["1.weight"]

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcheck.gather.autograd.autograd_graph import recorded_lines
+from ddpcheck.gather.autograd.autograd_graph import record_lines
 from ddpcheck.gather.autograd.loss_terms import PairedTerms, backward_through_terms, split_loss
 
 
@@ -29,7 +29,7 @@ def test_sums_means_factors_and_stacks_are_looked_through() -> None:
 
 
 def test_a_term_knows_its_part_and_the_line_that_made_it() -> None:
-    with recorded_lines():
+    with record_lines():
         _, one, two = parts()
     edges = split_loss(one + two, [one, two])
     assert [edge.part for edge in edges] == [0, 1]
@@ -70,7 +70,7 @@ def looped(size: int) -> Tensor:
 
 
 def test_terms_are_paired_by_line_and_what_runs_have_more_of_is_taken_together() -> None:
-    with recorded_lines():
+    with record_lines():
         runs = [split_loss(loss, [loss]) for loss in (looped(6), looped(3))]
     paired = PairedTerms(runs, most=16)
     assert len(paired) == 2
@@ -78,7 +78,7 @@ def test_terms_are_paired_by_line_and_what_runs_have_more_of_is_taken_together()
 
 
 def test_more_terms_than_can_be_kept_apart_are_one() -> None:
-    with recorded_lines():
+    with record_lines():
         runs = [split_loss(loss, [loss]) for loss in (looped(6), looped(6))]
     assert [len(PairedTerms(runs, most=most)) for most in (16, 3, 1)] == [7, 2, 1]
 

@@ -90,7 +90,7 @@ def test_an_error_of_ours_is_taken_and_the_call_goes_on(monkeypatch: pytest.Monk
     with patched(Base, "double", before), pytest.raises(KeyError):
         Base().double(1)
     taken: list[Exception] = []
-    monkeypatch.setattr(ErrorGuard, "taken_by", lambda error, _recorder: taken.append(error))
+    monkeypatch.setattr(ErrorGuard, "error_handler", lambda error, _recorder: taken.append(error))
     with patched(Base, "double", before), patched(Base, "double", after):
         assert Base().double(1) == 2
         assert [str(error) for error in taken] == ["'ours'", "'ours, too'"]
@@ -99,7 +99,7 @@ def test_an_error_of_ours_is_taken_and_the_call_goes_on(monkeypatch: pytest.Monk
 
 def test_an_exception_of_a_signal_handler_within_ours_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Exception] = []
-    monkeypatch.setattr(ErrorGuard, "taken_by", lambda error, _recorder: taken.append(error))
+    monkeypatch.setattr(ErrorGuard, "error_handler", lambda error, _recorder: taken.append(error))
     handlers: dict[str, Any] = {}  # in a file of torch, as its handler of SIGCHLD
     exec(compile("def killed(*_): raise RuntimeError('killed')", torch.__file__, "exec"), handlers)
     before = signal.signal(signal.SIGUSR1, handlers["killed"])

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
-from ddpcheck.gather.ddp.sharding import uneven
+from ddpcheck.gather.ddp.sharding import non_constant_params
 from ddpcheck.gather.state.fingerprints import fingerprint, version_counter
 from ddpcheck.gather.state.module_description import describe
-from ddpcheck.gather.state.module_state import capture_state, moved, non_persistent_buffers
+from ddpcheck.gather.state.module_state import capture_state, move_to_device, non_persistent_buffers
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_undefined_losses
@@ -117,7 +117,7 @@ def test_a_loss_that_only_some_ranks_cannot_compute(of_batch: float, ranks: list
 
 def test_what_is_on_the_meta_device_stays_there() -> None:
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    assert moved(module, torch.device("cpu")) is module and module[1].weight.is_meta
+    assert move_to_device(module, torch.device("cpu")) is module and module[1].weight.is_meta
     capture_state(module).restore(module)
 
 
@@ -138,4 +138,4 @@ def test_buffers_that_a_state_dict_leaves_out() -> None:
 
 def test_parts_whose_elements_are_all_the_same_or_all_nan_are_told_apart_from_others() -> None:
     drawn, ones, nan = torch.arange(3.0), torch.ones(3), torch.full((3,), math.nan)
-    assert uneven({"drawn": drawn, "ones": ones, "nan": nan, "some": drawn / 0}) == ("drawn", "some")
+    assert non_constant_params({"drawn": drawn, "ones": ones, "nan": nan, "some": drawn / 0}) == ("drawn", "some")

@@ -199,14 +199,14 @@ def test_what_cannot_be_watched_is_told() -> None:
 @pytest.mark.ddp(world_size=2, timeout=60)
 def test_what_torch_keeps_to_itself_is_asked_of_the_parameters(monkeypatch: Any) -> None:
     from ddpcheck.gather.ddp.ddp_wrapper import group_of, ranks_of
-    from ddpcheck.gather.ddp.sharding import parameter_groups, reduces, shard_number, split_of
+    from ddpcheck.gather.ddp.sharding import parameter_groups, reduces_gradients, shard_number, split_of
 
     model = sharded()
     groups, known = parameter_groups(model), (ranks_of(model), group_of(model))
-    assert known == ((0, 1), None) and len(groups) == 2 and reduces(groups)
+    assert known == ((0, 1), None) and len(groups) == 2 and reduces_gradients(groups)
     model.body.set_requires_gradient_sync(False)
-    assert not reduces(groups)
+    assert not reduces_gradients(groups)
     assert {(split_of(p), shard_number(p)) for p in model.parameters()} == {((2, 0), dist.get_rank())}
     monkeypatch.delattr(fsdp.FSDPModule, "_get_fsdp_state")
     assert (ranks_of(model), group_of(model)) == known
-    assert parameter_groups(model) == [] and reduces([])
+    assert parameter_groups(model) == [] and reduces_gradients([])

@@ -112,7 +112,7 @@ def found_twice(value: Any, *wrapped: nn.Module) -> list[str]:
     def train() -> None:
         average = value
         for count in range(2):
-            recorder.look(0, count, wrapped[0].parameters())
+            recorder.record_models(0, count, wrapped[0].parameters())
         assert average is value
 
     train()

@@ -13,7 +13,7 @@ import torch
 
 from ddpcheck.record.parity import sample_store
 from ddpcheck.record.parity.sample_store import (
-    NotTogetherError,
+    ConcatenationError,
     SampleReader,
     SampleWriter,
     is_same,
@@ -79,7 +79,7 @@ def test_values_are_put_together(one: Any, other: Any, both: Any) -> None:
     ],
 )
 def test_values_without_a_batch_dimension_are_not(one: Any, other: Any) -> None:
-    with pytest.raises(NotTogetherError):
+    with pytest.raises(ConcatenationError):
         join_ranks([one, other])
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
-from ddpcheck.gather.autograd.loss_terms import head_of
+from ddpcheck.gather.autograd.loss_terms import nearest_leaf_node
 from ddpcheck.record.loss.loss_recorder import _count_elements, _lines_of_terms, _terms
 
 X = torch.ones(4, requires_grad=True)
@@ -66,12 +66,12 @@ def test_terms_of_one_head() -> None:
     of_rows = [cross_entropy(logits[n, None], TARGETS[n, None]) for n in range(2)]
     by_row = [cross_entropy(head(features[n]), TARGETS[n]) for n in range(2)]  # of a sample, which is put in by itself
     terms = [*of_rows, *by_row, other(features).mean()]
-    heads = [head_of(term.grad_fn) for term in terms]
+    heads = [nearest_leaf_node(term.grad_fn) for term in terms]
     assert heads[0] is not None and heads[:4] == heads[:1] * 4 and heads[4] not in heads[:4]
     deep = X
     for _ in range(100):
         deep = deep.exp()
-    assert head_of(deep.grad_fn) is None
+    assert nearest_leaf_node(deep.grad_fn) is None
 
 
 class Masked(torch.nn.Linear):

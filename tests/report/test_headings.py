@@ -20,7 +20,7 @@ from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_report import HEADINGS, Tally, is_asked, report_of
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge
-from ddpcheck.rules.verdict import Told, Verdict, status_of
+from ddpcheck.rules.verdict import FindingAndCause, Verdict, status_of
 from tests.reports import contradictions, shown
 from tests.tiers import first_of_each, share
 
@@ -302,7 +302,7 @@ def test_every_line_says_what_was_compared_and_held(name: str) -> None:
 DIFFERS = Verdict(matching="2 gradients equal", differing="1 of 3 gradients differs")
 
 
-def line(comparison: Verdict, *told: Told, kept: tuple[Finding, ...] = ()) -> tuple[str, str]:
+def line(comparison: Verdict, *told: FindingAndCause, kept: tuple[Finding, ...] = ()) -> tuple[str, str]:
     return status_of(comparison, told, kept)
 
 

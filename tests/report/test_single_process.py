@@ -15,14 +15,14 @@ from torch import Tensor, nn
 import ddpcheck
 from ddpcheck.findings.evidence.gradients import Fit
 from ddpcheck.recipe.recipe import Recipe
-from ddpcheck.report.checking.check import decided
+from ddpcheck.report.checking.check import resolve_options
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.worlds import validation as allowed
 
 
 def state_of(recipe: Recipe) -> CheckState:
-    asked = decided(CheckOptions(steps=1), recipe)
+    asked = resolve_options(CheckOptions(steps=1), recipe)
     return CheckRun(recipe, asked, progress=lambda _text: None).run()
 
 

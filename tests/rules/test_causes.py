@@ -6,8 +6,8 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.rules.causes import cause_of, find_causes, follows_from, goes_on
-from ddpcheck.rules.collectives.ddp401_rank_raised import OF_A_CUT_FILE
+from ddpcheck.rules.causes import find_causes, finding_key, follows_from, is_reported_on_common_tensor
+from ddpcheck.rules.collectives.ddp401_rank_raised import FROM_TRUNCATED_FILE
 from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.rules.loss.ddp307_nothing_compared import ALL_MISSING
 from ddpcheck.rules.parameters.ddp106_unregistered_parameter import MADE_IN_FORWARD
@@ -15,7 +15,7 @@ from ddpcheck.trace.collectives import ON_GRADIENTS
 from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.trace.losses import BY_NORMALISATION
 from ddpcheck.worlds import failures
-from ddpcheck.worlds.failures import described
+from ddpcheck.worlds.failures import exception_data
 
 RELATIONS = [(rule.code, one, code) for rule in RULES.values() for one in rule.explains for code in one.codes]
 APART: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -28,7 +28,7 @@ APART: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "always": (("head.weight",), ("other",), ()),
     "an error": (("no_sync",), ("head.weight",), ()),
     "a note": (("head.weight",), ("hook",), ()),
-    "of a cut file": (("model.pt",), ("run",), (OF_A_CUT_FILE,)),
+    "of a cut file": (("model.pt",), ("run",), (FROM_TRUNCATED_FILE,)),
     "of graphs": (("parameter",), ("forward",), ("of graphs",)),
     "of a copy": (("head.weight",), ("teacher",), ("of a copy",)),
     "none is there": (("head.weight",), ("loss",), (ALL_MISSING,)),
@@ -48,7 +48,7 @@ def test_a_consequence_is_told_as_evidence_of_its_cause() -> None:
         for both in ([cause, found], [found, cause]):
             causes = find_causes(both)
             assert [kept.code for kept in causes.findings] == [code], (code, other)
-            assert causes.told_by == 2 * causes.findings
+            assert causes.root_causes == 2 * causes.findings
             (kept,) = causes.findings
             assert (f"with it comes {other}: {found.message}" in kept.evidence) != explains.quietly, (code, other)
             assert (other in kept.tags) != explains.quietly
@@ -74,7 +74,7 @@ def test_a_consequence_is_told_as_evidence_of_its_cause() -> None:
 )
 def test_what_has_another_cause_stays(cause: Finding, found: Finding) -> None:
     causes = find_causes([cause, found])
-    assert causes.findings == causes.told_by == [cause, found]
+    assert causes.findings == causes.root_causes == [cause, found]
 
 
 def test_buffers_that_differ_are_the_cause_of_losses_that_are_normalised_by_them() -> None:
@@ -92,7 +92,7 @@ def test_buffers_that_differ_are_the_cause_of_losses_that_are_normalised_by_them
     ],
 )
 def test_a_file_that_is_read_too_early_explains_an_exception_of_one_that_is_cut_off(error, ranks, told) -> None:
-    raised = diagnose(FailureFacts([failures.raised(1, described(error, "", ""))], [[], []]))
+    raised = diagnose(FailureFacts([failures.failure_of_exception(1, exception_data(error, "", ""))], [[], []]))
     early = replace(finding("DDP512", "model.pt"), ranks=ranks)
     assert [one.code for one in find_causes([*raised, early]).findings] == told
 
@@ -102,12 +102,12 @@ def test_what_comes_of_a_consequence_belongs_to_the_root() -> None:
     causes = find_causes([last, between, root])
     (kept,) = causes.findings
     assert kept.code == "DDP501" and kept.tags == ("DDP208",)
-    assert causes.told_by == [kept, kept, kept]
+    assert causes.root_causes == [kept, kept, kept]
 
 
 def test_the_same_rule_on_fewer_subjects_is_told_once() -> None:
     whole, part = finding("DDP101", "a", "b"), finding("DDP101", "b")
-    assert find_causes([whole, part]).told_by == [whole, None]
+    assert find_causes([whole, part]).root_causes == [whole, None]
     assert find_causes([part, finding("DDP101", "c")]).findings == [part, finding("DDP101", "c")]
 
 
@@ -120,8 +120,8 @@ def test_a_cause_that_takes_the_severity_of_what_comes_of_it(code) -> None:
 
 
 def test_a_watch_knows_what_it_has_reported() -> None:
-    assert cause_of(finding("DDP104", "blocks.1.weight")) == cause_of(finding("DDP104", "blocks.7.weight"))
-    assert cause_of(finding("DDP101", "blocks.1.weight")) != cause_of(finding("DDP101", "blocks.7.weight"))
-    assert goes_on(finding("DDP306", "a", "b"), [finding("DDP306", "a")])
-    assert not goes_on(finding("DDP306", "b"), [finding("DDP306", "a")])
-    assert not goes_on(finding("DDP302", "a", "b"), [finding("DDP302", "a")])
+    assert finding_key(finding("DDP104", "blocks.1.weight")) == finding_key(finding("DDP104", "blocks.7.weight"))
+    assert finding_key(finding("DDP101", "blocks.1.weight")) != finding_key(finding("DDP101", "blocks.7.weight"))
+    assert is_reported_on_common_tensor(finding("DDP306", "a", "b"), [finding("DDP306", "a")])
+    assert not is_reported_on_common_tensor(finding("DDP306", "b"), [finding("DDP306", "a")])
+    assert not is_reported_on_common_tensor(finding("DDP302", "a", "b"), [finding("DDP302", "a")])

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import Names, make_finding
-from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, uses_local_sgd
+from ddpcheck.gather.ddp.ddp_wrapper import has_user_hook, hook_error, uses_local_sgd
 from ddpcheck.rules import registry
 from ddpcheck.rules.gradients.reducer import judge_reducer
 from ddpcheck.rules.registry import judge_all
@@ -103,11 +103,11 @@ def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypat
 def test_what_a_hook_makes_up_for_later_is_not_known():
     feeds_back = PowerSGDState(None, 1, start_powerSGD_iter=2)
     feeds_back.iter = 3
-    assert hook_loss(with_hook(powerSGD_hook, feeds_back)) > 1e3
+    assert hook_error(with_hook(powerSGD_hook, feeds_back)) > 1e3
     feeds_back.use_error_feedback = False
-    assert hook_loss(with_hook(powerSGD_hook, feeds_back)) == 0.1
-    assert hook_loss(with_hook(fp16_compress_wrapper(powerSGD_hook), feeds_back)) == 0.1
-    assert hook_loss(with_hook(fp16_compress_hook)) == BFLOAT16
+    assert hook_error(with_hook(powerSGD_hook, feeds_back)) == 0.1
+    assert hook_error(with_hook(fp16_compress_wrapper(powerSGD_hook), feeds_back)) == 0.1
+    assert hook_error(with_hook(fp16_compress_hook)) == BFLOAT16
 
 
 @pytest.mark.parametrize(("counted", "lost"), [(1, 0.0), (2, 0.0), (3, 1e6)])
@@ -115,8 +115,8 @@ def test_power_sgd_averages_exactly_until_it_begins(counted: int, lost: float):
     """Its state has counted the backward pass that has ended; that of number `start_powerSGD_iter` compresses."""
     state = PowerSGDState(None, 1, start_powerSGD_iter=2)
     state.iter = counted
-    assert hook_loss(with_hook(powerSGD_hook, state)) == lost
-    assert hook_loss(with_hook(fp16_compress_wrapper(powerSGD_hook), state)) == max(lost, BFLOAT16)
+    assert hook_error(with_hook(powerSGD_hook, state)) == lost
+    assert hook_error(with_hook(fp16_compress_wrapper(powerSGD_hook), state)) == max(lost, BFLOAT16)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_power_sgd_averages_exactly_until_it_begins(counted: int, lost: float):
     ],
 )
 def test_a_hook_is_the_scripts_own_also_inside_of_one_of_torch(hook: Any, own: bool):
-    assert has_own_hook(with_hook(hook)) is own
-    assert not has_own_hook(None)
+    assert has_user_hook(with_hook(hook)) is own
+    assert not has_user_hook(None)
 
 
 @pytest.mark.parametrize(("now", "apart"), [(0, False), (5, False), (6, True), (9, True)])

@@ -139,13 +139,13 @@ def test_the_writes_of_wrapped_parameters_are_followed() -> None:
         run: Any = Recording(found.append)
         run.watches = [watch]
         recorder = WriteRecorder(run)
-        recorder.wrapped(watch)
+        recorder.follow_wrapper(watch)
         copy.deepcopy(layer)
         other.weight.data.copy_(layer.weight.data)
         other.weight.data.zero_()
-        recorder.step(begins=True)
+        recorder.patch_for_step(begins=True)
         layer.weight.data.zero_()
-        recorder.step(begins=False)
+        recorder.patch_for_step(begins=False)
         recorder.write()
         assert not found
         with torch.no_grad():

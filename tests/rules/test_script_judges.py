@@ -44,11 +44,11 @@ from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import ju
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp517_gradients_discarded import MIN_REPEATS, judge_zeroed
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, judge_shards_saved
-from ddpcheck.rules.gradients.wrappers import note_more_buffers, with_buffers
+from ddpcheck.rules.gradients.wrappers import add_later_buffers, collect_later_buffers
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_second_sum, judge_sums
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_reduced_in_place
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_parts
-from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, with_model
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, name_wrapped_module
 from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics
 from ddpcheck.rules.optimizers.script_optimizers import judge_shard_states, judge_unsynchronized, reduces_in_step
 from ddpcheck.rules.program.ddp512_checkpoint_race import judge_files
@@ -75,12 +75,14 @@ def test_buffers_that_differ_later_than_the_ones_that_were_told() -> None:
         return Finding(code, names, "They differ.", Severity.WARNING)
 
     told, more = differing("moe.load"), dict[str, int]()
-    note_more_buffers(more, [told], [told], 0)
-    assert with_buffers(told, more) == told
+    collect_later_buffers(more, [told], [told], 0)
+    assert add_later_buffers(told, more) == told
     for step in (1, 2):
-        note_more_buffers(more, [told], [differing("moe.load", "moe.bias"), differing("0.weight", code="DDP306")], step)
-    assert with_buffers(told, more).evidence == ("after step 1, moe.bias differs too",)
-    assert with_buffers(differing("0.weight", code="DDP306"), more).evidence == ()
+        collect_later_buffers(
+            more, [told], [differing("moe.load", "moe.bias"), differing("0.weight", code="DDP306")], step
+        )
+    assert add_later_buffers(told, more).evidence == ("after step 1, moe.bias differs too",)
+    assert add_later_buffers(differing("0.weight", code="DDP306"), more).evidence == ()
 
 
 def captured_of(*values: torch.Tensor, step: int = 0, sketched: bool = True) -> list[ReplicaCaptured]:
@@ -597,10 +599,10 @@ def test_which_of_two_models_it_is_that_never_moves() -> None:
     wrappers = [SimpleNamespace(number=number, made=one) for number, one in enumerate(made)]
     facts: Any = SimpleNamespace(wrappers=wrappers, moved={"0/w": True, "1/w": False})
     steps = [[step(unknown=("? 0 (4,)",)), step()]]
-    (found,) = with_model(judge_stale(steps, facts.moved, {"0/w"}), facts.wrappers, facts.moved)
+    (found,) = name_wrapped_module(judge_stale(steps, facts.moved, {"0/w"}), facts.wrappers, facts.moved)
     assert found.evidence[0] == "of Other, which is wrapped at train.py:5"
     facts.wrappers = wrappers[:1]
-    assert with_model([found], facts.wrappers, facts.moved) == [found]
+    assert name_wrapped_module([found], facts.wrappers, facts.moved) == [found]
 
 
 def test_metrics_zeroing_and_reductions() -> None:

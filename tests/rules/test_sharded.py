@@ -18,7 +18,7 @@ from ddpcheck.findings.wording import Names
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_meshes
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_loaded_state, judge_repeated
-from ddpcheck.rules.gradients.reducer import judge_sharded, judge_wrapper_error, why_not_updated
+from ddpcheck.rules.gradients.reducer import judge_sharded, judge_wrapper_error, reason_updates_not_compared
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_shard_scales
@@ -82,7 +82,7 @@ def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradien
     assert judge_sharded(first, KNOWN) == []
     rounded = [ShardedStep(rank, 1, **given, against_shard=(bad if rank else EQUAL,)) for rank in (0, 1)]
     assert judge_sharded(rounded, KNOWN) == []
-    assert why_not_updated(rounded[1]).startswith("in w, ") and not why_not_updated(first[0])
+    assert reason_updates_not_compared(rounded[1]).startswith("in w, ") and not reason_updates_not_compared(first[0])
     wrong = [replace(item, gradients={"w": 0}, against_local=(MISSING,), events=(OFF,)) for item in updated]
     assert only(judge_sharded(wrong, KNOWN)).code == "DDP502"
 

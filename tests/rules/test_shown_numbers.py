@@ -11,7 +11,7 @@ import pytest
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.rules.registry import judge_view, until_not_recorded
+from ddpcheck.rules.registry import collect_until_not_recorded, judge_view
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import evaluations_of, table_metrics
 from tests.reports import codes
@@ -38,7 +38,7 @@ def said(
     passes += [[] for _ in indices[len(rounds) :]]
     evaluations = evaluations_of(loaders, passes, given, shown, ())
     view = Evaluations(evaluations, loaders, shown)
-    matches, not_compared = until_not_recorded(view.compared, "evaluation", ())
+    matches, not_compared = collect_until_not_recorded(view.compared, "evaluation", ())
     return judge_view(view), ("".join(matches), not_compared)
 
 

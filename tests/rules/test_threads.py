@@ -22,10 +22,10 @@ from ddpcheck.rules.collectives.ddp401_rank_raised import (
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_interleaving
 from ddpcheck.trace.failures import EndedThread, FailureFacts
 from ddpcheck.worlds import failures
-from ddpcheck.worlds.failures import described
+from ddpcheck.worlds.failures import exception_data
 from tests.reports import assert_says
 
-OTHER = failures.stuck(0, 0.0, "", "", "barrier at train.py:41")
+OTHER = failures.failure_of_running_rank(0, 0.0, "", "", "barrier at train.py:41")
 
 
 def hung(*threads: EndedThread) -> FailureFacts:
@@ -33,7 +33,7 @@ def hung(*threads: EndedThread) -> FailureFacts:
 
 
 def ended(error: Exception, waits_in: str = "get() at train.py:25", rank: int = 1) -> EndedThread:
-    raised = failures.raised(rank, {**described(error, "", ""), "location": "data.py:7"})
+    raised = failures.failure_of_exception(rank, {**exception_data(error, "", ""), "location": "data.py:7"})
     return EndedThread("producer", raised, waits_in)
 
 
@@ -95,7 +95,9 @@ def test_what_a_main_thread_waits_in_for_another_thread() -> None:
     ],
 )
 def test_a_rank_that_waits_for_a_thread_is_told_by_what_has_ended_it(dump: str, known: bool, told: bool) -> None:
-    error = json.dumps(["feeder", {**described(ValueError("bad sample"), "", ""), "exception": None}]) if known else ""
+    error = (
+        json.dumps(["feeder", {**exception_data(ValueError("bad sample"), "", ""), "exception": None}]) if known else ""
+    )
     failure = failures.thread_failure(1, dump, error)
     assert (failure is not None) is told
     words = "rank 1 waits in get() at train.py:25 for a thread (feeder) that raised ValueError: bad sample"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CollectiveTimeline
-from ddpcheck.rules.collectives.timelines import timelines, timelines_of_failure
+from ddpcheck.rules.collectives.timelines import make_timelines, timelines_of_failure
 from ddpcheck.trace.failures import FailureFacts
 
 
@@ -24,7 +24,7 @@ def called(timeline: CollectiveTimeline, rank: int) -> str:
 
 
 def test_ranks_that_wait_name_those_that_never_came() -> None:
-    (timeline,) = timelines(logs_of("AAB", "AAB", "AA", "AA"), {("0", 0), ("0", 1)}, {2: "at work"}, at_work={3})
+    (timeline,) = make_timelines(logs_of("AAB", "AAB", "AA", "AA"), {("0", 0), ("0", 1)}, {2: "at work"}, at_work={3})
     assert (timeline.parts_at, waits(timeline)) == (2, {0: (2, 3), 1: (2, 3)})
     assert [one.at_end for one in timeline.ranks] == ["", "", "at work", ""]
     assert len(timeline.calls) == 2 and called(timeline, 0) == "AAB"
@@ -34,26 +34,26 @@ def test_ranks_in_different_collectives_wait_for_each_other() -> None:
     logs = logs_of("A", "A")
     for rank, operation in enumerate(("all_reduce", "broadcast")):
         logs[rank].append(Call(operation, "0", (0, 1)))
-    (timeline,) = timelines(logs, {("0", 0), ("0", 1)})
+    (timeline,) = make_timelines(logs, {("0", 0), ("0", 1)})
     assert timeline.parts_at == 1 and waits(timeline) == {0: (1,), 1: (0,)}
 
 
 def test_the_call_in_addition_is_where_ranks_part() -> None:
-    (timeline,) = timelines(logs_of("AAxE", "AAE"))
+    (timeline,) = make_timelines(logs_of("AAxE", "AAE"))
     assert timeline.parts_at == 2
 
 
 def test_long_logs_keep_what_is_around_the_parting() -> None:
-    (timeline,) = timelines(logs_of("A" * 500 + "B" * 500, "A" * 500), {("0", 0)}, first={"0": 7})
+    (timeline,) = make_timelines(logs_of("A" * 500 + "B" * 500, "A" * 500), {("0", 0)}, first={"0": 7})
     first = timeline.ranks[0]
     assert timeline.parts_at == 507 and first.first <= 500 and first.first + len(first.calls) > 507
     assert len(first.calls) == 60 and first.later > 400 and first.waiting
 
 
 def test_groups_in_which_ranks_part_come_first() -> None:
-    assert all(timeline.parts_at is None for timeline in timelines(logs_of("AB", "AB")))
+    assert all(timeline.parts_at is None for timeline in make_timelines(logs_of("AB", "AB")))
     logs = [one + other for one, other in zip(logs_of("AA", "AA"), logs_of("AB", "A", group="z"), strict=True)]
-    assert [timeline.group for timeline in timelines(logs)] == ["z", "0"]
+    assert [timeline.group for timeline in make_timelines(logs)] == ["z", "0"]
 
 
 def test_ranks_that_failed_in_step_have_none() -> None:

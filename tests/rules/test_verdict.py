@@ -76,7 +76,7 @@ def test_a_finding_stands_under_the_heading_of_the_row_that_made_it() -> None:
 
 def test_what_was_found_before_may_come_of_what_is_found_at_the_end() -> None:
     judged = judge_all(FACTS, (row("loop", finding("DDP507", "group 0 lr"), held="3 steps"),))
-    judged = judged.adding("data", [finding("DDP405", "all_reduce")])
+    judged = judged.with_findings("data", [finding("DDP405", "all_reduce")])
     assert [(one.code, one.tags) for one in judged.findings] == [("DDP405", ("DDP507",))]
     assert lines(judged)["loop"] == ("failed", "DDP507, which comes with DDP405")
 

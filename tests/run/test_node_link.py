@@ -180,7 +180,7 @@ def test_the_first_node_is_waited_for_while_it_waits_for_others(job: Job, monkey
 def test_a_name_that_is_not_that_of_a_log_is_not_taken(name: str, tmp_path: Path) -> None:
     received = ReceivedFolder(tmp_path / "node1")
     with pytest.raises(ValueError, match="is not the name of a log"):
-        received.take(FilePart(name, b"x"))
+        received.append_part(FilePart(name, b"x"))
     assert [path.name for path in tmp_path.rglob("*")] == ["node1"]
 
 
@@ -192,9 +192,9 @@ def test_there_is_a_limit_to_what_is_taken(
     monkeypatch.setattr(rank_log, "_MOST_FILES", 2)
     received = ReceivedFolder(tmp_path / "node1")
     for taken in ("0-2-4-7.log", "0-3-4-8.log", "0-3-4-8.log"):
-        received.take(FilePart(taken, b"xx"))
+        received.append_part(FilePart(taken, b"xx"))
     with pytest.raises(ValueError, match="the logs are more than"):
-        received.take(FilePart(name, data))
+        received.append_part(FilePart(name, data))
     assert list(file_parts(tmp_path / "node1")) == [FilePart("0-2-4-7.log", b"xx"), FilePart("0-3-4-8.log", b"xxxx")]
 
 
@@ -299,8 +299,8 @@ def test_without_the_first_node_a_node_ends_its_ranks_only_where_nobody_else_is(
 
 def test_the_endings_of_nodes_are_one() -> None:
     first, unended = Ending(0, hang=Hang(8.0, {0: "a"})), NotExited(60.0, (2,))
-    second = Ending(7, {2: 7}, hang=Hang(9.0, {3: "b"}), unended=unended)
+    second = Ending(7, {2: 7}, hang=Hang(9.0, {3: "b"}), not_exited=unended)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(second), type=Ending)
     assert sent == second
-    assert merge_endings([first, sent]) == Ending(7, {2: 7}, hang=Hang(9.0, {0: "a", 3: "b"}), unended=unended)
+    assert merge_endings([first, sent]) == Ending(7, {2: 7}, hang=Hang(9.0, {0: "a", 3: "b"}), not_exited=unended)
     assert merge_endings([Ending(1, {0: 1}), Ending(130, interrupted=True)]) == Ending(1, {0: 1}, interrupted=True)

@@ -24,7 +24,7 @@ from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.parity_run import ParityRuns, SingleRun
 from ddpcheck.stream.entries import RankRaised, RankStarted, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, RankLog, RankTrace
-from ddpcheck.worlds.failures import described
+from ddpcheck.worlds.failures import exception_data
 from tests.forked_run import ROOT, run_forked
 from tests.tiers import one_of
 
@@ -33,7 +33,7 @@ NOT_COMPARED = "not compared with a single process: "
 MORE_MEMORY = (
     "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
 )
-RAISED = {**described(IndexError("no part\nof rank 1"), "", ""), "exception": None, "location": "a.py:3"}
+RAISED = {**exception_data(IndexError("no part\nof rank 1"), "", ""), "exception": None, "location": "a.py:3"}
 STEP = ParityStep(0, 0, None, (1.0,), (1.0,), (), (0.1,), ())
 
 

@@ -27,7 +27,7 @@ from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import DDP_BACKWARD, ExitCalled, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, RankTrace, rank_processes, read_logs
-from ddpcheck.worlds.failures import described
+from ddpcheck.worlds.failures import exception_data
 from tests.faultsuite.recorded_scripts import NOT_COMPARED
 from tests.faultsuite.scripts_page import assert_expected, expected_of, options_of
 from tests.forked_run import run_forked
@@ -297,7 +297,7 @@ CUT_OFF = f"Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\
 
 
 def description(error: BaseException, **changes: None) -> Any:
-    return {**described(error, "", ""), **changes}
+    return {**exception_data(error, "", ""), **changes}
 
 
 def wrapped(error: Exception) -> BaseException:
@@ -455,7 +455,7 @@ def test_what_has_ended_a_rank(
     end: ProgramEnded | None, called: str, exit_of: tuple[str, tuple[str, ...]] | None, tmp_path: Path
 ) -> None:
     (rank,) = logs(tmp_path, [entry for entry in (called and ExitCalled(AT_99, called), end) if entry])
-    assert (rank.exit and (rank.exit.function, rank.exit.lines)) == exit_of
+    assert (rank.exit_call and (rank.exit_call.function, rank.exit_call.lines)) == exit_of
 
 
 SYSTEM_EXITS = """

@@ -24,7 +24,7 @@ from ddpcheck.record.rank import rank_watch, started_processes
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, split_at_script
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.live_ranks import lives
+from ddpcheck.run.live_ranks import is_alive
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import FOLDER, RankLog, last_restart, rank_processes, read_logs
@@ -327,7 +327,7 @@ def test_ranks_outlive_an_agent_that_is_killed_and_own_the_folder(tmp_path: Path
     (tmp_path / "end").touch()
     until("ended0", "ended1")
     for _ in range(100):  # for the processes to end
-        if not any(map(lives, rank_processes(left).values())):
+        if not any(map(is_alive, rank_processes(left).values())):
             break
         time.sleep(0.1)
     assert subprocess.run(again, env=environment, stderr=subprocess.DEVNULL, timeout=120).returncode == 0

@@ -153,9 +153,9 @@ def test_a_rank_writes_whether_its_main_thread_is_in_a_collective(tmp_path: Path
     log.add_call(Call("barrier", "0", (0, 1)))
     seen = [is_inside(path)]
     for begins in (True, True, False, False):  # one inside of another
-        log.turn(begins=begins)
+        log.count_turn(begins=begins)
         seen.append(is_inside(path))
-    thread = threading.Thread(target=lambda: log.turn(begins=True))
+    thread = threading.Thread(target=lambda: log.count_turn(begins=True))
     thread.start()
     thread.join()
     assert [*seen, is_inside(path)] == [False, True, True, True, False, False]

@@ -16,7 +16,7 @@ import pytest
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run import run_folder
-from ddpcheck.run.run_folder import holding, shared_folder, user_log_folders
+from ddpcheck.run.run_folder import own_folder, shared_folder, user_log_folders
 from ddpcheck.stream.rank_log import FOLDER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -87,7 +87,7 @@ def left_by(folder: Path, code: str = "", **environment: str) -> Iterator[subpro
 
 def sweep(temporary: Path) -> None:
     (other := temporary / f"{FOLDER}next").mkdir(mode=0o700, exist_ok=True)
-    with holding(other):
+    with own_folder(other):
         pass
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_judged_stays(temporary: Path) -> None:
 
 def test_who_holds_a_folder_keeps_it(temporary: Path) -> None:
     (own := temporary / f"{FOLDER}own").mkdir(mode=0o700)
-    with holding(own):
+    with own_folder(own):
         sweep(temporary)
         assert own.exists()
     sweep(temporary)

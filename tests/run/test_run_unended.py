@@ -18,11 +18,11 @@ from ddpcheck.findings.stacks import has_no_python_frames
 from ddpcheck.run import hang_watch, live_ranks
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, HangWatch, NotExited
-from ddpcheck.run.live_ranks import RankFacts, gloo_wants_gil, is_stopped, lives
+from ddpcheck.run.live_ranks import RankFacts, gloo_wants_gil, is_alive, is_stopped
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import GroupDestroyed, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
-from ddpcheck.worlds.failures import described
+from ddpcheck.worlds.failures import exception_data
 from tests.run.scripts import run_script
 from tests.run.test_run import DDPCHECK, ROOT, run
 
@@ -72,13 +72,13 @@ def test_a_rank_that_has_run_all_of_the_script_and_cannot_end_is_seen(
     entry: Entry | None, stack: str, wants_gil: bool, is_unended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = watched(tmp_path, monkeypatch, (entry, stack, wants_gil))
-    assert watch.unended == (NotExited(60.0, (0,)) if is_unended else None)
+    assert watch.not_exited == (NotExited(60.0, (0,)) if is_unended else None)
     assert watch.hang is None
 
 
 def test_ranks_that_wait_for_one_that_cannot_end_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = watched(tmp_path, monkeypatch, (GroupDestroyed(), LAST_LINE, True), (None, WAITS, False))
-    assert watch.unended is None and watch.hang is not None
+    assert watch.not_exited is None and watch.hang is not None
     assert watch.hang.stacks == {1: WAITS}
 
 
@@ -87,9 +87,9 @@ def test_a_rank_that_cannot_end_is_seen_without_those_of_another_machine(
 ) -> None:
     (tmp_path / "waits").mkdir()
     watch = watched(tmp_path, monkeypatch, (ProgramEnded(), NOWHERE, False), world_size=2)
-    assert watch.unended == NotExited(60.0, (0,))
+    assert watch.not_exited == NotExited(60.0, (0,))
     watch = watched(tmp_path / "waits", monkeypatch, (None, WAITS, False), world_size=2)
-    assert (watch.unended, watch.hang) == (None, None)
+    assert (watch.not_exited, watch.hang) == (None, None)
 
 
 def test_an_interpreter_that_has_ended_has_no_python_left() -> None:
@@ -101,7 +101,7 @@ def test_the_report_on_ranks_that_did_not_end_is_that_on_the_run(tmp_path: Path)
     for number in (0, 1):
         RankLog(tmp_path, RankStarted(number, 2, "gloo")).add(GroupDestroyed())
     ranks = read_logs(tmp_path)
-    report = report_on_script("train.py", Ending(unended=NotExited(61.2, (0, 1))), ranks)
+    report = report_on_script("train.py", Ending(not_exited=NotExited(61.2, (0, 1))), ranks)
     plain = report_on_script("train.py", Ending(), ranks)
     assert (report.findings, report.checks, report.exit_code()) == (plain.findings, plain.checks, 0)
     (note,) = report.world["notes"]
@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_heed_the_signal_is_killed_soon(
         watch = HangWatch(tmp_path, 60.0, process.terminate)
         watch._end_ranks({0: process.pid})
         watch.stop()
-        assert not lives(process.pid)
+        assert not is_alive(process.pid)
         assert process.wait() == (-signal.SIGTERM if heeds else -signal.SIGKILL)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_that_works_on_after_the_signal_is_left_to_it(tmp_path: Path, mon
             ending = threading.Thread(target=watch._end_ranks, args=[{0: process.pid}], daemon=True)
             ending.start()
             time.sleep(2.0)
-            assert lives(process.pid)
+            assert is_alive(process.pid)
         finally:
             watch.stop()
             process.kill()
@@ -158,7 +158,7 @@ def test_what_a_rank_raised_is_told_while_torchrun_waits_for_another_one(
     RankLog(tmp_path, RankStarted(0, 2, "gloo"))
     log = RankLog(tmp_path, RankStarted(1, 2, "gloo"))
     if raises:
-        log.add(RankRaised(described(ValueError("no such label: 7"), "", "")))
+        log.add(RankRaised(exception_data(ValueError("no such label: 7"), "", "")))
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     for file in tmp_path.glob("0-1-*"):
@@ -288,6 +288,6 @@ def test_why_a_script_is_ended_is_told_before(
     told: list[str] = []
     watch = HangWatch(tmp_path, 60.0, lambda: None, told.append)
     watch.stop()
-    watch.hang, watch.unended = (seen, None) if isinstance(seen, Hang) else (None, seen)
+    watch.hang, watch.not_exited = (seen, None) if isinstance(seen, Hang) else (None, seen)
     watch._report_end(living)
     assert told == [f"{why}; ending the script"]

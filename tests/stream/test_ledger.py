@@ -136,7 +136,7 @@ def test_what_excuses_zeroing(letters: str, lost: int) -> None:
 def test_of_no_sync_the_line_of_the_call_is_kept() -> None:
     under, around = ledger("c<fB>S"), ledger("Fc<B>S")
     (one,) = under.used_unreduced
-    assert one.under == "train.py:3" and one.events[0] == LoopEvent("enter no_sync", location="train.py:3")
+    assert one.no_sync_line == "train.py:3" and one.events[0] == LoopEvent("enter no_sync", location="train.py:3")
     assert [event.location for event in around.around_backward] == ["train.py:3"]
     assert not under.not_entered and len(ledger("cFBc<").not_entered) == 1
 

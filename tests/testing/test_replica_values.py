@@ -10,7 +10,7 @@ from ddpcheck.testing.assertions.messages import (
     CompareOptions,
     RankValues,
     differences,
-    holds_nothing,
+    has_nothing_to_compare,
     mismatch_message,
     usage_error,
 )
@@ -72,12 +72,12 @@ def test_whatever_the_ranks_hold_the_message_names_the_items_and_the_ranks(accou
         item = found[place]
         common = [entries.get(path) for entries in by_rank]
         assert common == list(item.entries.values())
-        assert all(repr(item.entries[odd]) != repr(item.entries[item.reference]) for odd in item.odd)
-        assert 2 * len(item.odd) <= 2 * len(ranks) - 2, "somebody holds what most hold"
+        assert all(repr(item.entries[odd]) != repr(item.entries[item.reference]) for odd in item.differing_ranks)
+        assert 2 * len(item.differing_ranks) <= 2 * len(ranks) - 2, "somebody holds what most hold"
         most = max(sum(repr(one) == repr(other) for other in common) for one in common)
-        assert len(item.odd) == len(ranks) - most
+        assert len(item.differing_ranks) == len(ranks) - most
     if expected:
-        for rank in found[0].odd:
+        for rank in found[0].differing_ranks:
             assert str(rank) in message or " to " in message
 
 
@@ -113,4 +113,6 @@ def test_what_cannot_be_compared_comes_before_what_differs() -> None:
     held, refused = RankValues(CompareOptions(), (tensor_entry((1,), 1),)), RankValues(CompareOptions(), error="why")
     assert usage_error({3: held, 5: refused}) == "why (rank 5)"
     assert usage_error({3: held, 5: held}) == ""
-    assert not holds_nothing(held) and holds_nothing(RankValues(CompareOptions(), (ComparedItem("", "value", "None"),)))
+    assert not has_nothing_to_compare(held) and has_nothing_to_compare(
+        RankValues(CompareOptions(), (ComparedItem("", "value", "None"),))
+    )

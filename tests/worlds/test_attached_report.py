@@ -383,7 +383,7 @@ def test_ranks_that_do_not_come_are_named(own_folder: Path) -> None:
 
 
 def test_a_file_that_was_left_behind_misleads_nobody_and_strangers_are_not_let_in(own_folder: Path) -> None:
-    file = loopback.meeting_point("hosts torchrun a job of this test 127.0.0.1:1")
+    file = loopback.rendezvous_file("hosts torchrun a job of this test 127.0.0.1:1")
     with ThreadPoolExecutor() as pool:
         with socket.create_server(("127.0.0.1", 0)) as stranger:
             stale = stranger.getsockname()[1]

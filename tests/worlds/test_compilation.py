@@ -27,7 +27,7 @@ def test_time_that_compilation_takes_does_not_count_against_the_timeout(ddp_worl
 
 def run_compiled_code() -> list[bool]:
     """Whether compiled code is compiled: in a check, in its block for that, and in the control flow that needs it."""
-    from ddpcheck.worlds.compilation import is_asked_for, run_as_written, stance
+    from ddpcheck.worlds.compilation import run_eagerly, stance, uses_compile
 
     compiled: list[torch.fx.GraphModule] = []
 
@@ -35,13 +35,13 @@ def run_compiled_code() -> list[bool]:
         compiled.append(graph)
         return graph.forward
 
-    run_as_written()
+    run_eagerly()
     x = torch.ones(3, requires_grad=True)
     torch.cond(x.sum() > 2, torch.sin, torch.cos, (x,)).sum().backward()
-    control_flow = x.grad is not None and not is_asked_for()
+    control_flow = x.grad is not None and not uses_compile()
     increased = torch.compile(lambda x: x + 1, backend=backend)
     increased(x)
-    as_written = not compiled and is_asked_for()
+    as_written = not compiled and uses_compile()
     with stance("default"):
         increased(x)
     as_compiled = len(compiled) == 1

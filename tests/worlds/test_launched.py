@@ -413,7 +413,7 @@ def test_ranks_that_cannot_find_each_other_are_told_what_to_export(environ: dict
 def test_the_file_of_a_job_that_was_killed_leads_nobody_astray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[dict[str, str]], Any]
 ) -> None:
-    point = loopback.meeting_point("77")
+    point = loopback.rendezvous_file("77")
     point.write_text("1 stale")
     board, met = opened(OPEN_MPI)
     assert point.read_text() != "1 stale", "rank 0 has written its own"

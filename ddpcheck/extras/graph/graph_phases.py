@@ -21,7 +21,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import frames_from, user_location
 from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.findings.wording import group_by
-from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph, all_names, contents
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph, all_names, items_of
 from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, TensorRecorder, cut_reason, function_name
 from ddpcheck.gather.autograd.unregistered_leaves import reachable_tensors
 from ddpcheck.gather.phases import local_step as local
@@ -154,7 +154,7 @@ def _modules_by_id(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     for prefix, parent in module.named_modules():
         for key, value in vars(parent).items():
             path = f"{prefix}.{key}" if prefix else key
-            for suffix, item in [] if key in MODULE_INTERNALS else [("", value), *contents(value)]:
+            for suffix, item in [] if key in MODULE_INTERNALS else [("", value), *items_of(value)]:
                 for name, submodule in item.named_modules(prefix=path + suffix) if isinstance(item, nn.Module) else ():
                     modules.setdefault(id(submodule), (name, submodule))
     return modules

@@ -35,15 +35,15 @@ from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import format_count, suggests_names
 from ddpcheck.harness import World
-from ddpcheck.report.checking.check import decided
+from ddpcheck.report.checking.check import resolve_options
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_variant
-from ddpcheck.rules.gradients.ddp302_reducer_mismatch import describe_rounding, not_of_whole_batch
-from ddpcheck.rules.loss.ddp514_accumulation_scale import not_mean_of_samples
+from ddpcheck.rules.gradients.ddp302_reducer_mismatch import describe_rounding, whole_batch_mismatch
+from ddpcheck.rules.loss.ddp514_accumulation_scale import micro_batch_mismatch
 from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def check_matrix(
     modules = (*calls.MODULES, *preload)
     limits = world_size, backend or "", device, steps, seed, timeout
     options = CheckOptions("", *limits, modules, select, ignore, suppress, rank_parameters=rank_parameters)
-    asked = decided(options, target, hosts)
+    asked = resolve_options(options, target, hosts)
     return _MatrixRun(target, asked, progress or (lambda _text: None), hosts).run(step_times=step_times)
 
 
@@ -376,7 +376,7 @@ def variant_rows(
                 if reason := next(filter(None, reasons), ""):
                     yield row("skipped", reason=reason)
                 elif title != COMPILED and (worst := _worst_bad([entry.differences for entry in facts])):
-                    finding = not_mean_of_samples(worst, MICRO_BATCHES)
+                    finding = micro_batch_mismatch(worst, MICRO_BATCHES)
                     yield row("wrong", code=finding.code, reason=finding.message)
                 else:
                     deadline = time.monotonic() + _LONGEST_COMPILATION if title == COMPILED else math.inf
@@ -399,7 +399,7 @@ def _judge_step(steps: Sequence[VariantStep], row: Callable[..., MatrixRow]) -> 
         return row("right", error=error)
     if any(step.drew for step in steps):
         return row("incomplete", reason="its random numbers differ in micro-batches, so its gradients are not compared")
-    finding = not_of_whole_batch(worst)
+    finding = whole_batch_mismatch(worst)
     return row("wrong", code=finding.code, reason=finding.message, error=error)
 
 

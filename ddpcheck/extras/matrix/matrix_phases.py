@@ -34,7 +34,7 @@ from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.tracebacks import forwards_calls
-from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.collectives.collective_log import without_logging
 from ddpcheck.gather.patching import Patch
 from ddpcheck.gather.phases import model_build
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
@@ -47,7 +47,7 @@ from ddpcheck.recipe.pytree import batch_size, copied, shard_batch, to_device, t
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.matrix.option_sets import DDPOptions
 from ddpcheck.worlds import rank as this_rank
-from ddpcheck.worlds.compilation import is_asked_for, stance
+from ddpcheck.worlds.compilation import stance, uses_compile
 
 _SHARDING = "torch.distributed.fsdp._fully_shard"  # absent from some torch versions; importing takes seconds
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -191,7 +191,7 @@ def time_steps(pairs: int) -> list[tuple[float, float]]:
     """
     seconds = this_rank.state["seconds of a step"]
     results = []
-    with unlogged():
+    with without_logging():
         for pair in range(pairs):
             this_rank.set_status(f"timing pair {pair} of {pairs}")
             first = pair % 2
@@ -232,7 +232,7 @@ def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> Vari
     batch = to_device(state.shard_of(batch), state.device)
     prep = _Prepared(batch, capture_state(state.module), model.external_state.capture(), {}, [], {})
     this_rank.state["variants"] = prep
-    with unlogged():
+    with without_logging():
         prep.gradients, _ = _ddp_gradients([batch], synced=True)
         prep.scale = scales(prep.gradients)
         not_split, differences = _split_batch(prep, reference)
@@ -242,7 +242,7 @@ def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> Vari
 def accumulated_step(synced: bool) -> VariantStep:
     """Run the step in micro-batches, all but the last under `no_sync` unless `synced`."""
     prep: _Prepared = this_rank.state["variants"]
-    with unlogged():
+    with without_logging():
         gradients, drew = _ddp_gradients(prep.parts, synced=synced)
     return VariantStep(fingerprints(gradients.items()), _differences(prep, gradients), drew)
 
@@ -252,7 +252,7 @@ def compiled_step() -> VariantStep:
     prep, before = this_rank.state["variants"], _num_graphs()
     wrapper: Any = rank_state().training_model.wrapper
     wrapper.module = torch.compile(wrapper.module, backend=BACKEND)
-    with unlogged(), stance("default"):
+    with without_logging(), stance("default"):
         gradients, drew = _ddp_gradients([prep.batch], synced=True)
     count = _num_graphs() - before if before >= 0 else -1
     return VariantStep(fingerprints(gradients.items()), _differences(prep, gradients, _COMPILED_TOLERANCE), drew, count)
@@ -338,7 +338,7 @@ def _differences(
 
 def _why_not_compiled(module: nn.Module) -> str:
     """Explain why `torch.compile` is not tried on the module; empty if tried."""
-    if is_asked_for():
+    if uses_compile():
         return "the recipe compiles it"
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript has compiled it"

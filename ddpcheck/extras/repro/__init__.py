@@ -98,7 +98,7 @@ def _probe_target(report: Report, target: str, finding: Finding) -> TargetInfo:
     for train in (True, False)[RULES[finding.code].family == "running" :]:
         with World(1, device=str(report.world.get("device", "cpu")), timeout=timeout) as world:
             try:
-                return world.run(partial(calls.probe.look, target, seed, train))[0]
+                return world.run(partial(calls.probe.probe_target, target, seed, train))[0]
             except RankError as error:
                 trouble = error
     trouble.raise_cause()

@@ -30,7 +30,7 @@ class TargetInfo:
     loaded: tuple[tuple[str, str], ...]  # (name, file) of each module imported by the target
 
 
-def look(target: str, seed: int, train: bool) -> TargetInfo:
+def probe_target(target: str, seed: int, train: bool) -> TargetInfo:
     """Return facts about `target`, after one step if `train`: functions may import modules."""
     before, device = set(sys.modules), torch.device(this_rank.current().device)
     recipe, uses_random_numbers = load_on_rank(target), True

@@ -24,7 +24,7 @@ from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, Simulat
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import format_count, join_names, suggests_names
-from ddpcheck.report.checking.check import decided
+from ddpcheck.report.checking.check import resolve_options
 from ddpcheck.report.checking.check_report import make_report
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.rules.collectives.first_divergence import judge_schedules
@@ -91,7 +91,7 @@ def check_schedule(
         suppress=suppress,
         baseline=baseline,
     )
-    simulation = _Simulation(target, decided(options, target), progress or (lambda _words: None))
+    simulation = _Simulation(target, resolve_options(options, target), progress or (lambda _words: None))
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ddpcheck-", ignore_cleanup_errors=True) as folder:
         simulation.run(Path(folder))

@@ -27,7 +27,7 @@ from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, Simulat
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.source_lines import frames_from
 from ddpcheck.gather.collectives import collective_log
-from ddpcheck.gather.collectives.fake_collectives import Done
+from ddpcheck.gather.collectives.fake_collectives import CompletedWork
 from ddpcheck.gather.collectives.groups import name_of_group
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.local_step import sample_count
@@ -37,7 +37,7 @@ from ddpcheck.gather.steps import training_step
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
-from ddpcheck.worlds.compilation import run_as_written
+from ddpcheck.worlds.compilation import run_eagerly
 
 _RANKS_OF_A_MACHINE = 8  # in the environment variables of the launcher
 
@@ -47,7 +47,7 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
     local_size = min(_RANKS_OF_A_MACHINE, world.world_size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.world_size), LOCAL_WORLD_SIZE=str(local_size))
     os.environ.update(LOCAL_RANK=str(rank % local_size), GROUP_RANK=str(rank // local_size))
-    run_as_written()
+    run_eagerly()
     calls, answers = init_simulated_group(rank, world.world_size, world.folder)
     with synchronised_on_cpu():
         recipe, device = load_on_rank(target), torch.device("cpu")
@@ -228,7 +228,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     def _log(self, operation: str, *tensors: Any) -> None:
         """Log a C++ collective of DDP; collectives from Python are logged already."""
         payload = ", ".join(f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors)
-        collective_log.note_collective(f"{operation} of DDP", payload, self)
+        collective_log.log_ddp_collective(f"{operation} of DDP", payload, self)
 
     def _share_from_root(self, operation: str, root: int, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> None:
         """Save `own` on the root; on other ranks fill `tensors` with saved data."""
@@ -265,17 +265,17 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
                 _scale_to_world(tensor, operation, self.size())
             else:
                 tensor.detach().copy_(answer)
-        return Done(tensors)
+        return CompletedWork(tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts) if getattr(opts, "rootRank", 0) == self.rank() else Done(tensors)
+        return self.allreduce(tensors, opts) if getattr(opts, "rootRank", 0) == self.rank() else CompletedWork(tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         self._log("broadcast", *tensors)
         self._share_from_root("broadcast", getattr(opts, "rootRank", 0), tensors, tensors)
-        return Done(tensors)
+        return CompletedWork(tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._log("all_gather", *inputs)
@@ -283,36 +283,36 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         for index, output in enumerate(outputs):
             for part, rank_tensors in zip(output, sent, strict=True):
                 part.copy_(rank_tensors[index])
-        return Done(outputs[0] if outputs else [])
+        return CompletedWork(outputs[0] if outputs else [])
 
     def _allgather_base(self, output: Any, source: Any, opts: Any = None) -> Any:
         sent = self._answers.ask(self, self._name, [source]) or [[source]] * self.size()
         output.copy_(torch.cat([part.reshape(-1) for (part,) in sent]).reshape(output.shape))
-        return Done([output])
+        return CompletedWork([output])
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input_tensor in zip(outputs, inputs, strict=True):
             self._allgather_base(output, input_tensor)
-        return Done(outputs)
+        return CompletedWork(outputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input_list in zip(outputs, inputs, strict=True):
             output.copy_(input_list[self.rank()])
             _scale_to_world(output, getattr(opts, "reduceOp", None), self.size())
-        return Done(outputs)
+        return CompletedWork(outputs)
 
     def _reduce_scatter_base(self, output: Any, source: Any, opts: Any = None) -> Any:
         self.reduce_scatter([output.reshape(-1)], [source.reshape(self.size(), -1)], opts)
-        return Done([output])
+        return CompletedWork([output])
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input_tensor in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, input_tensor, opts)
-        return Done(outputs)
+        return CompletedWork(outputs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input_tensor in zip(outputs, inputs, strict=True):
@@ -320,7 +320,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
             if output.numel() and source.numel():
                 index = torch.arange(output.numel()) % source.numel()
                 output.copy_(source[index].reshape(output.shape))
-        return Done(outputs)
+        return CompletedWork(outputs)
 
     def alltoall_base(self, output: Any, source: Any, *_sizes: Any) -> Any:
         return self.alltoall([output], [source])
@@ -329,20 +329,20 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         for output, input_tensor in zip(outputs or (), inputs, strict=False):
             for part in output:
                 part.copy_(input_tensor)
-        return Done(outputs)
+        return CompletedWork(outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         input_list = list(inputs[0]) if inputs else []
         if input_list:
             outputs[0].copy_(input_list[self.rank()])
         self._share_from_root("scatter", getattr(opts, "rootRank", 0), outputs, input_list)
-        return Done(outputs)
+        return CompletedWork(outputs)
 
     def barrier(self, opts: Any = None) -> Any:
-        return Done([])
+        return CompletedWork([])
 
     def send(self, tensors: Any, *_args: Any) -> Any:
-        return Done(tensors)
+        return CompletedWork(tensors)
 
     recv = recv_anysource = send
 
@@ -373,7 +373,7 @@ def init_simulated_group(rank: int, world_size: int, folder: Path) -> tuple[list
         ("monitored_barrier",), lambda _name, _original: lambda group=None, *_args, **_kwargs: dist.barrier(group)
     )
     collective_log.record_calls(lambda call: calls.append(ScheduledCall(call)))
-    collective_log.on_given.append(functools.partial(_mark_waiting, calls))
+    collective_log.before_collective.append(functools.partial(_mark_waiting, calls))
     return calls, answers
 
 

@@ -104,7 +104,7 @@ def keeps_graph() -> bool:
     return keeps is not None and bool(keeps())
 
 
-def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
+def saved_tensor(node: Any, name: str) -> torch.Tensor | None:
     """Return the tensor that a node saved under `name`; None if unsafe to read.
 
     Unsafe are tensors packed by hooks (unpacking a checkpoint recomputes its forward), and overwritten or freed
@@ -243,19 +243,19 @@ class LossGraph:
                     seen.add(node)
                     pending.append(node)
 
-    def functions_before(self, leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
+    def nearest_functions(self, leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
         """Return, for each path, the custom autograd Function nearest to `leaf`."""
         nodes = self.nearest(leaf, lambda node, _index: hasattr(node, "_forward_cls"))
         return tuple(dict.fromkeys(node._forward_cls for node in nodes))
 
 
-def recorded_lines() -> contextlib.AbstractContextManager[None]:
+def record_lines() -> contextlib.AbstractContextManager[None]:
     """Let autograd nodes record their Python stack (anomaly mode without NaN check)."""
     return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def line_of(node: Any) -> Location | None:
-    """Return the innermost user line that created `node`, if recorded by `recorded_lines`."""
+    """Return the innermost user line that created `node`, if recorded by `record_lines`."""
     try:
         stack = node.metadata.get("traceback_", ())
     except Exception:  # nodes of a custom Function may have no metadata
@@ -305,7 +305,7 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
             for inner, submodule in value.named_modules():
                 yield from search_attributes(submodule, f"{name}.{inner}" if inner else name, depth + 1)
         else:
-            for suffix, item in contents(value):
+            for suffix, item in items_of(value):
                 yield from search(item, f"{name}{suffix}", depth + 1)
 
     def search_attributes(holder: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -322,7 +322,7 @@ _LIBRARIES = ("torch.", "builtins", "numpy", "lightning.", "pytorch_lightning.")
 """Modules whose objects are not searched for tensors: a `LightningModule` refers to the `Trainer`, for example."""
 
 
-def contents(value: Any) -> list[tuple[str, Any]]:
+def items_of(value: Any) -> list[tuple[str, Any]]:
     """Return (suffix, value) of the items or attributes of an object; suffixes: `[0]`, `.name`."""
     try:
         if isinstance(value, Mapping):

@@ -52,7 +52,7 @@ def _classes_with_setup_context(forward: CodeType) -> set[type]:
     }
 
 
-def follow_exchanges() -> None:
+def record_all_to_all_functions() -> None:
     """Start recording the Functions that call all_to_all; may be called repeatedly."""
     if not _patches:
         _patches.extend(patched(dist, name, _record_function) for name in ("all_to_all", "all_to_all_single"))
@@ -62,7 +62,7 @@ def _record_function(*_arguments: Any, **_named: Any) -> None:
     functions.update(running_functions(sys._getframe(1)))
 
 
-def note_parts(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> None:
+def record_rank_local(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> None:
     """Record leaves that `roots` reach only through all_to_all as rank-local, if `is_recorded(leaf)`."""
     before = LossGraph(roots, is_end=_is_exchange)
     if before.is_complete and before.ends:
@@ -71,17 +71,17 @@ def note_parts(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tenso
         _parts.update((leaf, True) for leaf in parts if is_recorded(leaf))
 
 
-def is_part(parameter: torch.Tensor) -> bool:
-    """Return True if `note_parts` recorded a parameter as rank-local."""
+def is_rank_local(parameter: torch.Tensor) -> bool:
+    """Return True if `record_rank_local` recorded a parameter as rank-local."""
     return parameter in _parts
 
 
-def part_of_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
+def param_of_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
     """Return the rank-local parameter whose `.grad` is `gradient`, or None."""
     return next((part for part in list(_parts) if part.grad is gradient), None) if _parts else None
 
 
-def has_parts() -> bool:
+def has_rank_local_params() -> bool:
     """Return True if any rank-local parameter was recorded."""
     return bool(_parts)
 

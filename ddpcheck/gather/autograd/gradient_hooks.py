@@ -56,7 +56,7 @@ def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             yield from (getattr(tensor, attribute, None) or {}).values()
 
 
-def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
+def user_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
     """Return user-defined Functions in `node_names`, as hooks located at their `backward`."""
     hooks = []
     for cls in subclasses_of(torch.autograd.Function):

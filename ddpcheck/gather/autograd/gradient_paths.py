@@ -26,7 +26,7 @@ from ddpcheck.findings.source_lines import defined_at, frames_from, user_locatio
 from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.collectives.collective_log import replace_functions
-from ddpcheck.gather.patching import accompanied, patched
+from ddpcheck.gather.patching import patched, wrap_with_callback
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_STEPS = 4  # recorded at each end of a path
@@ -184,7 +184,7 @@ class PathRecorder(TensorRecorder):
                 for output in filled:
                     self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
 
-        replacement: Callable[..., Any] = accompanied(original, follow)
+        replacement: Callable[..., Any] = wrap_with_callback(original, follow)
         return replacement
 
     @forwards_calls
@@ -364,7 +364,7 @@ _COMPILED = "torch._functorch._aot_autograd"  # private to torch: module prefix 
 
 def function_returning_none(graph: LossGraph, parameter: torch.Tensor) -> PathEnd:
     """Return the Function(s) that may have returned None as the gradient of `parameter`."""
-    functions = graph.functions_before(parameter)
+    functions = graph.nearest_functions(parameter)
     if functions and all(function.__module__.startswith(_COMPILED) for function in functions):
         return PathEnd("lost", COMPILED_CODE)
     location = defined_at(functions[0].backward) if len(functions) == 1 else None
@@ -378,7 +378,7 @@ class Explainer:
     module: nn.Module  # owner of the suspect parameters
     forward: Callable[[], Sequence[torch.Tensor]]  # reruns forward and loss with the same RNG state
     prepare: Callable[[], None] = lambda: None  # restores the module state before `forward`
-    once: bool = False  # True if `forward` may run only once
+    runs_once: bool = False  # True if `forward` may run only once
 
     def explain(self, suspects: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
         """Return where the path of each suspect ends, by name."""
@@ -392,7 +392,7 @@ class Explainer:
         for index, name in enumerate(suspects):
             if ends[index].cause == "unused":
                 ends[index] = replace(ends[index], location=omitted_at(name, called))
-        if not self.once:
+        if not self.runs_once:
             hidden = self._hidden_suspects(tensors, ends, _loss_values(losses))
             ends |= {index: recorder.exit_of(index) for index in hidden}
         return {name: ends[index] for index, name in enumerate(suspects)}

@@ -66,7 +66,7 @@ def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]
 _NEAR_NODES = 64  # nodes
 
 
-def head_of(node: Any) -> Any:
+def nearest_leaf_node(node: Any) -> Any:
     """Return the AccumulateGrad node nearest to a term's node, or None if far.
 
     Terms with the same nearest AccumulateGrad node come, for example, from the samples of one batch.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import UnregisteredTensor
-from ddpcheck.gather.autograd.autograd_graph import contents, unregistered_tensors
+from ddpcheck.gather.autograd.autograd_graph import items_of, unregistered_tensors
 from ddpcheck.gather.state.reachable import function_variables, is_user_function, is_user_namespace
 from ddpcheck.recipe.recipe import Recipe
 
@@ -90,7 +90,7 @@ def function_tensors(loss: Any, module: nn.Module) -> Iterator[_NamedTensor]:
                     plain = item.__func__ if isinstance(item, staticmethod | classmethod) else item
                     yield from search(plain, f"{name}.{key}", kind, depth + 1)
         else:
-            for suffix, item in contents(value):
+            for suffix, item in items_of(value):
                 yield from search(item, f"{name}{suffix}", kind, depth + 1)
             if not isinstance(value, list | tuple | dict | set | frozenset):
                 yield from search(type(value), type(value).__name__, "class attribute", depth + 1)

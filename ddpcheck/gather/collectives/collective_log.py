@@ -78,7 +78,7 @@ def read_log(directory: Path, rank: int) -> list[Call]:
 
 
 class _ThreadState(threading.local):
-    """State of a thread: nesting depth of `unlogged`, and function that replaces collectives."""
+    """State of a thread: nesting depth of `without_logging`, and function that replaces collectives."""
 
     depth = 0
     stub: CollectiveStub | None = None
@@ -91,7 +91,7 @@ CollectiveStub = Callable[[str, Mapping[str, Any], Call], Any]
 
 
 @contextlib.contextmanager
-def replaced_by(stub: CollectiveStub) -> Iterator[None]:
+def replace_collectives(stub: CollectiveStub) -> Iterator[None]:
     """Call `stub` in place of each collective of this thread in the block."""
     _thread.stub = stub
     try:
@@ -101,7 +101,7 @@ def replaced_by(stub: CollectiveStub) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unlogged() -> Iterator[None]:
+def without_logging() -> Iterator[None]:
     """Do not log collectives of this thread in the block: they are ddpcheck's own."""
     _thread.depth += 1
     try:
@@ -111,7 +111,7 @@ def unlogged() -> Iterator[None]:
 
 
 def in_collective() -> bool:
-    """Return True inside a logged collective or a block of `unlogged`."""
+    """Return True inside a logged collective or a block of `without_logging`."""
     return bool(_thread.depth)
 
 
@@ -137,11 +137,11 @@ def record_calls(sink: Callable[[Call], object], on_enter_exit: Callable[..., ob
 
     global _sink, _on_enter_exit
     _sink, _on_enter_exit = guarded(sink, _calls), on_enter_exit
-    replace_functions(COLLECTIVES, logged)
-    replace_functions(_POINT_TO_POINT, functools.partial(logged, matched=False))
+    replace_functions(COLLECTIVES, log_calls)
+    replace_functions(_POINT_TO_POINT, functools.partial(log_calls, matched=False))
     for name in (*_FUNCTIONAL, *(f"{name}_autograd" for name in _FUNCTIONAL)):
         if hasattr(functional, name):
-            Patch(functional, name, functools.partial(logged, name, functional=True))
+            Patch(functional, name, functools.partial(log_calls, name, functional=True))
     _record_operators(torch)
     Patch(distributed_c10d.Work, "wait", _wrap_wait)
 
@@ -168,15 +168,15 @@ class _CallRecorder(Recorder, subjects=("collectives",)):
 _calls = _CallRecorder()
 _sink: Callable[[Call], object] | None = None
 _on_enter_exit: Callable[..., object] | None = None
-on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
+before_collective: list[Callable[[Call, Mapping[str, Any]], object]] = []
 """Called with the arguments of each collective, before it runs."""
-on_overwritten: list[Callable[[Call, Mapping[str, Any]], object]] = []
+after_overwriting_collective: list[Callable[[Call, Mapping[str, Any]], object]] = []
 """Called with the arguments of each collective that overwrote `tensor`."""
-on_started: list[Callable[[Call, Mapping[str, Any], object], object]] = []
+after_async_collective: list[Callable[[Call, Mapping[str, Any], object], object]] = []
 """Called with the arguments and the handle of each asynchronous collective."""
 
 
-def note_collective(
+def log_ddp_collective(
     operation: str, payload: str, group: Any = None, *, known: Group | None = None, call_place: str = ""
 ) -> None:
     """Log a collective that DDP is about to start in C++.
@@ -225,7 +225,7 @@ def _record_operators(torch: Any) -> None:
                 kernel = _wrap_wait(original)
             else:
                 parameters = tuple(argument.name for argument in operator.default._schema.arguments)
-                kernel = logged(name, original, functional=True, parameters=parameters)
+                kernel = log_calls(name, original, functional=True, parameters=parameters)
             for device in ("CPU", "CUDA"):
                 library.impl(name, kernel, device)
         _kernels.append(library)
@@ -244,7 +244,7 @@ def _wrap_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def logged(
+def log_calls(
     name: str,
     original: Callable[..., Any],
     *,
@@ -276,16 +276,16 @@ def logged(
             return _thread.stub(operation, arguments, call)
         if matched and _sink is not None:
             _sink(call)
-            for sink in on_given:
+            for sink in before_collective:
                 sink(call, arguments)
-        with _mark_waiting(str(call)), unlogged():
+        with _mark_waiting(str(call)), without_logging():
             result = original(*args, **kwargs)
         if name == "new_group":
             _guarded_record_group(result, call.location)
-        for sink in on_overwritten if name in _IN_PLACE else ():
+        for sink in after_overwriting_collective if name in _IN_PLACE else ():
             sink(call, arguments)
         if matched and arguments.get("async_op") and result is not None:
-            for started in on_started:
+            for started in after_async_collective:
                 started(call, arguments, result)
         return result
 

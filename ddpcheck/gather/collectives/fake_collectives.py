@@ -18,7 +18,7 @@ from ddpcheck.gather.collectives.collective_log import COLLECTIVES, replace_func
 _Work: Any = dist.distributed_c10d.Work
 
 
-class Done(_Work):  # type: ignore[misc]
+class CompletedWork(_Work):  # type: ignore[misc]
     """Work handle of a completed collective."""
 
     def __init__(self, result: Any = None) -> None:
@@ -53,7 +53,7 @@ def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
             target.copy_(tensor)
         for index, _ in enumerate(kwargs.get("object_list") or () if operation == "all_gather_object" else ()):
             kwargs["object_list"][index] = kwargs.get("obj")
-    return Done() if kwargs.get("async_op") else None
+    return CompletedWork() if kwargs.get("async_op") else None
 
 
 class CommunicatesError(Exception):

@@ -11,7 +11,7 @@ from torch import nn
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.tracebacks import is_own_bug
-from ddpcheck.gather.collectives.collective_log import replaced_by
+from ddpcheck.gather.collectives.collective_log import replace_collectives
 from ddpcheck.gather.collectives.fake_collectives import CommunicatesError
 from ddpcheck.gather.state.randomness import drawn_since, generator_states
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
@@ -55,7 +55,7 @@ class CopiedOptimizer:
         device = next(iter(params.values())).device
         states = generator_states(device)
         try:
-            with replaced_by(_raise_communicates):
+            with replace_collectives(_raise_communicates):
                 run_optimizer(self._optimizer, "step")
         except CommunicatesError:
             self.trouble = "the optimizer communicates"

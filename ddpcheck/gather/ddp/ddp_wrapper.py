@@ -19,7 +19,7 @@ from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
 from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, refuse_fsdp1, sharded_facts
-from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
+from ddpcheck.gather.state.fingerprints import fingerprint, is_dtensor
 from ddpcheck.gather.state.module_state import non_persistent_buffers, sharding_classes
 from ddpcheck.gather.steps.gradient_distance import eps_of
 from ddpcheck.worlds import rank as this_rank
@@ -128,7 +128,7 @@ def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: A
             value = names.get(id(value), "?")
         elif isinstance(value, dist.ProcessGroup):
             value = dist.get_process_group_ranks(value)
-        options[key] = spelled_option(value)
+        options[key] = option_text(value)
     return options
 
 
@@ -182,7 +182,7 @@ _APPROXIMATION_ERROR = 0.1
 _FEEDBACK_ERROR = 1e6  # error feedback adds what a step lost to the next gradients, however small these are
 
 
-def hook_loss(wrapper: nn.Module | None) -> float:
+def hook_error(wrapper: nn.Module | None) -> float:
     """Return the largest relative error of communication hooks in the last backward pass.
 
     0 for torch's exact hooks, 0.1 for hooks that quantize or approximate, 1e6 with error feedback (PowerSGD), since no
@@ -202,7 +202,7 @@ def hook_loss(wrapper: nn.Module | None) -> float:
     return max(errors)
 
 
-def has_own_hook(wrapper: nn.Module | None) -> bool:
+def has_user_hook(wrapper: nn.Module | None) -> bool:
     """Return True if a communication hook, or a hook inside it, is user code."""
     return any(map(_is_user_hook, (hook for hook, _state in getattr(wrapper, "_comm_hooks", ()))))
 
@@ -227,7 +227,7 @@ def uses_local_sgd(wrapper: nn.Module) -> bool:
     return any(start is not None and getattr(state, "iter", 0) >= start for state, start in starts)
 
 
-def spelled_option(value: object) -> str:
+def option_text(value: object) -> str:
     """Return an option as text, equal on all ranks for equal options.
 
     A tensor of several elements is described by shape only: it is working memory, e.g. a buffer.
@@ -237,9 +237,9 @@ def spelled_option(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = type(value).__name__, {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {spelled_option(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {option_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, tuple | list):
-        spelled = ", ".join(map(spelled_option, value))
+        spelled = ", ".join(map(option_text, value))
         return f"({spelled})" if isinstance(value, tuple) else f"[{spelled}]"
     plain = isinstance(value, int | float | str | bool | type(None) | torch.dtype)
     return repr(value) if plain else type(value).__name__
@@ -257,7 +257,7 @@ def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         param_names = [names.get(id(p), "?") for p in group["params"]]
         options[f"group {index} parameters"] = ", ".join(sorted(param_names))
         options[f"group {index} order"] = ", ".join(param_names)
-        options.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
+        options.update({f"group {index} {key}": option_text(v) for key, v in group.items() if key != "params"})
     averager = plain_attributes(getattr(optimizer, "averager", None))  # of PostLocalSGDOptimizer
     return {**options, **{f"averager {name}": value for name, value in averager.items()}}
 
@@ -315,7 +315,7 @@ class SeenParameter(NamedTuple):
         return "" if self.node is now.node else "cast or moved"
 
 
-def changes(
+def parameter_changes(
     seen: Mapping[str, SeenParameter], module: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, str]:
     """Return the kind of change of each changed parameter since `seen`, by name."""
@@ -342,7 +342,7 @@ def _is_dtensor_now(module: nn.Module, name: str) -> bool:
     path, _, attribute = name.rpartition(".")
     with contextlib.suppress(AttributeError):
         value = getattr(module.get_submodule(path), attribute)
-        return is_shard(value) and not isinstance(value, nn.Parameter)
+        return is_dtensor(value) and not isinstance(value, nn.Parameter)
     return False
 
 

@@ -66,7 +66,9 @@ class LoopEventRecorder:
 
 
 @contextlib.contextmanager
-def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[LoopEventRecorder]:
+def record_loop_events(
+    module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[LoopEventRecorder]:
     """Record events of `module`, its `wrapper` and its `optimizer` in the block."""
     recorder = LoopEventRecorder(module, optimizer)
 
@@ -77,14 +79,14 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
     with contextlib.ExitStack() as stack:
         stack.callback(wrapper.register_forward_pre_hook(before_forward).remove)
         stack.enter_context(backward_through(recorder.backward))
-        stack.enter_context(Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, lambda _: recorder.note)))
+        stack.enter_context(Patch(_DDP, "no_sync", lambda original: wrap_no_sync(original, lambda _: recorder.note)))
         stack.enter_context(patched(nn.Module, "zero_grad", recorder.zero_grad))
         stack.enter_context(patched(torch.optim.Optimizer, "zero_grad", recorder.zero_grad))
         yield recorder
         recorder.events.append(LoopEvent("step"))
 
 
-def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
+def wrap_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
     """Wrap `no_sync` to report its call, enter and exit to function `note_of(wrapper)`."""
 
     @functools.wraps(original)
@@ -132,7 +134,7 @@ def backward_through(handler: Any) -> Patch:
 
 
 @contextlib.contextmanager
-def counted_backwards() -> Iterator[list[int]]:
+def count_backwards() -> Iterator[list[int]]:
     """Yield a list whose only element counts the backward passes in the block."""
     count = [0]
 

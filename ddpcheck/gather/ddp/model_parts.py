@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.collectives.collective_log import without_logging
 from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of
-from ddpcheck.gather.state.fingerprints import is_shard
+from ddpcheck.gather.state.fingerprints import is_dtensor
 from ddpcheck.gather.state.module_state import sharding_classes
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DTensorLayout:
     """Mesh, placements, shape and stride of a `DTensor` parameter."""
 
     mesh: Any
@@ -35,11 +35,11 @@ class Part:
     stride: tuple[int, ...]
 
     @classmethod
-    def from_param(cls, parameter: Any) -> Part:
+    def from_param(cls, parameter: Any) -> DTensorLayout:
         """Return the mesh, placements, shape and stride of a `DTensor`."""
         return cls(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
-    def around(self, local: torch.Tensor) -> torch.Tensor:
+    def to_dtensor(self, local: torch.Tensor) -> torch.Tensor:
         """Return the `DTensor` of this placement whose local tensor is `local`."""
         tensor_module: Any = sys.modules["torch.distributed.tensor"]
         dtensor: torch.Tensor = tensor_module.DTensor.from_local(
@@ -64,12 +64,12 @@ class ModelReplica:
         return len(self.ranks) > 1
 
 
-def placements_of(module: nn.Module) -> dict[str, Part]:
+def placements_of(module: nn.Module) -> dict[str, DTensorLayout]:
     """Return by name the placement of each parameter that is a `DTensor`."""
-    return {name: Part.from_param(p) for name, p in module.named_parameters() if is_shard(p)}
+    return {name: DTensorLayout.from_param(p) for name, p in module.named_parameters() if is_dtensor(p)}
 
 
-def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> ModelReplica:
+def replica_of(module: nn.Module, parts: Mapping[str, DTensorLayout], group: Any) -> ModelReplica:
     """Return the model replica of this rank; a collective over all ranks.
 
     `module` is wrapped or sharded; `parts`: placements of parameters that DDP keeps as local tensors. Raises
@@ -84,7 +84,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
     local_mask = torch.zeros(world_size, dtype=torch.int64, device=next(module.parameters()).device)
     local_mask[sorted({rank, *itertools.chain(*split.values())})] = 1
     masks = [torch.zeros_like(local_mask) for _ in range(world_size)]
-    with unlogged():
+    with without_logging():
         dist.all_gather(masks, local_mask, group=group)  # all_gather_object would need numpy
     ranks_by_rank = [tuple(mask.nonzero().flatten().tolist()) for mask in masks]
     replica_ranks, groups = ranks_by_rank[rank], sorted(set(ranks_by_rank))
@@ -98,7 +98,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Mode
     return ModelReplica(groups.index(replica_ranks), len(groups), replica_ranks, (*split,), sharded)
 
 
-def split_over(module: nn.Module, parts: Mapping[str, Part]) -> dict[str, list[int]]:
+def split_over(module: nn.Module, parts: Mapping[str, DTensorLayout]) -> dict[str, list[int]]:
     """Return, by parameter, the ranks that hold its parts, ignoring splits by `fully_shard`."""
     sharding = _sharding_meshes(module)
     return {name: others for name, part in parts.items() if len(others := _ranks_of_split(part, sharding)) > 1}
@@ -108,7 +108,7 @@ def _sharding_meshes(module: nn.Module) -> list[Any]:
     return [mesh_of(m) for m in module.modules() if isinstance(m, sharding_classes()) and is_sharded(m)]
 
 
-def _ranks_of_split(part: Part, sharding: Sequence[Any]) -> list[int]:
+def _ranks_of_split(part: DTensorLayout, sharding: Sequence[Any]) -> list[int]:
     """Return the ranks that hold the parts of a parameter, ignoring `fully_shard` dimensions."""
     data_dims = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
     coords = part.mesh.get_coordinate()
@@ -121,18 +121,20 @@ def _ranks_of_split(part: Part, sharding: Sequence[Any]) -> list[int]:
     return ranks if any(split) else []
 
 
-def _is_sharded(part: Part, sharding: Sequence[Any]) -> bool:
+def _is_sharded(part: DTensorLayout, sharding: Sequence[Any]) -> bool:
     data_dims = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
     return part.mesh in sharding or not data_dims.isdisjoint(part.mesh.mesh_dim_names or ())
 
 
-def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, Part]]:
+def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, DTensorLayout]]:
     """Return placements of `DTensor`s by submodule and name; for DDP, after the first forward."""
     parts_by_module = {}
     for part in module.modules():
         attrs = {**vars(part), **dict(part.named_parameters(recurse=False))}
         if parts := {
-            name: Part.from_param(p) for name, p in attrs.items() if isinstance(p, torch.Tensor) and is_shard(p)
+            name: DTensorLayout.from_param(p)
+            for name, p in attrs.items()
+            if isinstance(p, torch.Tensor) and is_dtensor(p)
         }:
             parts_by_module[part] = parts
     return parts_by_module
@@ -157,16 +159,16 @@ def hidden_parameters(module: nn.Module) -> dict[str, Any]:
     leaves = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if isinstance(value, torch.Tensor) and is_shard(value) and value.grad_fn is not None:
+            if isinstance(value, torch.Tensor) and is_dtensor(value) and value.grad_fn is not None:
                 leaf = getattr(value.grad_fn.next_functions[0][0], "variable", None)
                 if leaf is not None:
                     leaves[f"{path}.{name}".lstrip(".")] = leaf
     return leaves
 
 
-def is_sum(gradient: Any) -> bool:
+def is_partial(gradient: Any) -> bool:
     """Return True for a `DTensor` gradient that is partial: not yet summed over ranks."""
-    return is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements)
+    return is_dtensor(gradient) and any(placement.is_partial() for placement in gradient.placements)
 
 
 def changed_attributes(module: nn.Module, reference: nn.Module) -> list[dict[str, object]]:
@@ -181,17 +183,17 @@ def _is_changed(value: object, before: object) -> bool:
     return isinstance(value, int | float | str | tuple) and type(value) is type(before) and value != before
 
 
-def as_wholes(
-    tensors: Iterable[tuple[str, torch.Tensor | None]], parts: Mapping[str, Part]
+def as_dtensors(
+    tensors: Iterable[tuple[str, torch.Tensor | None]], parts: Mapping[str, DTensorLayout]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name, tensor), with local tensors converted to `DTensor`s if in `parts`."""
     for name, tensor in tensors:
-        is_unchanged = tensor is None or name not in parts or is_shard(tensor)
-        yield name, tensor if tensor is None or is_unchanged else parts[name].around(tensor.detach())
+        is_unchanged = tensor is None or name not in parts or is_dtensor(tensor)
+        yield name, tensor if tensor is None or is_unchanged else parts[name].to_dtensor(tensor.detach())
 
 
-def placed_as(parameter: Any, gradient: Any) -> Any:
+def redistribute_like(parameter: Any, gradient: Any) -> Any:
     """Redistribute a gradient to the placements of its parameter; a collective if they differ."""
-    if not is_shard(gradient) or gradient.placements == parameter.placements:
+    if not is_dtensor(gradient) or gradient.placements == parameter.placements:
         return gradient
     return gradient.redistribute(parameter.device_mesh, parameter.placements)

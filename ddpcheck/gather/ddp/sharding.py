@@ -23,9 +23,9 @@ from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.findings.evidence.modules import ShardedFacts
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.collectives.collective_log import without_logging
 from ddpcheck.gather.patching import CALLER, Patch, patched
-from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, local_part
+from ddpcheck.gather.state.fingerprints import fingerprints, is_dtensor, local_part
 from ddpcheck.gather.state.module_state import non_persistent_buffers, sharding_classes
 from ddpcheck.gather.steps.gradient_distance import eps_of, norms
 
@@ -37,7 +37,7 @@ SCALING = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "se
 
 def is_sharded(module: nn.Module) -> bool:
     """Return True if any parameter is a `DTensor`."""
-    return any(map(is_shard, module.parameters()))
+    return any(map(is_dtensor, module.parameters()))
 
 
 def sharded_facts(
@@ -51,7 +51,7 @@ def sharded_facts(
     is_set = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
     return ShardedFacts(
         is_ddp=False,
-        ignored=frozenset(name for name, p in module.named_parameters() if not is_shard(p)),
+        ignored=frozenset(name for name, p in module.named_parameters() if not is_dtensor(p)),
         not_saved=non_persistent_buffers(module),
         reduces_unused=unused[-1:] == [True] or is_set,
         values_built=values_built,
@@ -65,9 +65,9 @@ def values_kept(module: nn.Module, full_params: Mapping[str, torch.Tensor]) -> d
     unchanged = {}
     for name, parameter in module.named_parameters():
         shard: Any = parameter.detach()
-        if name not in full_params or not is_shard(shard) or full_params[name].shape != shard.shape:
+        if name not in full_params or not is_dtensor(shard) or full_params[name].shape != shard.shape:
             continue
-        with unlogged(), contextlib.suppress(RuntimeError, TypeError, ValueError):  # uneven shards along dim > 0
+        with without_logging(), contextlib.suppress(RuntimeError, TypeError, ValueError):  # uneven shards along dim > 0
             expected = tensor_module.distribute_tensor(
                 full_params[name].detach(), shard.device_mesh, shard.placements, src_data_rank=None
             )
@@ -110,9 +110,9 @@ def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> 
     another rank lacks, which cannot be gathered.
     """
     by_name = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
-    shards = [name for name, tensor in by_name.items() if is_shard(tensor)]
+    shards = [name for name, tensor in by_name.items() if is_dtensor(tensor)]
     names_by_rank: list[Any] = [None] * dist.get_world_size(group)
-    with unlogged():
+    with without_logging():
         dist.all_gather_object(names_by_rank, shards, group=group)
         on_all_ranks = set(shards).intersection(*names_by_rank)
         whole: dict[str, Any] = {name: _gathered_copy(by_name[name]) for name in sorted(on_all_ranks)}
@@ -124,7 +124,7 @@ def _gathered_copy(shard: Any) -> torch.Tensor:
     return full.clone() if full.data_ptr() == shard.to_local().data_ptr() else full
 
 
-def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+def copy_local_tensors(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
     """Return copies of the local tensors of this rank by name; omit None."""
     return {name: local_part(tensor).clone() for name, tensor in tensors if tensor is not None}
 
@@ -136,7 +136,9 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
         state, part = optimizer.state.get(shard), local_part(shard)
         if isinstance(state, dict) and 0 < part.numel() < shard.numel():
             tensors = {key: local_part(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
-            changed = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # skips Adagrad's init
+            changed = non_constant_params(
+                {key: v for key, v in tensors.items() if v.shape == part.shape}
+            )  # skips Adagrad's init
             states |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in changed}
     return norms(states)
 
@@ -206,7 +208,7 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
     return identities
 
 
-def gathered_twice(module: nn.Module) -> set[int]:
+def shards_of_tied_params(module: nn.Module) -> set[int]:
     """Return ids of shards that `fully_shard` gathers repeatedly: parameters tied after sharding."""
     counts = Counter(id(getattr(param, "sharded_param", None)) for param in _parameters_of_groups(module))
     return {identity for identity, times in counts.items() if times > 1}
@@ -226,7 +228,7 @@ def _module_attributes(info: Any) -> Iterator[tuple[Any, Any]]:
     yield from zip(getattr(info, "shared_modules", ()), getattr(info, "shared_param_names", ()), strict=False)
 
 
-def reduces(groups: Iterable[Any]) -> bool:
+def reduces_gradients(groups: Iterable[Any]) -> bool:
     """Return True if backward reduces gradients of all trainable groups, as currently set."""
     switches = ("reduce_grads", "all_reduce_grads")
     return all(getattr(group, name, True) for group in groups if _is_trainable(group) for name in switches)
@@ -271,7 +273,7 @@ def is_gathered(parameter: Any, shard: Any) -> bool:
 
     The unsharded version is a plain tensor or, under tensor parallelism, a `DTensor` on the tensor-parallel mesh only.
     """
-    return not is_shard(parameter) or (is_shard(shard) and parameter.device_mesh.ndim < shard.device_mesh.ndim)
+    return not is_dtensor(parameter) or (is_dtensor(shard) and parameter.device_mesh.ndim < shard.device_mesh.ndim)
 
 
 def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
@@ -285,13 +287,15 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
     return (split or [(1, 0)])[0] if plain and len(split) < 2 else None
 
 
-def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
+def non_constant_shards(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
     """Return names of sharded parameters whose local elements are not all equal."""
-    splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_shard(parameter)}
-    return uneven({name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1})
+    splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_dtensor(parameter)}
+    return non_constant_params(
+        {name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1}
+    )
 
 
-def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+def non_constant_params(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """Return names of parameters whose local elements are not all equal, ignoring NaN."""
     parts = {name: local_part(p).flatten() for name, p in parameters.items()}
     return tuple(
@@ -306,7 +310,7 @@ def shard_position(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[
 
     Else None. Searches dicts, such as a state dict, by parameter name for tensors of the same local shape.
     """
-    split = {name: p for name, p in parameters.items() if is_shard(p) and local_part(p).shape != p.shape}
+    split = {name: p for name, p in parameters.items() if is_dtensor(p) and local_part(p).shape != p.shape}
     if not split or not any(_has_all_shards(mapping, split) for mapping in _nested_dicts(value)):
         return None
     first = next(iter(split.values()))

@@ -14,17 +14,17 @@ from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.findings.source_lines import code_of, defined_at, is_user_file
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
-from ddpcheck.gather.autograd.exchanges import is_part, note_parts
+from ddpcheck.gather.autograd.exchanges import is_rank_local, record_rank_local
 from ddpcheck.gather.collectives.allreduce import rms_over_ranks
-from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.collectives.collective_log import without_logging
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
-from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, uses_local_sgd
-from ddpcheck.gather.ddp.loop_events import LoopEventRecorder, recorded
-from ddpcheck.gather.ddp.model_parts import is_sum, placed_as
-from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shard_states, shards
+from ddpcheck.gather.ddp.ddp_wrapper import hook_error, uses_local_sgd
+from ddpcheck.gather.ddp.loop_events import LoopEventRecorder, record_loop_events
+from ddpcheck.gather.ddp.model_parts import is_partial, redistribute_like
+from ddpcheck.gather.ddp.sharding import copy_local_tensors, mixed_precision, recorded_settings, shard_states
 from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_dtensor
 from ddpcheck.gather.state.module_state import capture_state, copied_module
 from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.compilations import CompilationRecorder
@@ -65,10 +65,12 @@ def ddp_step(step: int) -> DdpStepEvidence:
         computed_with = fingerprints((name, t) for name, t in before.items() if name not in parts)
         if model.is_split:
             before = {name: before[name].clone() for name in model.trainable}
-            shard = shards(model.trainable.items())
+            shard = copy_local_tensors(model.trainable.items())
             loaded = {} if step else shard_states(model.optimizer, model.trainable)
-            with unlogged():
-                shard_grads = shards((n, placed_as(model.trainable[n], model.trainable[n].grad)) for n in gradients)
+            with without_logging():
+                shard_grads = copy_local_tensors(
+                    (n, redistribute_like(model.trainable[n], model.trainable[n].grad)) for n in gradients
+                )
         this_rank.set_status(f"step {step}: optimizer")
         training_step.run_optimizer(model.optimizer, "step")
     after = state.full_tensors(model.named_parameters())
@@ -119,10 +121,10 @@ def _forward_and_backward(step: int, since: dict[str, int]) -> tuple[float | Non
     loss = state.run_loss(step, f"{model.facts.named} ", model.wrapped)
     this_rank.set_status(f"step {step}: {model.facts.named} backward")
     if ignored := {id(p) for name, p in model.trainable.items() if name in model.facts.ignored}:
-        note_parts([loss.total], lambda leaf: id(leaf) in ignored)
-    parts = {name for name, p in model.trainable.items() if is_part(p)}
+        record_rank_local([loss.total], lambda leaf: id(leaf) in ignored)
+    parts = {name for name, p in model.trainable.items() if is_rank_local(p)}
     training_step.run_backward(loss.total, module=state.module, since=since)
-    return None if is_shard(loss.total) else float(loss.total.detach()), parts
+    return None if is_dtensor(loss.total) else float(loss.total.detach()), parts
 
 
 def _compare_with_averages(
@@ -134,7 +136,7 @@ def _compare_with_averages(
     """Compare the wrapper's gradients with the averaged local gradients."""
     state = rank_state()
     model, data = state.training_model, state.step
-    lossy = eps_of(precision) if precision is not None else hook_loss(model.wrapper)
+    lossy = eps_of(precision) if precision is not None else hook_error(model.wrapper)
     rounds = lossy or model.is_split  # fully_shard sums gradients in another order
     floor = scales(data.averaged) if rounds else {}
     return tuple(
@@ -173,13 +175,13 @@ def _sharded_step(
     code = code_of(step)
     split: dict[str, Any] = {}
     if model.replica.splits_model:
-        grads = {name: p.grad for name, p in model.trainable.items() if p.grad is not None and not is_sum(p.grad)}
+        grads = {name: p.grad for name, p in model.trainable.items() if p.grad is not None and not is_partial(p.grad)}
         sizes = norms({name: dense(grad) for name, grad in grads.items()})  # after the optimizer step
         split = {"split": model.replica.split, "sharded": model.replica.sharded, "norms": sizes, "loss": loss}
     return ShardedStep(
         **structs.asdict(evidence),
         against_whole=whole_copy.differences(*whole),
-        against_shard=shard_copy.differences(*shard, shards(model.trainable.items())),
+        against_shard=shard_copy.differences(*shard, copy_local_tensors(model.trainable.items())),
         uncompared=whole_copy.trouble or shard_copy.trouble,
         updated_at=defined_at(step if code is not None and is_user_file(code.co_filename) else state.recipe.optimizer),
         loaded=loaded,
@@ -191,7 +193,7 @@ def _sharded_step(
 def _record_events(model: TrainingModel) -> Iterator[LoopEventRecorder]:
     """Record the model's loop events in the block; under `fully_shard`, only calls of settings."""
     if not model.facts.sharded:
-        with recorded(model.module, model.wrapper, model.optimizer) as recorder:
+        with record_loop_events(model.module, model.wrapper, model.optimizer) as recorder:
             yield recorder
         return
     recorder = LoopEventRecorder(model.module, model.optimizer)
@@ -209,12 +211,12 @@ def _rounding_errors(step: int, dtype: torch.dtype) -> dict[str, float]:
     )
     errors = dict.fromkeys([*state.step.local, ""], 0.0)
     try:
-        with unlogged():
+        with without_logging():
             gradients, _ = state.gradients(step, module, batch, phase=f"in {dtype}, ")
         errors |= {name: norm(gradient - gradients.get(name, 0)) for name, gradient in state.step.local.items()}
     except Exception:
         errors[""] = 1.0  # no parameter has this name
-    with unlogged():
+    with without_logging():
         sizes = dict(zip(errors, rms_over_ranks([*errors.values()], state.device, state.group), strict=True))
     return {} if sizes.pop("") else sizes
 
@@ -229,7 +231,7 @@ def _optimizer_state(state: RankState) -> dict[str, int]:
             label = f"optimizer {names.get(id(parameter), '?')} {key}"
             if isinstance(value, torch.Tensor):
                 part = model.parts.get(names.get(id(parameter), ""))
-                full = part.around(value) if part is not None and value.shape == parameter.shape else value
+                full = part.to_dtensor(value) if part is not None and value.shape == parameter.shape else value
                 tensors[label], hashes[label] = full, 0
             elif isinstance(value, int | float | bool):
                 hashes[label] = hash(value)
@@ -252,7 +254,7 @@ def compiled_step(step: int) -> CompiledStep:
         handle.remove()
     compilations: list[FunctionCompiled] = []
     try:
-        with unlogged(), stance("default"), CompilationRecorder(compilations.append, lambda: True, lambda: step):
+        with without_logging(), stance("default"), CompilationRecorder(compilations.append, lambda: True, lambda: step):
             loss = state.run_loss(step, "compiled DDP ", model.wrapped)
             this_rank.set_status(f"step {step}: compiled DDP backward")
             loss.total.backward()

@@ -24,9 +24,9 @@ from ddpcheck.gather.autograd.autograd_graph import LossGraph, engine_answers, n
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import reachable_tensors, unregistered_leaves
 from ddpcheck.gather.collectives.allreduce import averages_over_ranks, rms_over_ranks
-from ddpcheck.gather.collectives.collective_log import read_log, unlogged
+from ddpcheck.gather.collectives.collective_log import read_log, without_logging
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
-from ddpcheck.gather.ddp.loop_events import counted_backwards
+from ddpcheck.gather.ddp.loop_events import count_backwards
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepData, rank_state, replays_step
 from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
@@ -37,7 +37,7 @@ from ddpcheck.gather.steps import training_step
 from ddpcheck.recipe.pytree import batch_size, to_device, tree_tensors, upcast
 from ddpcheck.recipe.recipe import error_summary
 from ddpcheck.worlds import rank as this_rank
-from ddpcheck.worlds.compilation import is_asked_for
+from ddpcheck.worlds.compilation import uses_compile
 
 
 def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
@@ -59,7 +59,7 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
         for plain, changed in zip(before.plain, model.changed_attributes, strict=False):
             plain.update(changed)
     if state.world_size > 1 and broadcasts_buffers(model.wrapper):
-        with unlogged():
+        with without_logging():
             for name, _ in state.module.named_buffers():
                 dist.broadcast(before.tensors[name], src=0, group=state.group)
     state.step = StepData(before)
@@ -90,7 +90,7 @@ def local_step(step: int) -> steps.LocalStep:
         data.batch = to_device(state.shard_of(batch), state.device)
         # only now: the shard may have been drawn from a data loader
         data.restore_external = state.training_model.external_state.capture()
-        with record_origins() as created, counted_backwards() as backwards:
+        with record_origins() as created, count_backwards() as backwards:
             loss = state.run_loss(step)
     _record_changes(reference, created)
     generator = fingerprint(torch.get_rng_state()) if "torch" in loss.drew else 0
@@ -125,7 +125,7 @@ def local_step(step: int) -> steps.LocalStep:
         global_sample_fingerprints=training_step.sample_fingerprints(batch) if state.rank == 0 else (),
         backwards=backwards[0] + 1,
         threads=torch.get_num_threads(),
-        compiles=is_asked_for(),
+        compiles=uses_compile(),
         layout=digest_of(layout_of(module)),
     )
 
@@ -291,7 +291,7 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
             local[index] = None
             yield names[index], mean
 
-    with unlogged():
+    with without_logging():
         if own_file is None:
             data.averages = dict(iterate_means())
         elif state.rank == 0 or not shared:
@@ -350,7 +350,7 @@ def average_exactly(step: int, file: Path) -> str:
     state = rank_state()
     try:
         module = copied_module(state.reference.module).double()
-        with unlogged():
+        with without_logging():
             batch = upcast(state.step.batch)
             gradients, _ = state.gradients(step, module, batch, numbers=state.step.numbers, phase="in float64, ")
             owners = {name: p for name, p in named_parameters(module).items() if p.requires_grad}

@@ -20,18 +20,18 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of, defined_at
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_state, unregistered_tensors
-from ddpcheck.gather.autograd.exchanges import follow_exchanges
+from ddpcheck.gather.autograd.exchanges import record_all_to_all_functions
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
-from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
+from ddpcheck.gather.collectives.collective_log import log_ddp_collective, record_collectives, without_logging
 from ddpcheck.gather.ddp import ddp_wrapper, sharding
-from ddpcheck.gather.ddp.model_parts import ModelReplica, Part, changed_attributes, placements_of, replica_of
+from ddpcheck.gather.ddp.model_parts import DTensorLayout, ModelReplica, changed_attributes, placements_of, replica_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state import module_state
-from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints, is_shard
+from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints, is_dtensor
 from ddpcheck.gather.state.module_description import describe, module_entries, record_origins
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import is_large
@@ -41,15 +41,15 @@ from ddpcheck.recipe.recipe import Recipe, error_summary
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.compilation import run_as_written
+from ddpcheck.worlds.compilation import run_eagerly
 
 
 def build(target: str | Recipe, seed: int) -> modules.BuiltModule:
     """Load the recipe and build the module twice with the same seed."""
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
-    follow_exchanges()
-    run_as_written()
+    record_all_to_all_functions()
+    run_eagerly()
     this_rank.set_status("loading the target")
     stack = contextlib.ExitStack()
     syncbn = stack.enter_context(synchronised_on_cpu()) if context.device == "cpu" else []
@@ -71,10 +71,10 @@ def build(target: str | Recipe, seed: int) -> modules.BuiltModule:
     reference = recipe.build_model()
     if reference is module or {id(p) for p in reference.parameters()} & {id(p) for p in module.parameters()}:
         reference = module_state.copied_module(module)  # model() returns the same parameters every time
-    with unlogged():
+    with without_logging():
         group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
-    described = describe(module_state.moved(module, device))
-    module_state.moved(reference, device)
+    described = describe(module_state.move_to_device(module, device))
+    module_state.move_to_device(reference, device)
     large = is_large(reference)
     mapped = module_state.move_to_file(reference, context.directory / f"built.{context.rank}") if large else frozenset()
     this_rank.state["check"] = RankState(
@@ -197,7 +197,9 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> modul
     return _wrapped_evidence(options, seen, reshaped, trouble)
 
 
-def _adapt_reference(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> tuple[bool, str]:
+def _adapt_reference(
+    module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, DTensorLayout]
+) -> tuple[bool, str]:
     """Replace the reference module by a copy of `module` if `wrap` changed the structure.
 
     Returns True if names or shapes of parameters differ, and an error message if the copy cannot be pickled.
@@ -222,7 +224,7 @@ def _facts_and_replica(
     wrapper: nn.Module,
     names: Mapping[int, str],
     settings: Sequence[LoopEvent],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, DTensorLayout],
     trainable: Iterable[str],
 ) -> tuple[modules.WrapperFacts, ModelReplica]:
     """Return the wrapper's facts and this rank's model replica; a collective over all ranks."""
@@ -262,7 +264,7 @@ def _wrapped_evidence(
         hooks=model.hooks,
         wrapper=type(model.wrapped).__name__,
         broadcasts_buffers=ddp_wrapper.broadcasts_buffers(model.wrapper),
-        changes=ddp_wrapper.changes(seen, state.module) if seen else {},
+        changes=ddp_wrapper.parameter_changes(seen, state.module) if seen else {},
         parameters_at_construction={name: param.value for name, param in seen.items()} | unchanged,
         replaces_module=reshaped,
         transfer_error=trouble,
@@ -274,7 +276,7 @@ def _wrapped_evidence(
     return modules.SplitModule(**structs.asdict(evidence), model_ranks=model.replica.ranks)
 
 
-def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
+def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, DTensorLayout]) -> nn.Module:
     """Return an unsharded copy of the module, with the other changes of `wrap`."""
     if not (parts or sharding.is_sharded(module)):
         return module_state.copied_module(module)
@@ -292,7 +294,9 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 @contextlib.contextmanager
-def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrapper.SeenParameter], dict[str, Part]]]:
+def _watch_construction() -> Iterator[
+    tuple[dict[str, str], dict[str, ddp_wrapper.SeenParameter], dict[str, DTensorLayout]]
+]:
     """Compare options between ranks before a DDP constructor in the block communicates.
 
     Yields dicts that the constructor fills: options, parameters, placements of `DTensor`s that became local tensors.
@@ -300,7 +304,7 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrappe
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}
     seen: dict[str, ddp_wrapper.SeenParameter] = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, DTensorLayout] = {}
 
     def around_constructor(wrapper: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         options.clear()
@@ -313,7 +317,7 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrappe
         known = ddp_wrapper.SeenParameter.current_params(now.items())
         seen.update({name: param._replace(value=fingerprint(now[name])) for name, param in known.items()})
         parts.update(
-            {name: part for name, part in before.items() if name in seen and not is_shard(module.get_parameter(name))}
+            {name: part for name, part in before.items() if name in seen and not is_dtensor(module.get_parameter(name))}
         )
 
     with patched(ddp, "__init__", around_constructor):
@@ -329,7 +333,7 @@ def count_calls(model: TrainingModel) -> None:
         broadcasts = key == "wrapper" and ddp_wrapper.broadcasts_buffers(model.wrapper) and not joining
         if broadcasts:  # all ranks must join
             mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
-            note_collective("DistributedDataParallel.forward", mode)
+            log_ddp_collective("DistributedDataParallel.forward", mode)
 
     model.counters = [before_forward(model.wrapper, partial(count_call, "wrapper"))]
     if model.module is not model.wrapper:

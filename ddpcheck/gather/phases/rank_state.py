@@ -22,7 +22,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent, ParameterChange
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter
-from ddpcheck.gather.ddp.model_parts import ModelReplica, Part, as_wholes
+from ddpcheck.gather.ddp.model_parts import DTensorLayout, ModelReplica, as_dtensors
 from ddpcheck.gather.ddp.sharding import gathered
 from ddpcheck.gather.state.module_description import Origins
 from ddpcheck.gather.state.module_state import ExternalState, ModuleState, Restore
@@ -75,7 +75,7 @@ class TrainingModel:
     replica: ModelReplica  # of this rank in data parallelism
     # Under DDP with tensor parallelism: placements of local tensors, all parameters (forward replaces them by
     # DTensors), and by submodule the original values of attributes that `wrap` changed.
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, DTensorLayout] = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     changed_attributes: Sequence[Mapping[str, object]] = ()
     # If sharded, set in the first step: optimizer copies for full parameters and for this rank's shards.
@@ -154,7 +154,7 @@ class RankState:
     def full_tensors(self, tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         """Return full tensors of the wrapped model by name; a collective if `is_split`."""
         if self.training_model.is_split:
-            return gathered(as_wholes(tensors, self.training_model.parts), self.group)
+            return gathered(as_dtensors(tensors, self.training_model.parts), self.group)
         return {name: tensor for name, tensor in tensors if tensor is not None}
 
     def rewind(self) -> None:

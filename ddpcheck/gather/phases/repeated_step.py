@@ -25,9 +25,9 @@ from ddpcheck.findings.source_lines import is_user_file, user_location
 from ddpcheck.findings.tracebacks import forwards_calls, is_own_bug
 from ddpcheck.gather.autograd import autograd_graph
 from ddpcheck.gather.autograd.autograd_graph import line_of, named_parameters
-from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
+from ddpcheck.gather.autograd.gradient_hooks import recorded_hooks, user_functions
 from ddpcheck.gather.autograd.gradient_paths import Explainer
-from ddpcheck.gather.collectives.collective_log import read_log, replaced_by
+from ddpcheck.gather.collectives.collective_log import read_log, replace_collectives
 from ddpcheck.gather.collectives.fake_collectives import answer_locally
 from ddpcheck.gather.ddp.loop_events import backward_through
 from ddpcheck.gather.patching import CALLER, patched
@@ -61,7 +61,7 @@ def repeat_step(step: int) -> RepeatedStep:
     return RepeatedStep(
         differences=differences,
         nonlinear=() if feeds_others else tuple(nonlinear),
-        hooks=(*recorded_hooks(), *own_functions(node_names)),
+        hooks=(*recorded_hooks(), *user_functions(node_names)),
     )
 
 
@@ -207,7 +207,7 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     try:
         shard = state.recipe.local_batch(state.global_batch(step), 0, state.training_model.replica.size)
         shard, seed = to_device(shard, state.device), training_step.step_seed(state.seed, step, 0)
-        with replaced_by(answer):
+        with replace_collectives(answer):
             phase = "comparing what is sent, "
             training_step.compute_loss(state.recipe, module, shard, step=step, seed=seed, phase=phase)
     except (Exception, SystemExit):  # the program needs real results; compare the calls until then
@@ -235,7 +235,9 @@ def explain(step: int) -> dict[str, PathEnd]:
     module = state.reference.module
     missing = {name: state.reference.trainable[name] for name in state.step.missing}
     communicates = bool(read_log(this_rank.current().directory, state.rank))
-    explainer = Explainer(module, lambda: state.run_loss(step, "explaining, ").parts, state.rewind, once=communicates)
+    explainer = Explainer(
+        module, lambda: state.run_loss(step, "explaining, ").parts, state.rewind, runs_once=communicates
+    )
     try:
         return explainer.explain(missing)
     except Exception as error:  # the missing gradient is still reported
@@ -297,7 +299,7 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
 
     Leaves are omitted if no operation on the path from the loss receives a nonzero gradient.
     """
-    with autograd_graph.recorded_lines():
+    with autograd_graph.record_lines():
         loss = forward()
     graph = autograd_graph.LossGraph([loss])
     received: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient

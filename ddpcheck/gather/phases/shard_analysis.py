@@ -77,7 +77,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
         results = [total_gradient(run, shard) for shard in shards]
     except Exception as error:  # e.g. a model with a fixed batch size
         return replace(facts, error=error_summary(error))
-    shard_gradients = [shard_terms.filled(gradients, data.gradients) for gradients, _ in results]
+    shard_gradients = [shard_terms.fill_with_zeros(gradients, data.gradients) for gradients, _ in results]
     mean = shard_terms.weighted_sum(shard_gradients, [1 / world_size] * world_size)
     weights, residual = fit(compared, shard_gradients)
     facts = replace(

@@ -17,9 +17,9 @@ from torch import nn
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.replace import replace
-from ddpcheck.gather.autograd.autograd_graph import named_parameters, recorded_lines
+from ddpcheck.gather.autograd.autograd_graph import named_parameters, record_lines
 from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_through_terms, split_loss
-from ddpcheck.gather.ddp.loop_events import counted_backwards
+from ddpcheck.gather.ddp.loop_events import count_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed
@@ -92,7 +92,7 @@ class ShardRun:
                 count = batch_size(part) if self.views else None
                 stack.enter_context(_forward_by_shard(self.module.get_submodule(name), self.shards, count))
             seed = training_step.step_seed(self.single_process.seed, self.step)
-            with recorded_lines(), self.activations or contextlib.nullcontext():
+            with record_lines(), self.activations or contextlib.nullcontext():
                 loss = training_step.compute_loss(
                     self.single_process.recipe, self.module, part, step=self.step, seed=seed, phase="shard by shard, "
                 )
@@ -105,7 +105,7 @@ class ShardRun:
 
     def terms(self, part: Any) -> tuple[list[Edge], list[str]]:
         """Return the `Edge` of each loss term on `part`, and the names of `Loss.parts`."""
-        with counted_backwards() as backwards, self.loss(part) as loss:
+        with count_backwards() as backwards, self.loss(part) as loss:
             if backwards[0]:  # gradients accumulated inside the loss belong to all terms
                 return [], []
             return split_loss(loss.total, loss.parts), loss.names
@@ -131,7 +131,7 @@ def total_gradient(run: ShardRun, part: Any) -> tuple[Gradients, float]:
         return training_step.gradients_of(named_parameters(run.module)), loss.value
 
 
-def filled(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> Gradients:
+def fill_with_zeros(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> Gradients:
     """Return `gradients` with zeros for names of `like` that are missing."""
     return {name: gradients.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()}
 
@@ -194,8 +194,8 @@ def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
     like: Mapping[str, torch.Tensor] = data.gradients
     if run.module is run.single_process.double:
         like = {name: gradient.double() for name, gradient in like.items()}
-    whole = [filled(gradients, like) for gradients in run.gradients(batch, paired)]
-    by_shard = [[filled(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
+    whole = [fill_with_zeros(gradients, like) for gradients in run.gradients(batch, paired)]
+    by_shard = [[fill_with_zeros(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
     parts = [[shard_gradients[index] for shard_gradients in by_shard] for index in range(len(whole))]
     results = Terms([], whole, parts, {name: data.scale.get(name, 0.0) for name in like})
     for index, gradients in enumerate(whole):
@@ -252,7 +252,7 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
 
     doubled = []
     for single, double in zip(whole, run.gradients(tree_map(duplicate, batch), paired), strict=True):
-        ratio, residual = fit(filled(double, single), [single])
+        ratio, residual = fit(fill_with_zeros(double, single), [single])
         doubled.append(abs(ratio[0] - 2) < _SAME and residual < _SAME)
     return doubled
 

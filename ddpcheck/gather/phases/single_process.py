@@ -20,7 +20,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.gradients import Difference, RandomNumbers, SingleStep
-from ddpcheck.gather.ddp.loop_events import counted_backwards
+from ddpcheck.gather.ddp.loop_events import count_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state import module_state
 from ddpcheck.gather.state.fingerprints import shape_of
@@ -35,7 +35,7 @@ from ddpcheck.recipe.recipe import Recipe, error_summary
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.compilation import run_as_written
+from ddpcheck.worlds.compilation import run_eagerly
 
 HANDOVER = "module.pickle"
 """File in the directory of the ranks in which rank 0 saves the module if `wrap` changed its structure."""
@@ -89,7 +89,7 @@ class SingleProcess:
 
 def start(target: str | Recipe, seed: int, world_size: int) -> None:
     """Load the recipe and build the module and its float64 copy."""
-    run_as_written()
+    run_eagerly()
     recipe = load_on_rank(target)
     device = torch.device(this_rank.current().device)
     settle_device(device)
@@ -97,7 +97,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     def build() -> nn.Module:
         this_rank.set_status("building the model")
         seed_everything(training_step.model_seed(seed))
-        module = module_state.moved(recipe.build_model(), device)
+        module = module_state.move_to_device(recipe.build_model(), device)
         into_training(module)
         return module
 
@@ -226,7 +226,7 @@ def _comparable_gradients(single: SingleProcess, batch: Any, step: int) -> tuple
     """Return gradients, loss and backward count, with random numbers that ranks can reproduce."""
     while True:
         try:
-            with counted_backwards() as backwards:
+            with count_backwards() as backwards:
                 gradients, loss = single.gradients(single.module, batch, step)
         except Exception:
             if single.numbers != "by sample":

@@ -17,7 +17,7 @@ from torch import nn
 PLAIN = (torch.Tensor, nn.Parameter)  # tensor types that store their values themselves
 
 
-def is_shard(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return True if `tensor` is a `DTensor` (shard or replica on this rank)."""
     if type(tensor) in PLAIN:
         return False
@@ -28,7 +28,7 @@ def is_shard(tensor: torch.Tensor) -> bool:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` detached; for a `DTensor`, its local tensor, sharing memory."""
     detached: Any = tensor.detach()
-    local: torch.Tensor = detached.to_local() if is_shard(detached) else detached
+    local: torch.Tensor = detached.to_local() if is_dtensor(detached) else detached
     return local
 
 
@@ -124,7 +124,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class InRows:
+class StackedTensors:
     """Tensors for several computations: small tensors stacked in `rows`, the rest in `others`."""
 
     names: Sequence[str]
@@ -132,13 +132,13 @@ class InRows:
     others: dict[str, torch.Tensor]
 
 
-def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
-    """Stack the small tensors into rows; return an `InRows` unchanged."""
-    if isinstance(tensors, InRows):
+def stack_small_tensors(tensors: Mapping[str, torch.Tensor] | StackedTensors) -> StackedTensors:
+    """Stack the small tensors into rows; return a `StackedTensors` unchanged."""
+    if isinstance(tensors, StackedTensors):
         return tensors
     others = {name: tensor for name, tensor in tensors.items() if not is_small(tensor)}
     small = {name: tensor for name, tensor in tensors.items() if name not in others} if others else tensors
-    return InRows([*tensors], stack_rows(small), others)
+    return StackedTensors([*tensors], stack_rows(small), others)
 
 
 def stack_rows(small: Mapping[str, torch.Tensor]) -> list[Rows]:
@@ -224,9 +224,9 @@ def fingerprint(tensor: torch.Tensor) -> int:
     return int(digest_of((parts, shape_of(tensor), str(tensor.dtype)))[:15], 16)
 
 
-def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | InRows) -> dict[str, int]:
+def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | StackedTensors) -> dict[str, int]:
     """Return the `fingerprint` of each tensor by name; small tensors are batched."""
-    grouped = tensors if isinstance(tensors, InRows) else in_rows(dict(tensors))
+    grouped = tensors if isinstance(tensors, StackedTensors) else stack_small_tensors(dict(tensors))
     sums = numbers_of((names, sums_of_rows(values)) for names, values in grouped.rows)
     hashes = {name: fingerprint(tensor) for name, tensor in grouped.others.items()}
     for names, values in grouped.rows:

@@ -84,7 +84,7 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     )
 
 
-def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
+def move_to_device(module: nn.Module, device: torch.device | str) -> nn.Module:
     """Move `module` to `device`, except meta tensors, which have no values."""
     if not any(tensor.is_meta for _, tensor in _registered_tensors(module)):
         return module.to(device)
@@ -281,7 +281,7 @@ class ExternalState:
     def capture(self) -> Restore:
         """Return a function that restores the current state any number of times."""
         visited = set(self._ignore)
-        steps = [step for root in self._roots for step in _restorers_of(root, reachable.unbindable, 0, visited)]
+        steps = [step for root in self._roots for step in _restorers_of(root, reachable.do_not_bind, 0, visited)]
 
         def restore() -> None:
             with torch.no_grad():
@@ -334,11 +334,11 @@ def _restorers_of(value: Any, put: Callable[[Any], None], depth: int, visited: s
         for variable in reachable.function_variables(value):
             yield from _restorers_of(variable.value, variable.bind, depth + 1, visited)
     elif isinstance(value, MethodType):
-        yield from _restorers_of(value.__func__, reachable.unbindable, depth, visited)
-        yield from _restorers_of(value.__self__, reachable.unbindable, depth + 1, visited)
+        yield from _restorers_of(value.__func__, reachable.do_not_bind, depth, visited)
+        yield from _restorers_of(value.__self__, reachable.do_not_bind, depth + 1, visited)
     elif isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
-            yield from _restorers_of(part, reachable.unbindable, depth + 1, visited)
+            yield from _restorers_of(part, reachable.do_not_bind, depth + 1, visited)
     elif type(value) in _CONTAINERS or reachable.is_small_array(value):
         # Skip the items of subclasses: item access may be overridden.
         content = list(value.values() if isinstance(value, dict) else value) if type(value) in _CONTAINERS else []
@@ -353,7 +353,7 @@ def _restorers_of(value: Any, put: Callable[[Any], None], depth: int, visited: s
         yield restore_items
         for item in content:
             if not isinstance(item, reachable.PLAIN):
-                yield from _restorers_of(item, reachable.unbindable, depth + 1, visited)
+                yield from _restorers_of(item, reachable.do_not_bind, depth + 1, visited)
     elif isinstance(value, type | ModuleType) or reachable.is_user_object(value):
         yield from _restorers_of_holder(value, depth, visited)
 
@@ -365,7 +365,7 @@ def _restorers_of_holder(holder: Any, depth: int, visited: set[int]) -> Iterator
             return
     else:
         bind = vars(holder).__setitem__  # bypass a user-defined `__setattr__`
-        yield from _restorers_of(type(holder), reachable.unbindable, depth + 1, visited)
+        yield from _restorers_of(type(holder), reachable.do_not_bind, depth + 1, visited)
     yield _remover_of_new_numbers(vars(holder), functools.partial(delattr, holder))
     for name, value in list(vars(holder).items()):
         if isinstance(value, property | classmethod | staticmethod) or (

@@ -124,7 +124,7 @@ def drawn_since(before: Mapping[tuple[str, int], Any], device: torch.device) -> 
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Restore all generator states after the block."""
     states = generators(thorough=True)
     try:

@@ -33,7 +33,7 @@ class Variable(NamedTuple):
     bind: Callable[[Any], None]  # rebinds the variable; no-op if not possible
 
 
-def unbindable(_value: Any) -> None:
+def do_not_bind(_value: Any) -> None:
     """Do nothing, as `bind` of a variable that cannot be rebound."""
 
 
@@ -53,7 +53,7 @@ def function_variables(function: FunctionType) -> Iterator[Variable]:
     defaults = function.__defaults__ or ()
     last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     for name, item in {**dict(zip(last, defaults, strict=True)), **(function.__kwdefaults__ or {})}.items():
-        yield Variable(name, "default argument", item, unbindable)
+        yield Variable(name, "default argument", item, do_not_bind)
     attributes = vars(function)
     for name, item in list(attributes.items()):
         bind = functools.partial(attributes.__setitem__, name)

@@ -21,14 +21,14 @@ from msgspec import Struct
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.state.fingerprints import (
-    InRows,
+    StackedTensors,
     floats_of,
-    in_rows,
     is_small,
     local_part,
     numbers_of,
     plain_values,
     stack_rows,
+    stack_small_tensors,
 )
 
 SIZE = 64
@@ -78,30 +78,30 @@ class KeptParts:
         return KeptParts([a + b for a, b in zip(self.parts, other.parts, strict=True)])
 
 
-def sketches(gradients: Mapping[str, torch.Tensor] | InRows) -> dict[str, tuple[float, ...]]:
+def sketches(gradients: Mapping[str, torch.Tensor] | StackedTensors) -> dict[str, tuple[float, ...]]:
     """Return the `sketch` of each gradient, up to rounding, with one transfer per device.
 
     Small gradients of one shape are batched.
     """
-    grouped = in_rows(gradients)
+    grouped = stack_small_tensors(gradients)
     numbers = numbers_of((names, value.double()) for names, value in _sketch_all(grouped))
     return {name: numbers[name] for name in grouped.names}
 
 
-def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[float]]:
+def short_sketches(gradients: StackedTensors | Mapping[str, Kept]) -> dict[str, array[float]]:
     """Return float32 sketches of gradients, or of their `Kept` records."""
-    if isinstance(gradients, InRows):
+    if isinstance(gradients, StackedTensors):
         names, sketched_rows = gradients.names, _sketch_all(gradients)
     else:
         names = [*gradients]
         copies = {name: kept.value for name, kept in gradients.items() if not kept.is_sketch}
-        sketched_rows = _sketch_all(InRows(names, stack_rows(copies), {}))
+        sketched_rows = _sketch_all(StackedTensors(names, stack_rows(copies), {}))
         sketched_rows += [((name,), kept.value) for name, kept in gradients.items() if kept.is_sketch]
     numbers = floats_of(sketched_rows)
     return {name: numbers[name] for name in names}
 
 
-def _sketch_all(tensors: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
+def _sketch_all(tensors: StackedTensors) -> list[tuple[Sequence[str], torch.Tensor]]:
     sketched_rows: list[tuple[Sequence[str], torch.Tensor]]
     sketched_rows = [(names, _sketch_rows(_to_real_rows(values))) for names, values in tensors.rows]
     return sketched_rows + [((name,), sketch(value)) for name, value in tensors.others.items()]
@@ -172,9 +172,9 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     yield from zip(*(tensor.split(_MOST_CONVERTED) for tensor in flat), strict=True)
 
 
-def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
+def norms(tensors: Mapping[str, torch.Tensor] | StackedTensors) -> dict[str, float]:
     """Return the norm of each tensor; small ones batched, one transfer per device."""
-    grouped = in_rows(tensors)
+    grouped = stack_small_tensors(tensors)
     sizes = [(names, _norms_of(values, dim=1)) for names, values in grouped.rows]
     sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in grouped.others.items()]
     numbers = numbers_of(sizes)

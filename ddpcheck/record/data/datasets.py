@@ -24,11 +24,11 @@ from ddpcheck.findings.program_blocks import blocks_around
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of, frames_from, is_of_program, location_of, parsed_source, user_frame
-from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.collectives.collective_log import without_logging
 from ddpcheck.gather.collectives.fake_collectives import fake_collectives
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint
-from ddpcheck.gather.state.randomness import generators_kept
+from ddpcheck.gather.state.randomness import preserve_generators
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, row_fingerprints, sample_fingerprints
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
@@ -248,7 +248,12 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
     shared = [dataset, *(value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Dataset))]
     orders = []
     for epoch in (0, 1):
-        with contextlib.suppress(Exception), generators_kept(), unlogged(), fake_collectives():  # errors in user code
+        with (
+            contextlib.suppress(Exception),
+            preserve_generators(),
+            without_logging(),
+            fake_collectives(),
+        ):  # errors in user code
             copied = copy.deepcopy(sampler, {id(value): value for value in shared})
             copied.set_epoch(epoch) if hasattr(copied, "set_epoch") else setattr(copied, "epoch", epoch)
             orders.append(list(itertools.islice(copied, _MOST_INDICES)))
@@ -259,7 +264,12 @@ def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> b
     """Return True if a dataset's samples differ between attributes `before` and the current ones."""
     digests = []
     for state in (before, {}):
-        with contextlib.suppress(Exception), generators_kept(), unlogged(), fake_collectives():  # errors in user code
+        with (
+            contextlib.suppress(Exception),
+            preserve_generators(),
+            without_logging(),
+            fake_collectives(),
+        ):  # errors in user code
             copied = copy.copy(dataset)
             vars(copied).update(state)
             samples = [copied[index] for index in range(0, size, -(-size // _MOST_SAMPLES))]

@@ -31,7 +31,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, user_location
 from ddpcheck.gather.patching import Patch, Recorder, patched
-from ddpcheck.gather.state.fingerprints import is_shard
+from ddpcheck.gather.state.fingerprints import is_dtensor
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.source import program_numbers
 from ddpcheck.record.source.program_numbers import lines_after, lines_of_value, numbers_of_conditions
@@ -222,7 +222,9 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._remaining[1] -= 1
         if any(shown.text for shown in numbers):
             known = set(program_numbers.numbers_of_program().values())
-            equal_counts = {shown.text: program_numbers.like(shown.text, known) for shown in numbers if shown.text}
+            equal_counts = {
+                shown.text: program_numbers.numbers_printed_as(shown.text, known) for shown in numbers if shown.text
+            }
             numbers = [replace(o, values=tuple({*o.values, *equal_counts[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, program_numbers.line_of_output(), tuple(numbers[:_FEW])))
 
@@ -396,7 +398,7 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
 
     def _note_comparison(self, a: Any = None, b: Any = None, *_arguments: Any, **named: Any) -> None:
         a, b = named.get("input", a), named.get("other", named.get("target", b))
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or is_shard(a) or is_shard(b):
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or is_dtensor(a) or is_dtensor(b):
             return
         count = a.numel()
         if count != b.numel() or not _FEWEST_COMPARED <= count <= _MOST_COMPARED or count % max(1, self._size):

@@ -21,7 +21,7 @@ from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph,
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import fake_collectives
 from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
-from ddpcheck.gather.ddp.loop_events import noted_no_sync
+from ddpcheck.gather.ddp.loop_events import wrap_no_sync
 from ddpcheck.gather.ddp.sharding import note_settings
 from ddpcheck.gather.patching import Patch, Recorder
 from ddpcheck.gather.state.module_state import capture_state
@@ -93,7 +93,7 @@ def _note_method_of(wrapper: nn.Module) -> Callable[[str], None] | None:
     return next((record.note for record in reversed([*_records]) if record._wrapper() is wrapper), None)
 
 
-_records = Followers(lambda: [Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_method_of)).undo])
+_records = Followers(lambda: [Patch(_DDP, "no_sync", lambda original: wrap_no_sync(original, _note_method_of)).undo])
 
 
 switch_calls: deque[LoopEvent] = deque(maxlen=16)

@@ -24,7 +24,7 @@ from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.recording import UnpickledHook, remove_hooks
-from ddpcheck.stream.ledger import AROUND, Contribution
+from ddpcheck.stream.ledger import BYPASSING_EVENTS, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
 # Number of optimizer steps on unreduced gradients after which this rank reports without other ranks. Counted here:
@@ -66,7 +66,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
 
     def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
         if not inside:
-            self._tracker.settle()
+            self._tracker.end_pending_step()
             if not has_closure:
                 self.record_step(optimizer)
 
@@ -92,7 +92,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             return
         number, ledger = self._tracker.number, self._loop.ledger
         reductions, entry.reductions = number - entry.reductions, number
-        if (reductions and not ledger.unreduced) or not self._has_others():  # fast path of a healthy step
+        if (reductions and not ledger.has_unreduced) or not self._has_others():  # fast path of a healthy step
             self._steps_without_reduction = 0
             self._loop.add(STEP)
             return
@@ -111,13 +111,13 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
     def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
         """Record an optimizer step without reduction (`no_reduction`), or on gradients added after a reduction."""
         ledger = self._loop.ledger
-        prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._are_unreduced(param_ids)
+        prepared, uses = bool(ledger.forwards[True]), ledger.has_unreduced and self._are_unreduced(param_ids)
         used = [entry for entry in ledger.open if not entry.reduced] if uses else []
         if used:
             self._loop.note("step")
         else:
-            self._loop.add(_STEP_SPARING if ledger.unreduced else STEP)
-        bypassing = [entry for entry in used if entry.backward.kind in AROUND]
+            self._loop.add(_STEP_SPARING if ledger.has_unreduced else STEP)
+        bypassing = [entry for entry in used if entry.backward.kind in BYPASSING_EVENTS]
         from_forward = [entry for entry in used if entry.forward is not None]
         unpaired = [entry for entry in used if entry.after is not None]
         if from_forward or unpaired:

@@ -17,7 +17,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import step_location
 from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters
-from ddpcheck.gather.autograd.exchanges import follow_exchanges, note_parts
+from ddpcheck.gather.autograd.exchanges import record_all_to_all_functions, record_rank_local
 from ddpcheck.gather.ddp.ddp_wrapper import (
     broadcasts_buffers,
     inner_module,
@@ -148,7 +148,7 @@ class StepRecorder(StepListener):
         )
 
     def attach(self) -> None:
-        follow_exchanges()
+        record_all_to_all_functions()
         follow_steps(self._optimizer_steps)
         if self._is_live or not self.is_sharded:
             self.tracker.attach()
@@ -192,7 +192,7 @@ class StepRecorder(StepListener):
         if used is not None and used.after is not None:
             self.report_unpaired()
             return
-        self.steps_on_local_grads |= used is not None and used.under is not None
+        self.steps_on_local_grads |= used is not None and used.no_sync_line is not None
         self.bypass.locate_bypass()
         bypassing = self.bypass.event, LoopEvent("step", location=str(step_location() or ""))
         switches = switch_calls if self.is_sharded else ()
@@ -229,7 +229,7 @@ class StepRecorder(StepListener):
         if self.replica.awaits_forward:
             self.replica.forward_begins()
         ledger = self.loop.ledger
-        if ledger.open and ledger.unreduced and ledger.unpaired and not self._optimizer_steps.has_stepped:
+        if ledger.open and ledger.has_unreduced and ledger.unpaired and not self._optimizer_steps.has_stepped:
             self.loop.report(self.step)  # no known optimizer: presumably used
 
     def step_begins(self, step: int) -> None:
@@ -254,7 +254,7 @@ class StepRecorder(StepListener):
         if self.is_due and self._compares(step):
             if self.context.wrapper.ignored:
                 param_ids = {*map(id, self.parameters.values())}
-                note_parts(tensors, lambda leaf: id(leaf) not in param_ids)
+                record_rank_local(tensors, lambda leaf: id(leaf) not in param_ids)
             self.replica.forward_returned()
         if self._micro_batches is not None:
             self._micro_batches.forward_returned(step, output)

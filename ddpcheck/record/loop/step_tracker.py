@@ -157,7 +157,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NO_KEYWORDS) -> None:
         """Handle a call of the wrapper; torch omits `named` if the hook was removed."""
         if self._step.still_expected or self.late:
-            self.settle()
+            self.end_pending_step()
         self.in_forward = True
         inside_forward.add(id(wrapper))
         self._kind = BackwardKind.NONE  # the last backward pass may have raised
@@ -176,14 +176,14 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         else:
             self._loop.add(FORWARDS[False])
 
-    def enter_by_name(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def note_direct_call(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Handle the start of a direct call of `wrapper.forward`, which runs no hooks."""
         if self.wrapper is wrapper and not self.in_forward:
             self._is_direct_call = True
             self.before_forward(wrapper, arguments, named)
             inside_forward.discard(id(wrapper))
 
-    def leave_by_name(self, wrapper: Any, output: Any) -> None:
+    def note_direct_return(self, wrapper: Any, output: Any) -> None:
         if self._is_direct_call and self.wrapper is wrapper:
             self._is_direct_call = False
             self.after_forward(wrapper, (), output)
@@ -241,7 +241,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 if id(leaf) not in input_ids:
                     leaf.register_post_accumulate_grad_hook(UnpickledHook(self._on_leaf_gradient))
 
-    def settle(self) -> None:
+    def end_pending_step(self) -> None:
         """End a step still awaiting backward passes; called at optimizer steps and forward passes."""
         if self._step.still_expected:
             self._step.still_expected = NONE

@@ -18,8 +18,8 @@ from torch import nn
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, gradient_node, will_be_reached
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module, is_ddp
 from ddpcheck.gather.ddp.model_parts import hidden_parameters
-from ddpcheck.gather.ddp.sharding import is_gathered, parameter_groups, reduces
-from ddpcheck.gather.state.fingerprints import is_shard
+from ddpcheck.gather.ddp.sharding import is_gathered, parameter_groups, reduces_gradients
+from ddpcheck.gather.state.fingerprints import is_dtensor
 from ddpcheck.gather.state.module_state import sharding_classes
 from ddpcheck.record.recording import UnpickledHook
 
@@ -42,7 +42,7 @@ class SyncedParameters:
             all_params |= hidden_parameters(module)
         synced = {n: p for n, p in all_params.items() if p.requires_grad and n not in ignored}
         if self.is_sharded:
-            synced = {name: p for name, p in synced.items() if is_shard(p)}
+            synced = {name: p for name, p in synced.items() if is_dtensor(p)}
         self.names = list(synced)  # parameter names in DDP's order
         self.tensors = list(synced.values())  # parameters in the same order
         # tensors that backward accumulates into: the parameters, or the unsharded parameters once found
@@ -61,7 +61,7 @@ class SyncedParameters:
     def are_averaged(self) -> bool:
         """Return True if backward averages gradients (DDP decides in forward, `fully_shard` in backward)."""
         if self.is_sharded:
-            return reduces(self._groups)
+            return reduces_gradients(self._groups)
         return bool(getattr(self.wrapper(), "require_backward_grad_sync", False))
 
     def hooks_for_leaves(self) -> list[Any]:

@@ -15,11 +15,11 @@ from torch import nn
 from ddpcheck.findings.evidence.loop import MAX_PACE_RUNS, ModuleChanged, PaceRun
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, lines_of_program, location_of, user_frame, user_location
-from ddpcheck.gather.collectives.collective_log import note_collective
+from ddpcheck.gather.collectives.collective_log import log_ddp_collective
 from ddpcheck.gather.collectives.groups import Group, named_group
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, local_part
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_dtensor, local_part
 from ddpcheck.record.loop.loop_record import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.recording import Followers, Recording
@@ -95,7 +95,7 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
 
 def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
     """Return True if a shard ignored the value assigned to its `.data`."""
-    part = local_part(parameter) if is_shard(parameter) else None
+    part = local_part(parameter) if is_dtensor(parameter) else None
     return part is not None and part.numel() > 0 and part.data_ptr() != local_part(value).data_ptr()
 
 
@@ -208,12 +208,12 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
     def line(self) -> Location | None:
         return self._line.location
 
-    def broadcasts(self, wrapper: nn.Module) -> None:
+    def note_broadcast(self, wrapper: nn.Module) -> None:
         """Record the buffer broadcast of a DDP forward pass, if DDP does one."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
             if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
                 labels = [self._label] * bool(self._label) + [WITH_BUCKETS] * self._exchanges_bucket_order(wrapper)
-                note_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
+                log_ddp_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
 
     def _exchanges_bucket_order(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
         """Return True if DDP broadcasts the rebuilt bucket order: first forward after a backward."""
@@ -221,15 +221,15 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)
         return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)
 
-    def gathers(self, group: dist.ProcessGroup | None) -> None:
+    def note_gather(self, group: dist.ProcessGroup | None) -> None:
         location = user_location()
         line = self._by_location.get(location, _CallingLine(location))
         backward_place = ""
         if torch.is_grad_enabled():
             backward_place = place_of_backward(line.forwards + 1, line.text, self._num_unsynced, self._log.batch)
-        note_collective(SHARD_FORWARD, self._label, group, call_place=backward_place)
+        log_ddp_collective(SHARD_FORWARD, self._label, group, call_place=backward_place)
 
-    def reduces(self, wrapper: nn.Module) -> None:
+    def note_reduction(self, wrapper: nn.Module) -> None:
         """Record the reduction of a DDP backward pass (FSDP2's collectives run in Python)."""
         if not isinstance(wrapper, nn.parallel.DistributedDataParallel) or wrapper._join_config.enable:
             return
@@ -238,4 +238,4 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         if self._group is None or self._group[0]() is not group:
             self._group = ref(group), named_group(group)
         backward_place = place_of_backward(self._line.forwards, self._line.text, self._num_unsynced, self._log.batch)
-        note_collective(DDP_BACKWARD, self._label, known=self._group[1], call_place=backward_place)
+        log_ddp_collective(DDP_BACKWARD, self._label, known=self._group[1], call_place=backward_place)

@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, relative_path, variables_of
 from ddpcheck.gather.autograd import exchanges
-from ddpcheck.gather.autograd.autograd_graph import LossGraph, kept_tensor, node_of, output_shapes
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, node_of, output_shapes, saved_tensor
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import sketch
@@ -97,7 +97,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         if exchanges.functions and self._run.are_probed():
             wrapped = parameters_in_wrappers()
             roots = [losses] if isinstance(losses, torch.Tensor) else losses
-            exchanges.note_parts(roots, lambda leaf: id(leaf) not in wrapped)
+            exchanges.record_rank_local(roots, lambda leaf: id(leaf) not in wrapped)
         if not parts or self._step != self._run.steps or not isinstance(losses, torch.Tensor):
             return
         ends = {op.node for op in gathered}
@@ -157,7 +157,7 @@ def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.T
     for node in nodes:
         sizes = {size for shape in output_shapes(node) for size in shape}  # cheap check before reading saved tensors
         for name in dir(node) if rows in sizes else ():
-            tensor = kept_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
+            tensor = saved_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
             if tensor is not None and not tensor.requires_grad and tensor.is_floating_point():
                 yield from _matrices_of(tensor, shape)
 
@@ -315,16 +315,16 @@ def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.T
     """Yield targets and class matrix (logits: `features @ matrix`) of each cross entropy."""
     graph = LossGraph([loss], limit=_MOST_TARGET_NODES, is_end=lambda node: node.name().startswith("NllLoss"))
     for node in graph.ends:
-        targets = kept_tensor(node, "target")
+        targets = saved_tensor(node, "target")
         probability_nodes = [next_node for next_node, _ in node.next_functions if next_node is not None]
         is_soft = len(probability_nodes) == 1 and probability_nodes[0].name().startswith("LogSoftmax")
-        classes = kept_tensor(probability_nodes[0], "result") if is_soft else None
+        classes = saved_tensor(probability_nodes[0], "result") if is_soft else None
         if targets is None or targets.dim() != 1 or classes is None:
             continue
         logits_graph = LossGraph(
             probability_nodes, limit=_MOST_TARGET_NODES, is_end=lambda node: not node.name().startswith(_KEEPS_COLUMNS)
         )
-        for saved in (kept_tensor(product, name) for product in logits_graph.nodes for name in _PRODUCT_TENSORS):
+        for saved in (saved_tensor(product, name) for product in logits_graph.nodes for name in _PRODUCT_TENSORS):
             matrix = saved[0] if saved is not None and saved.dim() == 3 else saved
             if matrix is not None and matrix.dim() == 2 and classes.shape[-1] in matrix.shape:
                 columns = matrix if matrix.shape[1] == classes.shape[-1] else matrix.T

@@ -17,8 +17,8 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import last_assignment, location_of, user_frame, user_location, variables_of
-from ddpcheck.gather.autograd.autograd_graph import LossGraph, in_backward, kept_tensor, node_of, output_shapes
-from ddpcheck.gather.autograd.loss_terms import head_of
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, in_backward, node_of, output_shapes, saved_tensor
+from ddpcheck.gather.autograd.loss_terms import nearest_leaf_node
 from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, local_part
 from ddpcheck.record.loss.loss_source import LossSource, loss_source, uncounted_at
@@ -120,7 +120,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         lines_of_terms = _lines_of_terms(losses, len(terms))
         heads: dict[Any, int] = {}
         for number, (node, kind, scales) in enumerate(terms):
-            head = heads.setdefault((head_of(node) or node, node.name()), len(heads))
+            head = heads.setdefault((nearest_leaf_node(node) or node, node.name()), len(heads))
             note = _term_hook(arrived, number, kind, node, scales, lines_of_terms.get(node), head)
             handles.append(node.register_prehook(UnpickledHook(note, self)))
         totals: list[float] = []
@@ -254,7 +254,7 @@ def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
 
 def _constant_scale(node: Any, name: str, edge: int) -> _Scales:
     """Return the constant that multiplies or divides input `edge` of a node, if any."""
-    constant = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
+    constant = saved_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
     if constant is None or constant.numel() != 1 or constant.is_complex() or constant.requires_grad:
         return ()
     return ((name, float(local_part(constant))),)
@@ -269,12 +269,12 @@ def _count_elements(node: Any) -> tuple[int, bool]:
     shapes = output_shapes(next_node)
     shape = shapes[index] if shapes else ()
     count = math.prod(shape) if shapes else 0
-    total, target = kept_tensor(node, "total_weight"), kept_tensor(node, "target")
-    if total is not None and target is not None and kept_tensor(node, "weight") is None:
+    total, target = saved_tensor(node, "total_weight"), saved_tensor(node, "target")
+    if total is not None and target is not None and saved_tensor(node, "weight") is None:
         counted = round(float(local_part(total)))
         return counted, counted < target.numel() or _is_selected(next_node, shape)
     if next_node is not None and next_node.name().startswith("Mul") and node.name().startswith(_SUMS):
-        mask = kept_tensor(next_node, "self" if next_node.next_functions[0][0] is None else "other")
+        mask = saved_tensor(next_node, "self" if next_node.next_functions[0][0] is None else "other")
         if mask is not None and not mask.requires_grad and mask.numel() and bool(((mask == 0) | (mask == 1)).all()):
             return round(float(local_part(mask).sum()) * count / mask.numel()), True
     return count, _is_selected(next_node, shape)
@@ -302,7 +302,7 @@ def loss_targets(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     graph = LossGraph(
         [loss], limit=_MOST_NODES, is_end=lambda node: _has_target(node) or not node.name().startswith(_ARITHMETIC)
     )
-    for target in (kept_tensor(node, "target") for node in filter(_has_target, graph.nodes)):
+    for target in (saved_tensor(node, "target") for node in filter(_has_target, graph.nodes)):
         if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
             if not target.requires_grad and target.numel() > 1:
                 targets.append(

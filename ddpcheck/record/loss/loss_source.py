@@ -29,12 +29,12 @@ from ddpcheck.record.source.source_scope import (
     bindings,
     body_of,
     function_of,
-    is_users,
+    is_program_code,
     location_in,
     node_position,
     own_nodes,
     parameter_names,
-    resolved,
+    resolve_node,
     returns,
     scope_of_function,
     scopes_from,
@@ -95,7 +95,7 @@ def _without_scaler(scope: Scope, loss: ast.expr) -> ast.expr:
     if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and len(loss.args) == 1:
         if isinstance(loss.args[0], ast.Name) and _is_loss(scope.value(loss.args[0].id)):
             return loss.args[0]
-        if not isinstance(resolved(scope, loss.func.value), nn.Module) and isinstance(loss.args[0], ast.BinOp):
+        if not isinstance(resolve_node(scope, loss.func.value), nn.Module) and isinstance(loss.args[0], ast.BinOp):
             return loss.args[0]
     return loss
 
@@ -167,8 +167,8 @@ def _trace_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int
 def _is_constant(scope: Scope, node: ast.expr) -> bool:
     """Return True for a constant, or a library call on constants: `torch.zeros(1, device=device)`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        is_in_module = isinstance(resolved(scope, node.func.value), types.ModuleType)
-        is_library = is_in_module and function_of(resolved(scope, node.func))[0] is None
+        is_in_module = isinstance(resolve_node(scope, node.func.value), types.ModuleType)
+        is_library = is_in_module and function_of(resolve_node(scope, node.func))[0] is None
         return is_library and all(isinstance(argument, ast.Constant) for argument in node.args)
     return isinstance(node, ast.Constant)
 
@@ -211,11 +211,11 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
         value = scope.value(node.id)
         return value is not UNKNOWN and not isinstance(value, torch.Tensor)
     if isinstance(node, ast.Call):
-        called = resolved(scope, node.func)
-        is_library = isinstance(called, types.FunctionType) and not is_users(called.__code__)
+        called = resolve_node(scope, node.func)
+        is_library = isinstance(called, types.FunctionType) and not is_program_code(called.__code__)
         return is_library or any(called is builtin for builtin in (int, float, len))
     if isinstance(node, ast.Attribute):
-        return isinstance(resolved(scope, node), int | float)
+        return isinstance(resolve_node(scope, node), int | float)
     if isinstance(node, ast.BinOp):
         return _is_number(scope, node.left) and _is_number(scope, node.right)
     return isinstance(node, ast.Constant)
@@ -223,7 +223,7 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
 
 def _trace_call(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
     """Trace the result of a script function, cast or copy; other calls are origins."""
-    called = resolved(scope, call.func)
+    called = resolve_node(scope, call.func)
     is_library = function_of(called)[0] is None
     if is_library and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
         if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast or copy
@@ -304,7 +304,7 @@ def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tup
     """Yield script functions called in `scope` (on `lines`), with argument expressions by name."""
     for node in ast.walk(scope.body):
         if isinstance(node, ast.Call) and (lines is None or node.lineno in lines):
-            called = resolved(scope, node.func)
+            called = resolve_node(scope, node.func)
             if (inner := scope_of_function(called)) is not None and (code := function_of(called)[0]) is not None:
                 names = code.co_varnames[: code.co_argcount]
                 by_keyword = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
@@ -324,14 +324,14 @@ def _is_world_size_node(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
     if isinstance(node, ast.Constant):
         return bool(node.value == _WORLD_SIZE.upper())  # environment variable
     if isinstance(node, ast.Call):
-        called = resolved(scope, node.func)
+        called = resolve_node(scope, node.func)
         if called is not UNKNOWN and getattr(called, "__name__", "") == f"get_{_WORLD_SIZE}":
             return True
         return any(is_world_size(inner, expr, seen) for inner, expr in _returned_values(called, None, seen))
     if not isinstance(node, ast.Name | ast.Attribute):
         return False
     if isinstance(node, ast.Attribute):
-        library = type(resolved(scope, node.value)).__module__.partition(".")[0]
+        library = type(resolve_node(scope, node.value)).__module__.partition(".")[0]
         if library in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"):
             return node.attr in ("num_processes", _WORLD_SIZE)
     text, tree = ast.unparse(node), parsed_source(scope.file)
@@ -347,7 +347,7 @@ def _is_world_size_node(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
             elif isinstance(value, ast.Tuple):
                 results = [(scope, value.elts[target])] if target < len(value.elts) else []
             else:
-                called = resolved(scope, value.func) if isinstance(value, ast.Call) else UNKNOWN
+                called = resolve_node(scope, value.func) if isinstance(value, ast.Call) else UNKNOWN
                 results = list(_returned_values(called, target, seen))
             if any(is_world_size(owner, expr, seen) for owner, expr in results):
                 return True

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, node_of
-from ddpcheck.gather.autograd.loss_terms import head_of
+from ddpcheck.gather.autograd.loss_terms import nearest_leaf_node
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import version_counter
 from ddpcheck.recipe.pytree import tree_leaves
@@ -149,8 +149,8 @@ def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
-    """Return indices of nodes that share a head (`head_of`) with no other node."""
-    heads = [head_of(node) for node in nodes]
+    """Return indices of nodes that share a head (`nearest_leaf_node`) with no other node."""
+    heads = [nearest_leaf_node(node) for node in nodes]
     return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 
 

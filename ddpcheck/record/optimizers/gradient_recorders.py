@@ -25,10 +25,16 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import LossGraph
-from ddpcheck.gather.autograd.exchanges import has_parts, part_of_gradient
+from ddpcheck.gather.autograd.exchanges import has_rank_local_params, param_of_gradient
 from ddpcheck.gather.ddp.ddp_wrapper import optimizer_params
 from ddpcheck.gather.patching import Recorder, patched
-from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, is_shard, version_counter
+from ddpcheck.gather.state.fingerprints import (
+    StackedTensors,
+    fingerprint,
+    is_dtensor,
+    stack_small_tensors,
+    version_counter,
+)
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms, sketch
 from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
@@ -77,7 +83,15 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
             return
         self._last_clip, self.follows = (name, user_location()), True
         if type(norm) in (torch.Tensor, float) and self._run.is_written(self._num_clips) and not math.isnan(norm):
-            clip = self._num_clips, float(norm), self._last_clip[1], self._run.steps, name, float(limit), has_parts()
+            clip = (
+                self._num_clips,
+                float(norm),
+                self._last_clip[1],
+                self._run.steps,
+                name,
+                float(limit),
+                has_rank_local_params(),
+            )
             self._run.add(GradientsClipped(*clip))
         self._num_clips += 1
         self._after_clip()
@@ -119,7 +133,9 @@ def kinds_clipped(error: BaseException) -> list[list[str]]:
     parameters = None if clip is None else variables_of(clip).get("parameters")
     trained = [p for p in parameters if p.grad is not None] if isinstance(parameters, list | tuple) else []
     names = names_of_parameters({id(p) for p in trained}) if trained else {}
-    return [[names.get(id(p), "?").partition(".")[2] for p in trained if is_shard(p) is kind] for kind in (True, False)]
+    return [
+        [names.get(id(p), "?").partition(".")[2] for p in trained if is_dtensor(p) is kind] for kind in (True, False)
+    ]
 
 
 def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
@@ -137,11 +153,11 @@ def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return named["total_norm"] if "total_norm" in named else arguments[2]
 
 
-def _total_norm(parameters: Any, rows: InRows | None = None) -> float | None:
-    """Return the total gradient norm of parameters, or None; `rows`: gradients from `in_rows`."""
+def _total_norm(parameters: Any, rows: StackedTensors | None = None) -> float | None:
+    """Return the total gradient norm of parameters, or None; `rows`: gradients from `stack_small_tensors`."""
     if rows is None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        rows = in_rows({str(number): p.grad for number, p in enumerate(params) if p.grad is not None})
+        rows = stack_small_tensors({str(number): p.grad for number, p in enumerate(params) if p.grad is not None})
     if not rows.names or any(type(gradient) is not torch.Tensor for gradient in rows.others.values()):
         return None
     return math.hypot(*norms(rows).values())
@@ -335,7 +351,7 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
             self._largest = call.elements, call.location
         if call.operation != "all_reduce" or type(tensor) is not torch.Tensor or not tensor.is_floating_point():
             return
-        if (part := part_of_gradient(tensor)) is not None:
+        if (part := param_of_gradient(tensor)) is not None:
             self._reduction_counts[id(part)] += 1
             self.part_line = Location.parse(call.location)
         if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._inputs) < _MOST_INPUTS:

@@ -20,7 +20,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, step_location, user_frame
 from ddpcheck.gather.autograd.autograd_graph import in_backward
-from ddpcheck.gather.autograd.exchanges import is_part
+from ddpcheck.gather.autograd.exchanges import is_rank_local
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
 from ddpcheck.gather.ddp.ddp_wrapper import optimizer_options, optimizer_params, parameters_in_wrappers
 from ddpcheck.gather.ddp.sharding import count_in_fsdp1, shard_states
@@ -29,7 +29,7 @@ from ddpcheck.gather.state.fingerprints import (
     PLAIN,
     fingerprint,
     fingerprints,
-    is_shard,
+    is_dtensor,
     storage_address,
     version_counter,
 )
@@ -96,7 +96,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._clips = ClipRecorder(run, self._before_clip, self._zeroings.note_changed)
         self._loads = LoadRecorder(run.add)
         # recorder of models that no optimizer holds, run before sampled steps
-        self.states = StateRecorder(run, UseRecorder(run, self._params), writes.copied)
+        self.states = StateRecorder(run, UseRecorder(run, self._params), writes.follow_copy)
         self.allreduce_inputs = AllreduceInputRecorder(run)
         self._last_sum_line: Location | None = None  # line of the last all_reduce since backward that left a sum
         # sketches by id of a parameter in no wrapper: of the gradient after backward, and before a clip
@@ -106,7 +106,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def close(self) -> None:
         """Write the final entry of each optimizer; called when the script ends."""
-        self._loads.hand_over()
+        self._loads.report_loads()
         living = {entry.number: optimizer for optimizer, entry in list(self._entries.items())}
         for entry in self._by_number:
             optimizer = living.get(entry.number)
@@ -144,8 +144,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
         if self._loads.waits:
-            self._loads.hand_over()
-        self._writes.step(begins=True)
+            self._loads.report_loads()
+        self._writes.patch_for_step(begins=True)
         if self._writes.seen:
             self._writes.write()
         if self._clips.follows:
@@ -173,7 +173,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._run.add(self._step_entry(optimizer, entry, watches))
             entry.marks = []
             if entry.steps or not entry.number:  # others may be constructed in each step, for an inner loop
-                self.states.look(entry.number, entry.steps, self._params())
+                self.states.record_models(entry.number, entry.steps, self._params())
         self._sums.clear()
         self.allreduce_inputs.clear()
         entry.reduced = {}
@@ -184,7 +184,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         (self._due_numbers.add if self._run.is_written(entry.steps) else self._due_numbers.discard)(entry.number)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
-        self._writes.step(begins=False)
+        self._writes.patch_for_step(begins=False)
         if (entry := self._entries.get(optimizer)) is not None:
             entry.is_stepping = False
             if self._zeroings.follows or not entry.is_settled:
@@ -192,11 +192,11 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def _step_entry(self, optimizer: Any, entry: _Optimizer, watches: list[WrapperRecorder]) -> OptimizerStep:
         params = optimizer_params(optimizer)
-        shards = {id(p): p for p in params if type(p) not in PLAIN and is_shard(p)}
+        shards = {id(p): p for p in params if type(p) not in PLAIN and is_dtensor(p)}
         wrapped = {key: name for watch in watches for key, name in watch.numbered.items()}
         synced = {wrapped[id(p)]: p for p in params if id(p) in wrapped}
         unsharded = {name: p for name, p in synced.items() if id(p) not in shards} if shards else synced
-        unwrapped = {entry.unwrapped[id(p)]: p for p in params if id(p) in entry.unwrapped and not is_part(p)}
+        unwrapped = {entry.unwrapped[id(p)]: p for p in params if id(p) in entry.unwrapped and not is_rank_local(p)}
         reductions = sum(watch.step for watch in watches)
         idle_watches = [watch for watch in watches if watch.step == entry.reduced.get(watch.number, 0)]
         settled = not entry.may_diverge and not any(watch.has_unreduced for watch in watches)
@@ -349,7 +349,9 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._backwards += 1
         self._local, self._unclipped, self._last_sum_line = {}, {}, None
         self.allreduce_inputs.backward_begins()
-        is_step_due = self._due_numbers or self._num_stepped < self._lines.made  # the following step, possibly
+        is_step_due = (
+            self._due_numbers or self._num_stepped < self._lines.optimizer_count
+        )  # the following step, possibly
         self._backward_stack = lines_of_program(sys._getframe(1)) if is_step_due else ()
         for watch in filter(None, map(call, self._run.watches.refs)):  # performance: runs in each step
             watch.any_backward_begins()

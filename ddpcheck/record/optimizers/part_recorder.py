@@ -21,9 +21,9 @@ from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_targets, user_frame, user_location
 from ddpcheck.gather.ddp.ddp_wrapper import optimizer_params
-from ddpcheck.gather.ddp.model_parts import input_layouts, is_sum
+from ddpcheck.gather.ddp.model_parts import input_layouts, is_partial
 from ddpcheck.gather.patching import Recorder, guarded, patched
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_dtensor
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.data.constructions import seed_line
 from ddpcheck.record.loss.loss_source import called_in
@@ -156,7 +156,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             for part in module.modules():
                 params: Iterator[tuple[str, Any]] = part.named_parameters(recurse=False)
                 for name, p in params:
-                    if is_shard(p) and any(not placed.is_replicate() for placed in p.placements):
+                    if is_dtensor(p) and any(not placed.is_replicate() for placed in p.placements):
                         split.setdefault(part, []).append(name)
             self.split(ranks, split, user_location())
 
@@ -179,7 +179,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         replicated = {name: p for name, p in named.items() if id(p) not in split}
         others = () if self._lines is None else self._lines.optimizers()
         assigned = {id(p) for opt in (*others, optimizer) for p in optimizer_params(opt)}
-        gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not is_sum(p.grad)}
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not is_partial(p.grad)}
         self._sink(
             PartStep(
                 number,

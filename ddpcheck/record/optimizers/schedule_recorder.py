@@ -33,9 +33,9 @@ from ddpcheck.record.source.program_numbers import items_with_paths, program_con
 from ddpcheck.record.source.source_scope import (
     MOST_CALLERS,
     Scope,
-    is_users,
+    is_program_code,
     own_nodes,
-    resolved,
+    resolve_node,
     scope_of_frame,
     statement_at,
     user_caller,
@@ -89,7 +89,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         """Follow user objects that hold an optimizer and have a `step`."""
         for _, value in program_contents():
             step = getattr(type(value), "step", None)
-            if not is_users(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
+            if not is_program_code(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
                 continue
             with contextlib.suppress(Exception):  # unhashable, no weak references, or raises on access
                 if value not in self._schedules and any(item is optimizer for _, item in items_with_paths("", value)):
@@ -183,7 +183,7 @@ def _numbers_of(schedule: Any) -> Iterator[float]:
             pending += [dist.get_world_size()] * ("get_world_size" in value.__code__.co_names)
         elif isinstance(value, MethodType):
             pending.append(value.__func__)
-        elif callable(value) and is_users(getattr(type(value).__call__, "__code__", None)):
+        elif callable(value) and is_program_code(getattr(type(value).__call__, "__code__", None)):
             pending += (getattr(value, "__dict__", None) or {}).values()
 
 
@@ -195,7 +195,7 @@ def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
         return False
     for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
         arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        others = [argument for argument in arguments if resolved(scope, argument) is not optimizer]
+        others = [argument for argument in arguments if resolve_node(scope, argument) is not optimizer]
         if len(others) < len(arguments):
             return any(is_world_size(scope, argument, set()) for argument in others)
     return False
@@ -215,10 +215,10 @@ def _repeats_by_world_size(frame: FrameType | None) -> bool:
 
 def _is_number_of_ranks(scope: Scope, node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
-        return getattr(resolved(scope, node.func), "__name__", "") == "get_world_size"
+        return getattr(resolve_node(scope, node.func), "__name__", "") == "get_world_size"
     if not isinstance(node, ast.Name | ast.Attribute):
         return False
-    value = resolved(scope, node)
+    value = resolve_node(scope, node)
     count = len(value) if isinstance(value, range | list) else value
     return type(count) is int and count == dist.get_world_size() and is_world_size(scope, node, set())
 

@@ -18,9 +18,9 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import GradientState, PathEnd, StepEvidence, UnregisteredTensor
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, gradient_nodes, named_parameters, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_paths import COMPILED_CODE, function_returning_none
-from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes, parameters_in_wrappers
-from ddpcheck.gather.ddp.sharding import gathered_twice, is_gathered, shards_in_use
-from ddpcheck.gather.state.fingerprints import fingerprint, is_shard, local_part
+from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, parameter_changes, parameters_in_wrappers
+from ddpcheck.gather.ddp.sharding import is_gathered, shards_in_use, shards_of_tied_params
+from ddpcheck.gather.state.fingerprints import fingerprint, is_dtensor, local_part
 from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.record.loop.loop_record import Snapshot
@@ -131,7 +131,7 @@ class ParameterHistory:
 
     def changed(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, str]:
         """Return changes of parameters since wrapping, by name: "added", "replaced", ..."""
-        changed = changes(self._start_params, self._module, parameters)
+        changed = parameter_changes(self._start_params, self._module, parameters)
         if self._wrapper.sharded:  # `fully_shard` adopts other changes in the next forward pass
             changed = {name: kind for name, kind in changed.items() if kind in ("added", "replaced")}
             parameters = dict(self._module.named_parameters()) if changed else {}
@@ -220,7 +220,7 @@ class StepProbe:
         self.grads_before: dict[str, torch.Tensor] = {}  # of shards
         # shards whose gradient bypassed the reduction: by an operation on the DTensor itself, or as terms that torch
         # sums over tensor-parallel ranks before the reduction
-        self.beside: set[str] = set()
+        self.bypassing_shards: set[str] = set()
         self.hooked = HookedGradients()  # changes of gradients by program hooks, if gradients are kept
         self._module = module
         self._parts = parts
@@ -246,10 +246,10 @@ class StepProbe:
             self._handles += self.hooked.attach(name, leaf, self._keep_changed)
         for name, module in self._module.named_modules() if self.keep is not None else ():
             self._handles += self.hooked.attach_to_module(name or "(the model)", module)
-        shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
+        shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_dtensor(p)}
         nodes = gradient_nodes([*shards.values()])  # run by the engine's accumulation, not by torch's reduction
         self._handles += [
-            node.register_prehook(lambda _, name=name: self.beside.add(name))
+            node.register_prehook(lambda _, name=name: self.bypassing_shards.add(name))
             for name, node in zip(shards, nodes, strict=True)
             if node is not None
         ]
@@ -266,8 +266,8 @@ class StepProbe:
                 return
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
             plain = type(gradient) is torch.Tensor and gradient.layout == torch.strided
-            if not plain and is_shard(gradient) and gradient.placements != leaf.placements:
-                self.beside.add(name)  # under tensor parallelism
+            if not plain and is_dtensor(gradient) and gradient.placements != leaf.placements:
+                self.bypassing_shards.add(name)  # under tensor parallelism
             if self.keep is not None:
                 self.hooked.arrived(name, gradient)
                 self._keep_earlier(name)
@@ -279,7 +279,7 @@ class StepProbe:
     def _keep_changed(self, name: str) -> None:
         """Keep `.grad` after the program's hooks, since DDP averages that value."""
         grad = self._parameters[name].grad
-        if self.keep is not None and grad is not None and name in self.local and not is_shard(grad):
+        if self.keep is not None and grad is not None and name in self.local and not is_dtensor(grad):
             self.local[name] = self.keep(name, dense(grad))
 
     def _keep_earlier(self, name: str) -> None:
@@ -287,7 +287,7 @@ class StepProbe:
         grad = self._parameters[name].grad
         if name in self.local or name in self.grads_before or grad is None or self.keep is None:
             return
-        if is_shard(grad):
+        if is_dtensor(grad):
             self.grads_before[name] = dense(grad).clone()
         else:
             self.local[name] = self.keep(name, dense(grad))
@@ -311,8 +311,8 @@ class StepProbe:
                 for name, parameter in new.items()
                 if id(parameter) not in gathered
             }
-            twice = gathered_twice(self._module)
-            self.beside |= {name for name, p in self._parameters.items() if id(p) in twice}
+            twice = shards_of_tied_params(self._module)
+            self.bypassing_shards |= {name for name, p in self._parameters.items() if id(p) in twice}
         known_ids = {*map(id, params.values()), *map(id, self._leaves)}
         unknown = {id(leaf) for leaf in graph.leaves if leaf.requires_grad} - known_ids
         if unknown:

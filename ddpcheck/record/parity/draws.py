@@ -26,7 +26,7 @@ from ddpcheck.findings.source_lines import frames_from, is_of_program, location_
 from ddpcheck.gather.forward_hooks import scripting_in
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.data.draw_recorder import NOT_OF_THE_STEP
-from ddpcheck.record.parity.sample_store import NotTogetherError, row_count
+from ddpcheck.record.parity.sample_store import ConcatenationError, row_count
 from ddpcheck.record.parity.samples import Samples
 from ddpcheck.record.rank.environment import when_imported
 
@@ -89,7 +89,7 @@ class DrawReplay(Recorder, subjects=("parity",)):
             return drawn  # a permutation over the samples of all ranks; each rank only permuted its own shard
         try:
             value = self._samples.replayed(key, number, row_count(drawn))
-        except NotTogetherError as error:
+        except ConcatenationError as error:
             self._samples.refuse(key, str(error))
             return drawn
         if isinstance(drawn, torch.Tensor):

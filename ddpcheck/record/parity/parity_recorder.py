@@ -31,8 +31,8 @@ from ddpcheck.findings.source_lines import (
     user_frame,
     user_location,
 )
-from ddpcheck.gather.patching import ErrorGuard, Patch, Recorder, in_a_line, patched
-from ddpcheck.gather.state.fingerprints import is_shard, local_part
+from ddpcheck.gather.patching import ErrorGuard, Patch, Recorder, one_line_error, patched
+from ddpcheck.gather.state.fingerprints import is_dtensor, local_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.optimizers.gradient_recorders import norm_before_clip, patch_clip_grad_norm
@@ -149,7 +149,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         """Keep the program's numbers, and start to trace a possible evaluation."""
         if not self.samples.evaluates and self._evaluation_count < _MOST_EVALUATIONS:
             self._evaluation_count += 1
-            self._shown_recorder.look()
+            self._shown_recorder.keep_known_numbers()
         self._trace.begin()
 
     def _record_inputs(self, wrapper: Any, *inputs: Any, **named: Any) -> None:
@@ -323,12 +323,12 @@ def _patched_get_rank(original: Callable[..., int], rank: int) -> Callable[..., 
 def _is_sharded(parameter: torch.Tensor) -> bool:
     """Return True if a parameter is sharded by `fully_shard`, tensor parallelism or FullyShardedDataParallel."""
     in_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or type(parameter).__name__ == "FlatParameter"
-    return is_shard(parameter) or in_fsdp1
+    return is_dtensor(parameter) or in_fsdp1
 
 
 def _is_first_replica(parameter: Any) -> bool:
     """Return True if no lower rank has the same shard or whole parameter."""
-    if not is_shard(parameter):
+    if not is_dtensor(parameter):
         return _is_sharded(parameter) or not dist.is_initialized() or dist.get_rank() == 0
     coordinate = parameter.device_mesh.get_coordinate() or ()
     return not any(i for i, placement in zip(coordinate, parameter.placements, strict=True) if placement.is_replicate())
@@ -370,6 +370,6 @@ def start(options: ParityOptions, folder: str) -> None:
     recorder = current = ParityRecorder(options)
 
     def failed(error: Exception, failed_recorder: Recorder) -> None:
-        current.write(WatchingFailed("", failed_recorder.name, ("parity",), 0, in_a_line(error)))
+        current.write(WatchingFailed("", failed_recorder.name, ("parity",), 0, one_line_error(error)))
 
-    ErrorGuard.taken_by = failed
+    ErrorGuard.error_handler = failed

@@ -29,7 +29,7 @@ _LARGEST_VALUE = 1 << 24
 _MIN_FREE = 1 << 25  # bytes kept free on the file system for the ranks' logs
 
 
-class NotTogetherError(Exception):
+class ConcatenationError(Exception):
     """Values of ranks that cannot be concatenated."""
 
 
@@ -134,7 +134,7 @@ def join_ranks(values: Sequence[Any], *, is_whole: bool = False) -> Any:
     """Concatenate the ranks' values along the batch dimension; return equal values once unless `is_whole`.
 
     Raises:
-        NotTogetherError: The values have no batch dimension, or their other dimensions differ.
+        ConcatenationError: The values have no batch dimension, or their other dimensions differ.
     """
     are_equal = not is_whole and all(is_same(values[0], value) for value in values[1:])
     return values[0] if are_equal else _concatenate(values)
@@ -143,17 +143,17 @@ def join_ranks(values: Sequence[Any], *, is_whole: bool = False) -> Any:
 def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
     if len({type(value) for value in values}) > 1:
-        raise NotTogetherError("their types differ")
+        raise ConcatenationError("their types differ")
     if isinstance(first, torch.Tensor) or type(first).__module__ == "numpy":
         if len({value.shape[1:] for value in values}) > 1:
             if isinstance(first, torch.Tensor) and (padded := _padded(values)):
                 return torch.cat(padded)
-            raise NotTogetherError(f"their shapes are {' and '.join(str(tuple(value.shape)) for value in values)}")
+            raise ConcatenationError(f"their shapes are {' and '.join(str(tuple(value.shape)) for value in values)}")
         if len(first.shape):
             return cat([*values]) if isinstance(first, torch.Tensor) else sys.modules["numpy"].concatenate([*values])
     elif isinstance(first, Mapping | UserDict):
         if any(value.keys() != first.keys() for value in values):
-            raise NotTogetherError("their keys differ")
+            raise ConcatenationError("their keys differ")
         parts = {key: _concatenate([value[key] for value in values]) for key in first}
         kind: Any = type(first)
         return kind(parts)
@@ -161,12 +161,12 @@ def _concatenate(values: Sequence[Any]) -> Any:
         return [item for value in values for item in value]  # one item per sample, as default_collate returns strings
     elif isinstance(first, list | tuple):
         if len({len(value) for value in values}) > 1:
-            raise NotTogetherError("their lengths differ")
+            raise ConcatenationError("their lengths differ")
         items = [_concatenate(elements) for elements in zip(*values, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if all(is_same(first, value) for value in values[1:]):
         return first
-    raise NotTogetherError(f"{type(first).__name__} has no batch dimension")
+    raise ConcatenationError(f"{type(first).__name__} has no batch dimension")
 
 
 _PADDING = (-100, 0)  # labels, other tensors; fallback: the most frequent constant end of rows

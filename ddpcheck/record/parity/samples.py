@@ -29,7 +29,7 @@ from ddpcheck.findings.evidence.parity import NotReplayed, PassTaken
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.parity.sample_store import (
-    NotTogetherError,
+    ConcatenationError,
     SampleReader,
     SampleWriter,
     is_padded,
@@ -147,11 +147,11 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         """Return the concatenated values of all ranks; `rows_here`: rows of this process's value.
 
         Raises:
-            NotTogetherError: No rank has a value, or the values cannot be concatenated.
+            ConcatenationError: No rank has a value, or the values cannot be concatenated.
         """
         values = self.rank_values(key, number)
         if not values:
-            raise NotTogetherError("no rank has recorded it")
+            raise ConcatenationError("no rank has recorded it")
         if (dim := self._batch_dim(values)) and not is_same(values[0], values[-1]):
             return cat(values, dim)
         rows = tuple(map(row_count, values))

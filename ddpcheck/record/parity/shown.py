@@ -71,7 +71,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         when_imported(("tqdm.std",), lambda module: patched(module.tqdm, "set_postfix", self._record_progress_bar))
         when_imported(("wandb",), lambda module: patched(module, "log", self._record_scalars))
 
-    def look(self) -> None:
+    def keep_known_numbers(self) -> None:
         """Keep the program's numbers before an evaluation, and their ratios to counts."""
         known = program_numbers.numbers_of_program()
         counts = [(name.partition(".")[0], value) for name, value in known.items() if value > 1 and value == value // 1]
@@ -127,7 +127,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         during = self._samples.is_under_way
         evaluates = self._samples.evaluates
         rates, known = (
-            tuple(index for index, number in enumerate(numbers) if program_numbers.like(number, values))
+            tuple(index for index, number in enumerate(numbers) if program_numbers.numbers_printed_as(number, values))
             for values in (self._rates(), self._known_numbers)
         )
         location = program_numbers.line_of_output()

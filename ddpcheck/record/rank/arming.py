@@ -96,7 +96,7 @@ def _patched_init(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
         errors_to_folder(started_processes.leave_agent_store)(arguments, named)
-        with started_processes.noted_joining(arguments, named):
+        with started_processes.joining_file(arguments, named):
             original(*arguments, **named)
         collects = gc.isenabled()
         gc.disable()  # a collection over all torch objects would add half of the import time

@@ -38,7 +38,7 @@ _APPLY: Any = nn.Module.apply.__code__
 class LineRecorder(Recorder, subjects=("optimizers",)):
     """Recorder of lines that construct optimizers or change wrapped modules."""
 
-    made = 0  # number of optimizers that the script has constructed
+    optimizer_count = 0  # number of optimizers that the script has constructed
     # torch seed at the first parameter registration, and the line that set the seed
     seeded: tuple[int | None, Location | None] = (None, None)
 
@@ -83,7 +83,7 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
     def _record_optimizer(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         if (location := user_location()) is not None:
             self.constructed[optimizer] = location
-            self.made += 1
+            self.optimizer_count += 1
         yield
         self.rates[optimizer] = digest_of([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 
@@ -185,7 +185,9 @@ class ConstructionRecorder(Recorder):
         registration.register_module_buffer_registration_hook(hook)
         registration.register_module_module_registration_hook(hook)
 
-    def begun(self, arguments: tuple[Any, ...], named: Mapping[str, Any], construct: Any) -> WrapperBegun | None:
+    def wrapper_entry(
+        self, arguments: tuple[Any, ...], named: Mapping[str, Any], construct: Any
+    ) -> WrapperBegun | None:
         """Return an entry that describes the module to wrap; `arguments` begin with the wrapper."""
         module = named.get("module", arguments[1] if len(arguments) > 1 else None)
         options = constructor_options(construct, *arguments, **named)

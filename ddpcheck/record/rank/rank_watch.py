@@ -41,12 +41,21 @@ from ddpcheck.findings.source_lines import (
     location_of,
     pass_over_packages,
 )
-from ddpcheck.findings.tracebacks import forwards_calls, original_of
+from ddpcheck.findings.tracebacks import forwards_calls, original_exception
 from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.collectives import collective_log
 from ddpcheck.gather.collectives.groups import backend_of, name_of_group
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
-from ddpcheck.gather.patching import CALLER, ErrorGuard, Patch, Recorder, accompanied, guarded, in_a_line, patched
+from ddpcheck.gather.patching import (
+    CALLER,
+    ErrorGuard,
+    Patch,
+    Recorder,
+    guarded,
+    one_line_error,
+    patched,
+    wrap_with_callback,
+)
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.compilations import MODULES as OF_COMPILER
 from ddpcheck.gather.steps.compilations import CompilationRecorder, follow_compiler
@@ -64,7 +73,7 @@ from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_o
 from ddpcheck.record.rank.file_recorder import FileRecorder
 from ddpcheck.record.rank.line_recorder import ConstructionRecorder, LineRecorder
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
-from ddpcheck.record.rank.started_processes import launched_beside, on_end
+from ddpcheck.record.rank.started_processes import local_world_size_of_launcher, on_end
 from ddpcheck.record.rank.work_recorder import PeerRecorder, SumRecorder, WorkRecorder
 from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook
@@ -83,7 +92,7 @@ from ddpcheck.stream.entries import (
     place_of_handling,
 )
 from ddpcheck.stream.rank_log import RankLog
-from ddpcheck.worlds.failures import described
+from ddpcheck.worlds.failures import exception_data
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_OVERWRITES = 64  # max collectives with a hook on their tensor
@@ -132,11 +141,11 @@ class _RankRecorder:
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         has_group = dist.is_available() and dist.is_initialized()
         group = (dist.get_rank(), dist.get_world_size(), backend_of()) if has_group else (0, 1, "")
-        started = RankStarted(*group, restart, launched=launched_beside())
+        started = RankStarted(*group, restart, launched=local_world_size_of_launcher())
         self._log = RankLog(Path(options.folder), started)
         self._run = Recording(self._log.add, options.every, self._log)
         self._watches = self._run.watches
-        ErrorGuard.taken_by = self._record_failure
+        ErrorGuard.error_handler = self._record_failure
         self._parity: Any = None
         if options.parity is not None:
             from ddpcheck.record.parity import parity_recorder  # import only if needed
@@ -176,13 +185,13 @@ class _RankRecorder:
         self._constructions = ConstructionRecorder()
         self._files = FileRecorder(run)
         ShardRecorder(
-            lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.sharded
+            lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.follow_shard
         )
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
-            collective_log.on_given.append(recorder.note_collective)
+            collective_log.before_collective.append(recorder.note_collective)
         self._sums = SumRecorder(add)
-        collective_log.on_given += (self._optimizers.allreduce_inputs.note, self._sums.note_input)
-        collective_log.on_overwritten.append(guarded(self._record_overwrite))
+        collective_log.before_collective += (self._optimizers.allreduce_inputs.note, self._sums.note_input)
+        collective_log.after_overwriting_collective.append(guarded(self._record_overwrite))
         patched(_DDP, "__init__", self._record_wrapper)
         patched(vars(dist)["Reducer"], "prepare_for_backward", self._record_prepare)
         atexit.register(guarded(self._write_end))
@@ -193,13 +202,16 @@ class _RankRecorder:
             watched = False
             msg = f"the script watches its model itself ({type(wrapper).__name__}), so ddpcheck run does not compare it"
             self._log.add(NotCompared(UNNUMBERED, msg))
-        if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
+        if (
+            watched
+            and (begun := self._constructions.wrapper_entry((wrapper, *arguments), named, _DDP.__init__)) is not None
+        ):
             self._log.add(begun)
-        self._log.turn(begins=True)
+        self._log.count_turn(begins=True)
         try:
             yield
         finally:
-            self._log.turn(begins=False)
+            self._log.count_turn(begins=False)
         if watched:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
 
@@ -210,15 +222,15 @@ class _RankRecorder:
                 watch.expects(reducer, outputs)
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
-        collective_log.record_calls(self._record_call, self._log.turn)
+        collective_log.record_calls(self._record_call, self._log.count_turn)
         PeerRecorder(self._run)
         for name in ("wait", "get"):
             patched(vars(dist)["Store"], name, self._record_store_wait)
         for name, function in vars(dist.distributed_c10d).items():
             if name in collective_log.COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
-                replacements[name] = collective_log.logged(name, getattr(original, "__wrapped__", original))
+                replacements[name] = collective_log.log_calls(name, getattr(original, "__wrapped__", original))
         if (stand_in := getattr(dist.destroy_process_group, "__wrapped__", None)) is not None:
-            replacements["destroy_process_group"] = accompanied(stand_in, self._record_destroy)
+            replacements["destroy_process_group"] = wrap_with_callback(stand_in, self._record_destroy)
 
     def _record_call(self, call: Call) -> None:
         """Record a collective before the call, with its thread and the handled exception."""
@@ -267,7 +279,7 @@ class _RankRecorder:
             return  # the normal exit of its child processes
         error, handled = sys.exc_info()[1], None
         if os.getpid() == self._process and isinstance(error, Exception):
-            handled = {**described(error, "", ""), "exception": None}
+            handled = {**exception_data(error, "", ""), "exception": None}
         self._log.add(ExitCalled(lines_of_program(sys._getframe(CALLER)), function, handled))
 
     def _record_thread_start(self, thread: threading.Thread) -> None:
@@ -277,12 +289,15 @@ class _RankRecorder:
         """Record an uncaught exception of a thread, which Python only prints."""
         if os.getpid() == self._process and isinstance(error := hook_args.exc_value, Exception):
             name = hook_args.thread.name if hook_args.thread is not None else ""
-            self._log.add(ThreadRaised(name, {**described(error, "", ""), "exception": None}))
+            self._log.add(ThreadRaised(name, {**exception_data(error, "", ""), "exception": None}))
 
     def _record_error(self, error: BaseException) -> None:
         if os.getpid() == self._process:
             self._has_raised = True
-            reply = {**described(error, "", ""), "exception": None}  # the agent cannot import classes of the script
+            reply = {
+                **exception_data(error, "", ""),
+                "exception": None,
+            }  # the agent cannot import classes of the script
             reply["clipped"] = kinds_clipped(error)
             self._log.add(RankRaised(reply))
             _write_torchrun_error(f"{reply['type']}: {reply['text']}", reply["traceback"])
@@ -315,7 +330,7 @@ class _RankRecorder:
         if watch.is_off:
             return None
         self._watches.add(watch)
-        self._writes.wrapped(watch)
+        self._writes.follow_wrapper(watch)
         self._statistics.follow(wrapper, watch.number)
         self._run.wrappers += 1
         self._draws.begin()
@@ -328,7 +343,7 @@ class _RankRecorder:
         is_world = len(call.members) == dist.get_world_size()
         is_sum, is_average = (is_world and call.operation == "all_reduce" and op == reduce_op for reduce_op in _SUMS)
         if call.operation in ("all_reduce", "broadcast") and is_world:
-            self._optimizers.states.note_together(tensor)
+            self._optimizers.states.count_synchronized(tensor)
             if is_sum:
                 self._optimizers.note_sum(tensor, Location.parse(call.location), call.callers)
         if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
@@ -351,7 +366,7 @@ class _RankRecorder:
         self._watches.discard(recorder)
         steps = max([self._run.steps, *(watch.step for watch in self._watches)])
         fields = recorder.name, recorder.subjects, steps
-        self._log.add(WatchingFailed(format_traceback(error, whole=True), *fields, in_a_line(error)))
+        self._log.add(WatchingFailed(format_traceback(error, whole=True), *fields, one_line_error(error)))
 
     def _write_end(self, ended: ProgramEnded | None = None, *, failing: bool = False) -> None:
         if os.getpid() != self._process or self._has_ended:
@@ -378,7 +393,7 @@ def _with_handled_exception(call: Call, error: BaseException) -> Call:
         return call
     with contextlib.suppress(Exception):  # `__str__` of the exception may raise
         kind, text, location = type(error).__qualname__, str(error), exception_location(error)
-        if (original := original_of(error)) is not None:
+        if (original := original_exception(error)) is not None:
             kind, text, location = original.type, original.text, original.location or location
         lines = text.strip().splitlines() or [""]
         return replace(call, place=place_of_handling(kind, location, lines[0]))

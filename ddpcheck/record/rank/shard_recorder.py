@@ -18,8 +18,8 @@ from torch.nn.modules import module as registration
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.sharding import SCALING, shards_in_use_as
-from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, accompanied, guarded, patched
-from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
+from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, guarded, patched, wrap_with_callback
+from ddpcheck.gather.state.fingerprints import fingerprint, is_dtensor
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.loop_record import follow_switches
 from ddpcheck.record.rank.environment import when_imported
@@ -75,7 +75,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         for name, hook in (("_pre_forward", self._before_forward), ("_post_forward", self._after_forward)):
             if hasattr(state, name):
                 # as `patched` does, excluded from torch.compile like the original
-                Patch(state, name, lambda original, hook=hook: disable(accompanied(original, hook)))  # type: ignore[misc]
+                Patch(state, name, lambda original, hook=hook: disable(wrap_with_callback(original, hook)))  # type: ignore[misc]
 
     def _record_fully_shard(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
         location = user_location()
@@ -109,14 +109,14 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         before = module._parameters.get(name)
         if before is None or not isinstance(parameter, nn.Parameter) or parameter is before:
             return
-        if (is_shard(before) or module in self._watches) and len(self._assigned) < _MOST_ASSIGNED:
+        if (is_dtensor(before) or module in self._watches) and len(self._assigned) < _MOST_ASSIGNED:
             self._assigned.append((ref(module), name, tensor_ref(parameter), user_location()))
 
     def _record_module(self, module: nn.Module, name: str, submodule: Any) -> None:
         """Record an unsharded module that replaces a sharded module."""
         before = module._modules.get(name)
         if before is not None and before is not submodule and isinstance(submodule, nn.Module):
-            if any(map(is_shard, before.parameters())) and not any(map(is_shard, submodule.parameters())):
+            if any(map(is_dtensor, before.parameters())) and not any(map(is_dtensor, submodule.parameters())):
                 self._assigned_modules[submodule] = user_location()
 
     def _report_replaced(self, watch: WrapperRecorder, *, first: bool) -> None:
@@ -135,7 +135,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
                 self._assigned.append(entry)
                 continue
             used = set() if first else shards_in_use_as(watch.module, part, name)
-            if id(parameter) not in used if used else not is_shard(parameter):
+            if id(parameter) not in used if used else not is_dtensor(parameter):
                 watch.note_replaced(f"{path}.{name}".lstrip("."), location, later=not first)
 
     def _before_forward(self, _state: Any, module: nn.Module, arguments: Any, named: Any) -> Iterator[None]:

@@ -47,7 +47,7 @@ def is_first_process() -> bool:
     return bool(run) and run == os.environ.get(_RUN) and pid == str(os.getpid())
 
 
-def launched_beside() -> int:
+def local_world_size_of_launcher() -> int:
     """Return torchrun's local world size in a process that the script started; else 0."""
     run = os.environ.get(_MARK, "::").split(":", 2)[2]
     if not run or run != os.environ.get(_RUN) or is_first_process():
@@ -103,7 +103,7 @@ _PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store
 
 
 @contextlib.contextmanager
-def noted_joining(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
+def joining_file(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
     """Keep a file with the arguments during `init_process_group`, and a file with its error."""
     options, file = options_of_run(os.environ), None
     if options is not None:

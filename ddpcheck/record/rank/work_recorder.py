@@ -31,8 +31,13 @@ from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, Wo
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
-from ddpcheck.gather.collectives.collective_log import on_given, on_started, replace_functions, tensors_of
-from ddpcheck.gather.patching import CALLER, Recorder, accompanied, guarded, patched
+from ddpcheck.gather.collectives.collective_log import (
+    after_async_collective,
+    before_collective,
+    replace_functions,
+    tensors_of,
+)
+from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched, wrap_with_callback
 from ddpcheck.gather.state.fingerprints import storage_address, version_counter
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.recording import Recording
@@ -78,8 +83,8 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         self._reported: set[Entry] = set()
         self._is_patched = False
         self._versions_before: tuple[int, list[tuple[Callable[[], Any], int]]] = (0, [])  # (arguments' id, versions)
-        on_given.append(guarded(self._record_versions))
-        on_started.append(guarded(self._record_start))
+        before_collective.append(guarded(self._record_versions))
+        after_async_collective.append(guarded(self._record_start))
 
     def _record_versions(self, call: Call, call_args: Mapping[str, Any]) -> None:
         """Record tensor versions before the call, during which the backend's thread may write."""
@@ -217,7 +222,7 @@ class PeerRecorder(Recorder, subjects=("collectives",)):
                 yield from self._log_wait(wait)
             self._log.waited |= name in _RECEIVES
 
-        return accompanied(original, record_call)
+        return wrap_with_callback(original, record_call)
 
     def _record_wait(self, work: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         wait = self._works.get(work)

@@ -30,18 +30,18 @@ from ddpcheck.findings.source_lines import (
 )
 from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
-from ddpcheck.gather.state.fingerprints import InRows, is_shard
+from ddpcheck.gather.state.fingerprints import StackedTensors, is_dtensor
 from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.record.data.datasets import InputRecorder
 from ddpcheck.record.loop.loop_record import ZEROED, StepListener
 from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import LocalSgdTracker, PaceRecorder, WrapperCollectives
-from ddpcheck.record.recording import Recording, hold, release
+from ddpcheck.record.recording import Recording, keep_alive, stop_keeping_alive
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.entries import AttributesSet, NotCompared, StepsReported, WrapperMade
-from ddpcheck.stream.ledger import AROUND
+from ddpcheck.stream.ledger import BYPASSING_EVENTS
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 
@@ -114,7 +114,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._paths = {id(part): path for path, part in self.module.named_modules()}
         self._constructor_attributes = frozenset(vars(wrapper))  # names of attributes that the constructor has set
         self._recorder.attach()
-        hold(self.module, self)
+        keep_alive(self.module, self)
         self._write_construction(at or user_location())
 
     def _write_construction(self, location: Location | None) -> None:
@@ -149,12 +149,12 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         value: Any = self.module
         for attribute in name.split("."):
             value = getattr(value, attribute, None)
-        return value is not param and isinstance(value, torch.Tensor) and is_shard(value)
+        return value is not param and isinstance(value, torch.Tensor) and is_dtensor(value)
 
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Record the start of a sharded module's forward pass, and its all-gather."""
         if self._records_gathers:
-            self._collectives.gathers(self._gather_group)
+            self._collectives.note_gather(self._gather_group)
         self._recorder.tracker.before_forward(wrapper, arguments, named)
 
     def shards_returned(self, wrapper: nn.Module, output: Any) -> None:
@@ -222,7 +222,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     @property
     def has_unreduced(self) -> bool:
         """Return True if gradients are not reduced yet, or the last reduction is incomplete."""
-        return self._recorder.loop.ledger.put_off or self._is_incomplete
+        return self._recorder.loop.ledger.awaits_reduction or self._is_incomplete
 
     def expects(self, reducer: object, outputs: Any) -> None:
         """Expect a backward pass: a framework has called `prepare_for_backward` of `reducer`."""
@@ -242,7 +242,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         return norms({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     @property
-    def reduced_gradients(self) -> InRows | None:
+    def reduced_gradients(self) -> StackedTensors | None:
         """Return the gradients captured after this backward pass's reduction, or `None`."""
         return None if self.is_sharded else self._replica.reduced
 
@@ -291,7 +291,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         if was_attached and (mark := self._local_sgd.final_entry()) is not None:
             self._log.add(mark)
         self._recorder.detach()
-        release(self.module, self)
+        stop_keeping_alive(self.module, self)
         if was_attached and not failing and self.is_sharded and self.step:
             self._replica.write_statistics(self.step)
         if was_attached and not failing and (report := self._recorder.last_report()) is not None:
@@ -303,7 +303,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._is_report_due = True
 
     def report_now(self, report: RankReport) -> None:
-        if any(event.kind in AROUND for event in report.events) and report.events[-1].kind == "step":
+        if any(event.kind in BYPASSING_EVENTS for event in report.events) and report.events[-1].kind == "step":
             self._recorder.bypass.close()  # its line is not needed any more
         self._log.add(StepsReported(self.number, report, alone=True))
 
@@ -368,7 +368,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         """Record collectives of the forward pass, and its inputs if gradients are disabled."""
         if not self._is_attached:
             return
-        self._collectives.broadcasts(wrapper)
+        self._collectives.note_broadcast(wrapper)
         if not torch.is_grad_enabled():
             self._inputs.evaluates(self.step, (arguments, dict(named)))
 
@@ -402,5 +402,5 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._loss_from_forward = True
         wrapper, step = self._recorder.tracker.parameters.wrapper(), self._recorder.tracker.number
         if wrapper is not None:
-            self._collectives.reduces(wrapper)
+            self._collectives.note_reduction(wrapper)
         self._log.count(self.number, step + 1, step)

@@ -28,9 +28,9 @@ from ddpcheck.findings.source_lines import (
     user_frame,
     user_location,
 )
-from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, hooks_put_aside, scripting_in
+from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, scripting_in, without_own_hooks
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
-from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
+from ddpcheck.gather.state.fingerprints import fingerprint, is_dtensor
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.wrapper_checks import is_ignored
 from ddpcheck.record.rank.environment import when_imported
@@ -72,7 +72,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
                 self._patches[kind, name] = Patch(kind, name, functools.partial(self._patched_method, kind, name))
         Patch(kind, "data", self._patched_data)
 
-    def step(self, *, begins: bool) -> None:
+    def patch_for_step(self, *, begins: bool) -> None:
         """Undo patches when an optimizer step begins; redo patches when the step ends."""
         if begins is self.stepping:  # a step has raised, or is nested
             return
@@ -80,11 +80,11 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         for patch in self._step_patches.values():
             (patch.undo if begins else patch.redo)()
 
-    def sharded(self, shard: torch.Tensor) -> None:
+    def follow_shard(self, shard: torch.Tensor) -> None:
         """Record writes to a shard before its module's first forward pass (not yet watched)."""
         self._parameters[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
 
-    def wrapped(self, watch: WrapperRecorder) -> None:
+    def follow_wrapper(self, watch: WrapperRecorder) -> None:
         """Record writes to a new wrapper's parameters; log the earlier writes to its shards."""
         for name, parameter in watch.module_parameters():  # frozen parameters, too
             self._parameters[id(parameter)] = tensor_ref(parameter), watch.number, name
@@ -94,7 +94,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
             if ops:
                 self._run.add(ModuleChanged(watch.number, "written", next(iter(ops.values())), (*ops,), location))
 
-    def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+    def follow_copy(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Record writes to parameters of a model copy (variable `name`), even if wrapped."""
         for tensor in tensors:
             entry = self._parameters.get(id(tensor))
@@ -221,7 +221,7 @@ class LoadRecorder(Recorder, subjects=("files",)):
 
     def __init__(self, sink: Callable[[NothingLoaded], object]) -> None:
         self._sink = sink
-        self.waits = False  # True if `hand_over` may have an entry to report
+        self.waits = False  # True if `report_loads` may have an entry to report
         self._no_effect: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
         patched(nn.Module, "load_state_dict", self._record_load)
 
@@ -237,7 +237,7 @@ class LoadRecorder(Recorder, subjects=("files",)):
             self.waits = True
             self._no_effect[module] = NothingLoaded(name, user_location(), keys, has_prefix, len(missing))
 
-    def hand_over(self) -> None:
+    def report_loads(self) -> None:
         """Pass loads without effect to `sink`, before an optimizer step or at exit."""
         for entry in list(self._no_effect.values()):
             self._sink(entry)
@@ -303,13 +303,13 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         patched(nn.Module, "load_state_dict", self._record_load)
         for kind in _NORMS:
             patched(kind, "reset_running_stats", self._record_reset)
-        Patch(torch.jit, "script", functools.partial(scripting_in, hooks_put_aside))
+        Patch(torch.jit, "script", functools.partial(scripting_in, without_own_hooks))
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
         """Record evaluations with a module, unless it is sharded (shards differ between ranks)."""
         if module in self._followed_modules or len(self._followed_modules) >= _MOST_MODULES:
             return
-        if not any(map(is_shard, nn.Module.parameters(module))):
+        if not any(map(is_dtensor, nn.Module.parameters(module))):
             entry = _FollowedModule(name, location, wrapped)
             for layer in _layers(module):
                 if layer not in self._followed_modules:

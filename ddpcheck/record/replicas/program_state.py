@@ -31,7 +31,7 @@ from ddpcheck.findings.source_lines import (
 from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, after_forward
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, storage_address
+from ddpcheck.gather.state.fingerprints import fingerprints, is_dtensor, storage_address
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder
@@ -73,7 +73,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._lasting_paths: set[str] = set()  # paths of containers whose first tensor stayed in the next step
         self._record_counts: Counter[str] = Counter()  # by path of a called module (no copy, no criterion)
 
-    def look(self, optimizer: int, count: int, optimizer_params: Iterable[torch.Tensor]) -> None:
+    def record_models(self, optimizer: int, count: int, optimizer_params: Iterable[torch.Tensor]) -> None:
         """Record models in program variables before step `count`; `optimizer_params` are all optimizers' parameters."""
         steps = {*map(id, optimizer_params)}
         watched = [(watch, dict(watch.module_parameters())) for watch in self._run.watches]
@@ -134,7 +134,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         is_other = not copies and any(isinstance(tensor, nn.Parameter) for tensor in state.values())
         return StateHeld(optimizer, count, path, kind, values, copies, used, line, together, is_other)
 
-    def note_together(self, tensor: Any) -> None:
+    def count_synchronized(self, tensor: Any) -> None:
         """Count a collective that made a tensor equal on all ranks."""
         if type(tensor) in (torch.Tensor, nn.Parameter) and len(self._synchronized) < _MOST_SYNCHRONIZED:
             self._synchronized[storage_address(tensor)] += 1
@@ -188,7 +188,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
     def _constant_parameters(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the parameters of a called, untrained module; {} after `_MOST_RECORDS` records."""
         tensors = _parameters(module)
-        if not tensors or any(map(is_shard, tensors.values())):
+        if not tensors or any(map(is_dtensor, tensors.values())):
             return {}
         tensors = {f"{name}{n}": p for name, part in self._called_modules(module) for n, p in _parameters(part).items()}
         self._record_counts[path] += bool(tensors)

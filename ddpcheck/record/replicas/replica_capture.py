@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
-from ddpcheck.gather.autograd.exchanges import has_parts, is_part
-from ddpcheck.gather.state.fingerprints import PLAIN, InRows, fingerprints, in_rows, is_shard
+from ddpcheck.gather.autograd.exchanges import has_rank_local_params, is_rank_local
+from ddpcheck.gather.state.fingerprints import PLAIN, StackedTensors, fingerprints, is_dtensor, stack_small_tensors
 from ddpcheck.gather.state.module_description import KnownParts, Parts, describe
 from ddpcheck.stream.rank_report import ReplicaState
 
@@ -59,9 +59,11 @@ class ReplicaCapture:
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
         params = self._known.now().parameters if parameters is None else parameters
-        if not self._shards and not has_parts() and _PLAIN.issuperset(map(type, params.values())):  # usual case
+        if (
+            not self._shards and not has_rank_local_params() and _PLAIN.issuperset(map(type, params.values()))
+        ):  # usual case
             return {**params}
-        unsharded = {n: p for n, p in params.items() if not (n in self._shards or is_shard(p) or is_part(p))}
+        unsharded = {n: p for n, p in params.items() if not (n in self._shards or is_dtensor(p) or is_rank_local(p))}
         return {**unsharded, **self._shards} if self._captures_shards else unsharded
 
     def capture(
@@ -70,11 +72,12 @@ class ReplicaCapture:
         *,
         after_backward: bool,
         parts: Parts | None = None,
-        reduced: tuple[Mapping[str, torch.Tensor], InRows] | None = None,
+        reduced: tuple[Mapping[str, torch.Tensor], StackedTensors] | None = None,
     ) -> ReplicaState:
         """Return the state of the replica in step `step`, with gradients if `after_backward`.
 
-        `parts`: named parts of the module, if known. `reduced`: (parameters, gradients from `in_rows`), if known.
+        `parts`: named parts of the module, if known.
+        `reduced`: (parameters, gradients from `stack_small_tensors`), if known.
         """
         parts = parts or self._known.now()
         parameters, self._step_fingerprints = self._step_fingerprints, None
@@ -84,7 +87,7 @@ class ReplicaCapture:
         values = DdpStepEvidence(
             rank=self._rank,
             step=step,
-            gradients=_gradients(trained, *(reduced or ({}, in_rows({})))),
+            gradients=_gradients(trained, *(reduced or ({}, stack_small_tensors({})))),
             parameters=parameters or {},
             buffers=fingerprints(parts.buffers.items()),
         )
@@ -94,7 +97,7 @@ class ReplicaCapture:
         self.count += 1
         if step:
             return ReplicaState(description, values)
-        part_names = {name for name, p in parts.parameters.items() if is_part(p)}
+        part_names = {name for name, p in parts.parameters.items() if is_rank_local(p)}
         before = (
             {name: value for name, value in digests.items() if name not in part_names}
             for digests in (self._start_fingerprints, self._forward_fingerprints)
@@ -103,7 +106,7 @@ class ReplicaCapture:
 
 
 def _gradients(
-    trained: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor], rows: InRows
+    trained: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor], rows: StackedTensors
 ) -> dict[str, int]:
     """Return the fingerprint of each parameter's gradient; 0 for a missing gradient."""
     grads = {name: p.grad for name, p in trained.items() if p.grad is not None}

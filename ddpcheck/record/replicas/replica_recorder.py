@@ -16,10 +16,16 @@ from ddpcheck.findings.evidence.loop import GradientsHooked, ModuleChanged
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
-from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, uneven, uneven_parts
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_user_hook, hook_error
+from ddpcheck.gather.ddp.sharding import (
+    mesh_of,
+    mixed_precision,
+    non_constant_params,
+    non_constant_shards,
+    shard_number,
+)
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.gather.state.fingerprints import InRows, fingerprints, in_rows, is_shard, local_part
+from ddpcheck.gather.state.fingerprints import StackedTensors, fingerprints, is_dtensor, local_part, stack_small_tensors
 from ddpcheck.gather.state.module_description import Parts
 from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, is_subnormal, short_sketches, sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
@@ -43,7 +49,9 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         self._number, self._world_size = number, dist.get_world_size()
         self._mesh = mesh_of(self._module) if recorder.is_sharded else None
         self._captured_state: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
-        self.reduced: InRows | None = None  # gradients after the last reduction, until the backward pass has ended
+        self.reduced: StackedTensors | None = (
+            None  # gradients after the last reduction, until the backward pass has ended
+        )
         parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
         self._written_names: set[str] = set()  # names of buffers that have changed
@@ -60,7 +68,13 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
             tensors, sharded = self._recorder.parameters, captured.shard >= 0
             in_parts = not sharded and not captured.step and len(self._recorder.ranks) < self._world_size
-            parts = uneven_parts(tensors, self._mesh) if sharded else uneven(tensors) if in_parts else ()
+            parts = (
+                non_constant_shards(tensors, self._mesh)
+                if sharded
+                else non_constant_params(tensors)
+                if in_parts
+                else ()
+            )
             before = captured.state.at_first_forward
             self.changed |= any(values.parameters.get(name) != value for name, value in before.items())
             unsharded = self._recorder.parameters if self.changed and captured.shard < 0 else {}
@@ -78,7 +92,9 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         """Capture the state after the backward pass of a step, for a later `write`."""
         tensors = self._recorder.parameters
         gradients = {name: p.grad for name, p in tensors.items() if p.grad is not None}
-        self.reduced = rows = in_rows({name: local_part(g) if is_shard(g) else g for name, g in gradients.items()})
+        self.reduced = rows = stack_small_tensors(
+            {name: local_part(g) if is_dtensor(g) else g for name, g in gradients.items()}
+        )
         state = self._recorder.replica.capture(step, after_backward=True, parts=parts, reduced=(tensors, rows))
         buffers = self._own_buffers(state.values.buffers, parts)
         changed = {name for name in buffers if self._buffers.get(name, buffers[name]) != buffers[name]}
@@ -92,12 +108,15 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         captured = ReplicaCaptured(self._number, step, state, shard=shard)
         wrapper = self._recorder.wrapper
         if probe is not None and probe.keep is not None and wrapper is not None:
-            lossy = hook_loss(wrapper)
+            lossy = hook_error(wrapper)
             coarsest = mixed_precision(self._module) if self._recorder.is_sharded else None
             lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
-            hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
-            excluded = {*probe.beside, *(name for name, gradient in gradients.items() if is_subnormal(gradient))}
+            hook, own_hook = comm_hook_of(wrapper), has_user_hook(wrapper)
+            excluded = {
+                *probe.bypassing_shards,
+                *(name for name, gradient in gradients.items() if is_subnormal(gradient)),
+            }
             local = {name: kept for name, kept in probe.local.items() if name not in excluded}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in vectors.items()}
@@ -135,7 +154,7 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
     return by_shard
 
 
-def _reduced_sketches(grads: InRows, grads_before: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
+def _reduced_sketches(grads: StackedTensors, grads_before: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
     """Return sketches of reduced gradients, minus gradients that shards had before the reduction."""
     if not grads_before:
         return short_sketches(grads)

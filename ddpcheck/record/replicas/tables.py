@@ -13,7 +13,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of_class, is_user_file, last_assignment, relative_path
 from ddpcheck.record.replicas.program_state import line_of_variable, program_variables
-from ddpcheck.record.source.source_scope import asked_for_places, program_files
+from ddpcheck.record.source.source_scope import names_searched_by_index, program_files
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
 _FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # texts in a list
@@ -78,7 +78,7 @@ def _indices_of_texts(path: str, value: Any, where: Location | None) -> list[Der
     texts = list(value)
     if not all(type(text) is str for text in texts) or len(set(texts)) < len(texts) or not is_order_of_a_set(texts):
         return []
-    if not any(path.rpartition(".")[2] in asked_for_places(file) for file in program_files()):
+    if not any(path.rpartition(".")[2] in names_searched_by_index(file) for file in program_files()):
         return []
     places = {repr(text): str(index) for index, text in enumerate(texts)}
     return [DerivedTable(f"{path}{OF_A_LIST}", places, line_of_variable(path, where))]

@@ -356,7 +356,7 @@ def line_of_output() -> Location | None:
     return user_location(next((frame for frame in program_frames() if frame.f_code.co_name != "print"), None))
 
 
-def like(text: str, numbers: Iterable[float]) -> tuple[float, ...]:
+def numbers_printed_as(text: str, numbers: Iterable[float]) -> tuple[float, ...]:
     """Return the numbers that print as `text`, plain or in percent."""
     if "e" in text:
         return tuple(value for value in numbers if abs(value - float(text)) < 1e-3 * abs(value))

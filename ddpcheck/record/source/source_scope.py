@@ -59,7 +59,7 @@ def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
         mods = dict(called._modules.items())  # not a dict in a scripted module
         inner = mods.get("_orig_mod") if mods.get("module") is None else mods["module"]  # truth would call `__len__`
         forward = inspect.getattr_static(type(called), "forward")  # reading it from a scripted class raises
-        wraps = not is_users(getattr(forward, "__code__", None))
+        wraps = not is_program_code(getattr(forward, "__code__", None))
         called = inner if wraps and inner is not None else forward
     called = getattr(called, "func", called) if isinstance(called, functools.partial) else called
     called = inspect.unwrap(called) if isinstance(called, types.FunctionType) else called
@@ -67,7 +67,7 @@ def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
     if not isinstance(called, types.FunctionType):  # a callable object
         called = inspect.getattr_static(type(called), "__call__", None)
     code = getattr(called, "__code__", None)
-    return (code, called.__globals__) if isinstance(code, CodeType) and is_users(code) else (None, {})
+    return (code, called.__globals__) if isinstance(code, CodeType) and is_program_code(code) else (None, {})
 
 
 def scope_of_function(called: Any) -> Scope | None:
@@ -77,16 +77,16 @@ def scope_of_function(called: Any) -> Scope | None:
     return None if code is None or body is None else Scope(code.co_filename, body, {}, outer)
 
 
-def is_users(code: Any) -> bool:
+def is_program_code(code: Any) -> bool:
     """Return True if `code` is from a file of the program, not a package."""
     return isinstance(code, CodeType) and is_of_program(code.co_filename)
 
 
-def resolved(scope: Scope, node: ast.expr) -> Any:
+def resolve_node(scope: Scope, node: ast.expr) -> Any:
     """Return the value of a name or attribute, else UNKNOWN; runs no script code."""
     if isinstance(node, ast.Name):
         return scope.value(node.id)
-    if isinstance(node, ast.Attribute) and (owner := resolved(scope, node.value)) is not UNKNOWN:
+    if isinstance(node, ast.Attribute) and (owner := resolve_node(scope, node.value)) is not UNKNOWN:
         if isinstance(owner, nn.Module) and node.attr in owner._modules:
             return owner._modules[node.attr]
         value = inspect.getattr_static(owner, node.attr, UNKNOWN)
@@ -179,7 +179,7 @@ def scope_of_frame(frame: FrameType) -> Scope | None:
 
 def user_caller(frame: FrameType) -> FrameType | None:
     """Return the nearest script frame that called this frame."""
-    return next((caller for caller in frames_from(frame.f_back) if is_users(caller.f_code)), None)
+    return next((caller for caller in frames_from(frame.f_back) if is_program_code(caller.f_code)), None)
 
 
 @functools.cache
@@ -231,7 +231,7 @@ def _text_of(file: str) -> bytes:
 
 
 @functools.cache
-def asked_for_places(file: str) -> frozenset[str]:
+def names_searched_by_index(file: str) -> frozenset[str]:
     """Return the names whose method `index` a file calls."""
     return frozenset(name.decode() for name in _INDEX_CALLS.findall(_text_of(file)))
 

@@ -85,10 +85,10 @@ def check(
         baseline=baseline,
         rank_parameters=rank_parameters,
     )
-    return report_of(CheckRun(target, decided(options, target, hosts), progress=progress, hosts=hosts).run())
+    return report_of(CheckRun(target, resolve_options(options, target, hosts), progress=progress, hosts=hosts).run())
 
 
-def decided(options: CheckOptions, target: Recipe | str, hosts: Leader | None = None) -> CheckOptions:
+def resolve_options(options: CheckOptions, target: Recipe | str, hosts: Leader | None = None) -> CheckOptions:
     """Validate the options of a check of `target`, and fill in machine-dependent defaults."""
     if not isinstance(target, str):
         from ddpcheck.recipe.recipe import require_target

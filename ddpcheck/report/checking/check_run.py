@@ -25,19 +25,19 @@ from ddpcheck.report.checking.check_state import CheckState, bug_error
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.rules.collectives.ddp407_payload_mismatch import judge_packing
-from ddpcheck.rules.collectives.timelines import timelines
+from ddpcheck.rules.collectives.timelines import make_timelines
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_batch_values, judge_shards
-from ddpcheck.rules.gradients.reducer import NOT_COMPARED, why_not_updated
+from ddpcheck.rules.gradients.reducer import NOT_COMPARED, reason_updates_not_compared
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_undefined_losses
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_constructed_optimizers
-from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import zero_everywhere
+from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import parameters_with_zero_gradients
 from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
 from ddpcheck.rules.replicas.ddp221_wrapper_options import STOPPED, judge_wrapper_options
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
 from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_layouts, judge_values_after_wrapping
-from ddpcheck.rules.replicas.model_parts import how_split, parts_in_recipe
+from ddpcheck.rules.replicas.model_parts import describe_split, model_groups_of_recipe
 
 _UNLIKE_REDUCTIONS = "the ranks would not make the same reductions"
 
@@ -132,7 +132,7 @@ class CheckRun(CheckWorlds):
             findings += [finding for finding in before if differing.isdisjoint(finding.subjects)]
             self.state.log.notes += [] if facts.named != "fully_shard" else [NOT_COMPARED]
         if models := self.state.models:
-            self.state.log.notes.append(how_split(models))
+            self.state.log.notes.append(describe_split(models))
         self._add(findings)
         if layout_findings:
             self._skip_rest(f"{layout_findings[0].code}: {_UNLIKE_REDUCTIONS}")
@@ -204,7 +204,7 @@ class CheckRun(CheckWorlds):
 
     def _check_split_by_hand(self, local: Sequence[LocalStep]) -> None:
         """Stop the check if `model` splits layers over ranks without DTensor."""
-        split = parts_in_recipe(local, [item.parameters for item in self.state.wrapped])
+        split = model_groups_of_recipe(local, [item.parameters for item in self.state.wrapped])
         if split:
             self.state.keep(lambda finding: not RULES[finding.code].unless_split)
             del self.state.log.seconds["wrapping"]  # the phase compared parts
@@ -305,7 +305,7 @@ class CheckRun(CheckWorlds):
     def _check_collectives(self, *, is_needed: bool) -> None:
         """Stop the check if `is_needed` and the ranks have called different collectives."""
         if is_needed and (mismatch := judge_collectives(self._logs())):
-            self.state.timelines = timelines(self._logs())
+            self.state.timelines = make_timelines(self._logs())
             self._add(mismatch)
             self._skip_rest(f"{mismatch[0].code}: the ranks are out of step")
 
@@ -353,7 +353,11 @@ class CheckRun(CheckWorlds):
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
                 steps = self._all(calls.ddp_step.ddp_step, step)
-                notes = {text for item in steps if isinstance(item, ShardedStep) and (text := why_not_updated(item))}
+                notes = {
+                    text
+                    for item in steps
+                    if isinstance(item, ShardedStep) and (text := reason_updates_not_compared(item))
+                }
                 self.state.log.notes += [f"parameters after a step are not compared: {note}" for note in sorted(notes)]
                 is_wrong = judging.ddp_step_is_wrong(self.state, steps)
                 self._check_collectives(is_needed=self.state.wrapped[0].broadcasts_buffers)
@@ -406,7 +410,7 @@ class CheckRun(CheckWorlds):
     def _examine_zero_gradients(self) -> None:
         """Find which always-zero gradients become nonzero under perturbation, and why others are zero."""
         steps, last = self.state.steps, self.asked.steps - 1
-        zeros = zero_everywhere(steps.parameters) if any(steps.norms.values()) else []
+        zeros = parameters_with_zero_gradients(steps.parameters) if any(steps.norms.values()) else []
         if not zeros:
             return
         with self._phase("parameters", "looking again at zero gradients"):

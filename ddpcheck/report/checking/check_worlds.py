@@ -24,7 +24,7 @@ from ddpcheck.report.checking.judging import judge_wrapper_failure
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.rules.collectives.ddp405_uneven_iterations import judge_empty_shards
 from ddpcheck.rules.collectives.diagnose import diagnose
-from ddpcheck.rules.collectives.first_divergence import first_divergence, not_waiting
+from ddpcheck.rules.collectives.first_divergence import mismatch_number, ranks_in_complete_collective
 from ddpcheck.rules.collectives.timelines import timelines_of_failure
 from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.trace.rank_params import RankParams
@@ -90,7 +90,7 @@ class CollectiveMismatchWatch:
         if time.monotonic() - since < self._patience:
             return None
         logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
-        findings = judge_collectives(logs, not_waiting(logs, collectives))
+        findings = judge_collectives(logs, ranks_in_complete_collective(logs, collectives))
         return findings[0].message.rstrip(".") if findings else None
 
 
@@ -246,7 +246,7 @@ class CheckWorlds:
             self.state.log.error = ReportError(f"{prefix}{first.exception}", errors.EXIT_TARGET, detail)
         else:
             self.state.add(findings)
-            is_hang = isinstance(error, errors.HangError) or any(first_divergence(f) is not None for f in findings)
+            is_hang = isinstance(error, errors.HangError) or any(mismatch_number(f) is not None for f in findings)
             self.state.log.error = ReportError(
                 str(error), errors.EXIT_HANG if is_hang else errors.EXIT_TARGET, error.detail
             )

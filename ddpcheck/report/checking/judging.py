@@ -143,7 +143,7 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
     state.findings = [finding for _, finding in state.part_findings]
     for causes in state.log.call_judge("", lambda: [find_causes(state.findings)]):
         state.findings = causes.findings
-        pairs = zip(state.part_findings, causes.told_by, strict=True)
+        pairs = zip(state.part_findings, causes.root_causes, strict=True)
         state.reported = [(part, finding, cause) for (part, finding), cause in pairs if cause is not None]
 
 

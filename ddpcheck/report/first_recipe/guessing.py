@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError, UsageError
-from ddpcheck.recipe.recipe import blame, kind_of
+from ddpcheck.recipe.recipe import describe_type, target_error
 from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report.first_recipe.first_recipe import Guess, Input, Output, recipe_text
 
@@ -67,7 +67,9 @@ def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
 
 def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, Any]) -> Any:
     if not callable(maker) or isinstance(maker, nn.Module):
-        raise UsageError(f"{attribute} is {kind_of(maker)}; name a class of a model, or a function that returns one")
+        raise UsageError(
+            f"{attribute} is {describe_type(maker)}; name a class of a model, or a function that returns one"
+        )
     if isinstance(maker, type) and not issubclass(maker, nn.Module):
         raise UsageError(f"{attribute} is a class, but not a torch.nn.Module")
     try:
@@ -89,9 +91,9 @@ def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, A
     try:
         model = maker(*positional, **named)
     except (Exception, SystemExit) as error:
-        raise blame(f"{attribute}()", error) from error
+        raise target_error(f"{attribute}()", error) from error
     if not isinstance(model, nn.Module):
-        raise TargetError(f"{attribute}() returned {kind_of(model)}; it must return a torch.nn.Module")
+        raise TargetError(f"{attribute}() returned {describe_type(model)}; it must return a torch.nn.Module")
     return model
 
 

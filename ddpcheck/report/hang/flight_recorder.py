@@ -196,7 +196,7 @@ def world_size_of(dumps: Mapping[int, RankDump]) -> int:
     return max([max(dumps) + 1, *(rank + 1 for rank in members), *(dump.world_size for dump in dumps.values())])
 
 
-def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
+def aligned_groups(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
     """Align the collectives of each process group, from the first that all ranks have."""
     world_size = world_size_of(dumps)
     for name, members in _process_groups(dumps, world_size):

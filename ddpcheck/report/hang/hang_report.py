@@ -17,7 +17,7 @@ from ddpcheck.findings.wording import format_by_text, format_count, format_ranks
 from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.collectives.diagnose import diagnose_dumps
-from ddpcheck.rules.collectives.timelines import timelines
+from ddpcheck.rules.collectives.timelines import make_timelines
 from ddpcheck.trace.wait_graph import GroupLogs, RanksSeen
 
 _MOST_TIMELINES = 8  # process groups
@@ -45,7 +45,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
             if collects_garbage:
                 gc.enable()
     dumps = seen.dumps
-    groups = list(flight_recorder.line_up(dumps))
+    groups = list(flight_recorder.aligned_groups(dumps))
     at_end = {rank: _describe_wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
     findings = diagnose_dumps(groups, at_end, seen)
     if missing := set(range(flight_recorder.world_size_of(dumps))) - dumps.keys():
@@ -74,7 +74,7 @@ def _timelines(
     for group in sorted(groups, key=lambda group: causes.isdisjoint(group.members))[:_MOST_TIMELINES]:
         open_calls = {(group.name, rank) for rank in group.waiting}
         coming = set(range(len(group.logs))).difference(causes)
-        figures += timelines(group.logs, open_calls, at_end, coming, {group.name: group.first})
+        figures += make_timelines(group.logs, open_calls, at_end, coming, {group.name: group.first})
     return tuple(figures)
 
 

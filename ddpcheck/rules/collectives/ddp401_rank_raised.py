@@ -34,7 +34,7 @@ from ddpcheck.trace.failures import (
     is_of_communication,
     process_name,
 )
-from ddpcheck.trace.positions import EndingFacts, Position, describe_call, divergence_evidence, doing
+from ddpcheck.trace.positions import EndingFacts, Position, describe_call, describe_ranks, divergence_evidence
 
 
 def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -> list[Finding]:
@@ -51,7 +51,7 @@ def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -
         "DDP401",
         ("run",),
         f"Rank {raiser.state.rank} raised {summary.rstrip('.')}{f', at {where}' if where else ''}, and reaches "
-        f"{describe_call(raiser.call)} in the `finally` or `except` that handles it; {doing(facts, others)}.",
+        f"{describe_call(raiser.call)} in the `finally` or `except` that handles it; {describe_ranks(facts, others)}.",
         ranks=[raiser.state.rank],
         location=Location.parse(where or raiser.call.location),
         evidence=divergence_evidence(raiser, peer),
@@ -100,12 +100,12 @@ def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
 
 
 def tags_of_exception(failure: RankFailure) -> tuple[str, ...]:
-    """Return the tag `OF_A_CUT_FILE` if an exception is typical of a truncated file."""
+    """Return the tag `FROM_TRUNCATED_FILE` if an exception is typical of a truncated file."""
     is_typical = failure.type.rpartition(".")[2] in _TRUNCATION_ERRORS or _TRUNCATION_TEXT in failure.message
-    return (OF_A_CUT_FILE,) if is_typical else ()
+    return (FROM_TRUNCATED_FILE,) if is_typical else ()
 
 
-OF_A_CUT_FILE = "of a cut file"
+FROM_TRUNCATED_FILE = "of a cut file"
 """Tag of a finding whose exception is typical of a truncated file."""
 
 _TRUNCATION_ERRORS = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")

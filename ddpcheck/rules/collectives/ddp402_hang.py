@@ -46,7 +46,7 @@ from ddpcheck.findings.wording import (
     ranks_or_all,
 )
 from ddpcheck.trace.failures import TIMEOUT_PATTERN, FailureFacts, describe_failure, process_name, stack_lines
-from ddpcheck.trace.positions import SEND_ORDER, EndingFacts, Position, divergence_evidence, doing
+from ddpcheck.trace.positions import SEND_ORDER, EndingFacts, Position, describe_ranks, divergence_evidence
 from ddpcheck.trace.wait_graph import WaitGraph
 
 
@@ -217,8 +217,8 @@ def explain_by_work(facts: EndingFacts, running: Position, waiting: Position) ->
     return new_finding(
         "DDP402",
         ("work",),
-        f"{capitalized(doing(facts, busy))}, and {format_ranks(others)} {plural_verb('waits', 'wait', others)} for it: "
-        f"{doing(facts, others)}.",
+        f"{capitalized(describe_ranks(facts, busy))}, and {format_ranks(others)} "
+        f"{plural_verb('waits', 'wait', others)} for it: {describe_ranks(facts, others)}.",
         ranks=busy,
         location=Location.parse(running.lines[0]) if running.lines else None,
         evidence=divergence_evidence(running, waiting),

@@ -49,8 +49,8 @@ from ddpcheck.trace.positions import (
     Position,
     call_sequence,
     describe_call,
+    describe_ranks,
     divergence_evidence,
-    doing,
     has_joined,
     lines_of,
     local_branches,
@@ -96,7 +96,7 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
         (call.operation,),
         f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {describe_call(call)}, "
         f"{describe_block(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same "
-        f"pass{other_branch}: {doing(facts, missing)}.",
+        f"pass{other_branch}: {describe_ranks(facts, missing)}.",
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # on a tie, the rank that jumped
         location=Location(block.path, block.line),
         evidence=[
@@ -192,7 +192,7 @@ def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> l
         (call.operation,),
         f"{format_ranks(calling).capitalize()} {plural_verb('calls', 'call', calling)} {describe_call(call)} inside "
         f"of `Join`, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not: without further batches, a "
-        f"rank joins the collectives of DDP only; {doing(facts, missing)}.",
+        f"rank joins the collectives of DDP only; {describe_ranks(facts, missing)}.",
         ranks=calling,
         location=Location.parse(call.location) if call.location else None,
         evidence=divergence_evidence(position, peer),
@@ -288,7 +288,7 @@ def unmatched_call_finding(
         "DDP403",
         (side.call.operation if side.call is not None else name.partition("(")[0].rpartition(" ")[2],),
         f"{format_ranks(calling).capitalize()} {verb} {name} at {where}{test}, and {format_ranks(missing)} "
-        f"{plural_verb('does', 'do', missing)} not: {doing(facts, missing)}{peer_group}.",
+        f"{plural_verb('does', 'do', missing)} not: {describe_ranks(facts, missing)}{peer_group}.",
         ranks=missing if len(missing) < len(calling) or is_missing else calling,
         location=Location.parse(edit_line),
         evidence=[

@@ -26,7 +26,7 @@ from ddpcheck.findings.evidence.endings import SYSTEM_EXIT
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, new_finding, plural_verb
 from ddpcheck.trace.failures import FailureFacts
-from ddpcheck.trace.positions import EndingFacts, Position, divergence_evidence, doing
+from ddpcheck.trace.positions import EndingFacts, Position, describe_ranks, divergence_evidence
 
 
 def explain_by_death(facts: FailureFacts) -> list[Finding]:
@@ -77,7 +77,7 @@ def early_exit_finding(facts: EndingFacts, leaver: Position, stayer: Position, w
         "DDP404",
         ("exit",),
         f"{format_ranks(exited).capitalize()} {plural_verb(*verbs, exited)} {called} while "
-        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)}: {doing(facts, others)}.",
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)}: {describe_ranks(facts, others)}.",
         ranks=exited if len(exited) < len(facts.ranks) else (),
         location=Location.parse(where),
         evidence=divergence_evidence(leaver, stayer) if stayer.call else facts.states,

@@ -38,19 +38,23 @@ from ddpcheck.trace.positions import (
     Position,
     backwards_of,
     count_visits,
+    describe_ranks,
+    describe_shard,
     divergence_evidence,
-    doing,
     exits_of,
     has_joined,
     op_name,
-    shard_in_words,
 )
 
 
 def _activities_clause(facts: EndingFacts, ranks: Sequence[int]) -> str:
     """Return the end of a sentence that says what `ranks` are doing."""
     activities = {rank.doing for rank in facts.ranks if rank.rank in ranks}
-    return f" and {pluralize_verb(activities.pop(), ranks)}" if len(activities) == 1 else f" ({doing(facts, ranks)})"
+    return (
+        f" and {pluralize_verb(activities.pop(), ranks)}"
+        if len(activities) == 1
+        else f" ({describe_ranks(facts, ranks)})"
+    )
 
 
 def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
@@ -71,11 +75,11 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
             (first.dataset or "batches",),
             f"The loader has {format_count(fewest, 'batch')} on {format_ranks(short_ranks)}, and "
             f"{format_ranks(longer_ranks)} {plural_verb('takes', 'take', longer_ranks)} batch {fewest + 1}: "
-            f"{doing(facts, short_ranks)}, {doing(facts, longer_ranks)}.",
+            f"{describe_ranks(facts, short_ranks)}, {describe_ranks(facts, longer_ranks)}.",
             ranks=short_ranks if len(short_ranks) <= len(longer_ranks) else longer_ranks,
             location=first.location,
             evidence=[
-                *(f"rank {rank}: {shard_in_words(loader_pass)}" for rank, loader_pass in passes.items()),
+                *(f"rank {rank}: {describe_shard(loader_pass)}" for rank, loader_pass in passes.items()),
                 *facts.states,
             ],
             fix=_fix_of_loader(facts),
@@ -218,8 +222,8 @@ def dropped_backward_finding(
         "DDP405",
         (first.dataset or "batches",),
         f"{format_ranks(dropped).capitalize()} left the loop at {first.location}{cause} in batch {first.batches}, and "
-        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it: {doing(facts, list(dropped))}, "
-        f"{doing(facts, others)}.",
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it: "
+        f"{describe_ranks(facts, list(dropped))}, {describe_ranks(facts, others)}.",
         ranks=list(dropped),
         location=where or first.location,
         evidence=[

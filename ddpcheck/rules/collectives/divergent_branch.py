@@ -88,11 +88,11 @@ def _has_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> bo
     previous, backward = backward_of(leaver.before[-1]), None if leaver.call is None else backward_of(leaver.call)
     if previous is not None and backward is not None and 0 <= previous.loader == backward.loader:
         return backward.batch[0] > previous.batch[0]
-    runs = runs_of(facts, inner[0], leaver.before)
+    runs = calls_per_execution(facts, inner[0], leaver.before)
     return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many calls as in earlier executions
 
 
-def runs_of(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
+def calls_per_execution(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
     """Count calls in each execution of `loop`, which a call outside of `loop` ends."""
     is_inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
     runs = [0]

@@ -10,7 +10,7 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding
 from ddpcheck.rules.collectives.ddp405_uneven_iterations import dropped_backward_finding, uneven_loop_finding
-from ddpcheck.rules.collectives.divergent_branch import runs_of, split_line
+from ddpcheck.rules.collectives.divergent_branch import calls_per_execution, split_line
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import uneven_no_sync_finding
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import skipped_pass_finding
 from ddpcheck.stream.entries import DDP_FORWARD, Backward, backward_of
@@ -19,12 +19,12 @@ from ddpcheck.trace.positions import (
     Position,
     backwards_of,
     count_visits,
+    describe_shard,
+    describe_skipping_block,
     exits_of,
     lines_of,
     local_branches,
     loops_left,
-    may_leave_out,
-    shard_in_words,
 )
 
 
@@ -49,7 +49,7 @@ def _may_exit_early(facts: EndingFacts, loop: Block, inner: Block, leaver: Posit
 
     Compares how often both ranks executed `inner`. If at most once, a `for` over a range without exits is excluded.
     """
-    runs = [len(runs_of(facts, inner, side.state.calls)) for side in (leaver, stayer)]
+    runs = [len(calls_per_execution(facts, inner, side.state.calls)) for side in (leaver, stayer)]
     if max(runs) > 1:
         return runs[0] < runs[1]
     return not loop.over.startswith("range(") or bool(exits_of(facts, loop, leaver, stayer))
@@ -134,7 +134,7 @@ def _find_skipping_block(facts: EndingFacts, backward: Backward, kind: str) -> t
     ]
     jumps = [block for block in candidates if block.kind == "try" or (block.kind == "rest" and block.word != "raise")]
     likely = jumps or candidates
-    return likely[0] if len(likely) == 1 else None, [may_leave_out(block) for block in candidates]
+    return likely[0] if len(likely) == 1 else None, [describe_skipping_block(block) for block in candidates]
 
 
 def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
@@ -157,7 +157,7 @@ def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Positio
     part = "batch" if kind == "batch" else "forward"
     block, reasons = _find_skipping_block(facts, pending, part)
     passes = {rank.rank: _loader_pass_of(rank, pending) for rank in facts.ranks}
-    batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
+    batches = [f"rank {rank}: {describe_shard(taken)}" for rank, taken in passes.items() if taken is not None]
     forwards = [f"rank {rank}: as many forward passes at {pending.line}" for rank in ahead if kind == "forward"]
     block = None if kind == "unknown" else block
     not_ahead = [rank for rank in passes if rank not in ahead]

@@ -17,7 +17,7 @@ from ddpcheck.rules.collectives.ddp403_collective_mismatch import (
 from ddpcheck.trace.collectives import DIVERGES_AT, ROOTED, first_unequal_call
 
 
-def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> set[int]:
+def ranks_in_complete_collective(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> set[int]:
     """Return the ranks inside a collective that all members have entered.
 
     Such a rank still transfers data or unpickles objects, while other ranks may have left the collective.
@@ -31,7 +31,7 @@ def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> se
     return ranks
 
 
-def first_divergence(finding: Finding) -> int | None:
+def mismatch_number(finding: Finding) -> int | None:
     """Return the number of the first mismatched collective in a finding's tags, or None."""
     numbers = [tag.removeprefix(DIVERGES_AT) for tag in finding.tags if tag.startswith(DIVERGES_AT)]
     return int(numbers[0]) if numbers else None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, RankCollectives
-from ddpcheck.rules.collectives.first_divergence import first_divergence, judge_divergences
+from ddpcheck.rules.collectives.first_divergence import judge_divergences, mismatch_number
 from ddpcheck.trace.collectives import call_signature
 from ddpcheck.trace.failures import FailureFacts, describe_failure
 
@@ -21,16 +21,16 @@ def timelines_of_failure(facts: FailureFacts) -> tuple[CollectiveTimeline, ...]:
     at_work = {failure.rank for failure in facts.stuck if not failure.collective}
     at_end = {failure.rank: describe_failure(failure) for failure in facts.failures}
     open_calls = {(facts.logs[rank][-1].group, rank) for rank in waiting}
-    drawn = timelines(facts.logs, open_calls, at_end | dict.fromkeys(facts.finished, "had finished"), at_work)
-    return drawn if facts.stuck else diverging_calls(drawn)
+    drawn = make_timelines(facts.logs, open_calls, at_end | dict.fromkeys(facts.finished, "had finished"), at_work)
+    return drawn if facts.stuck else mismatched_timelines(drawn)
 
 
-def diverging_calls(drawn: Sequence[CollectiveTimeline]) -> tuple[CollectiveTimeline, ...]:
+def mismatched_timelines(drawn: Sequence[CollectiveTimeline]) -> tuple[CollectiveTimeline, ...]:
     """Keep timelines with a mismatch or a waiting rank; equal logs explain no failure."""
     return tuple(t for t in drawn if t.parts_at is not None or any(rank.waits_for for rank in t.ranks))
 
 
-def timelines(
+def make_timelines(
     logs: Sequence[Sequence[Call]],
     waiting: Collection[tuple[str, int]] = (),
     at_end: Mapping[int, str] | None = None,
@@ -43,7 +43,7 @@ def timelines(
     for group, members in sorted(groups.items()):
         group_logs = [[call for call in log if call.group == group] for log in logs]
         findings = judge_divergences(group_logs, at_work, first)
-        parts_at = first_divergence(findings[0]) if findings else None
+        parts_at = mismatch_number(findings[0]) if findings else None
         waiting_ranks = {rank for name, rank in waiting if name == group}
         member_logs = {rank: group_logs[rank] for rank in members if rank < len(logs)}
         drawn.append(_timeline(group, member_logs, waiting_ranks, (first or {}).get(group, 0), parts_at, at_end or {}))

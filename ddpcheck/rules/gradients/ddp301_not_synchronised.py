@@ -66,11 +66,11 @@ from ddpcheck.trace.unwrapped_params import (
     are_close,
     are_near,
     are_scaled,
-    differing,
+    format_norm,
     gradients_differ,
     minority_of,
+    names_differing,
     param_name,
-    spell_values,
 )
 
 MIN_SPLIT_STEPS = 3
@@ -161,8 +161,8 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
             continue
         unaveraged = {name for step in by_rank for name in step.unaveraged}
         norms = [step.norms for step in by_rank]
-        if names := [name for name in differing(norms) if name not in unaveraged]:
-            shown = {param_name(n): [spell_values(rank_norms.get(n)) for rank_norms in norms] for n in names[:3]}
+        if names := [name for name in names_differing(norms) if name not in unaveraged]:
+            shown = {param_name(n): [format_norm(rank_norms.get(n)) for rank_norms in norms] for n in names[:3]}
             message = (
                 f"The averaged {plural_verb('gradient', 'gradients', names)} of "
                 f"{join_names([*map(param_name, names)])} {plural_verb('was', 'were', names)} changed after backward, "
@@ -243,7 +243,7 @@ def _clip_difference(clips: Sequence[GradientsClipped]) -> tuple[str, str] | Non
 
 
 def _format_by_rank(values: Sequence[float]) -> str:
-    return "; ".join(group_by_value([spell_values(value) for value in values]))
+    return "; ".join(group_by_value([format_norm(value) for value in values]))
 
 
 def judge_separate_meshes(

@@ -110,7 +110,7 @@ def describe_rounding(finding: Finding, hook: str, error: float) -> str:
     return rounding + finding.message
 
 
-def not_of_whole_batch(worst: Difference) -> Finding:
+def whole_batch_mismatch(worst: Difference) -> Finding:
     """DDP302: compiled or micro-batch gradients that differ from those of the whole batch."""
     message = f"through the wrapper, these gradients differ from those of the whole batch ({worst})"
     return make_finding("DDP302", (worst.name,), message)

@@ -30,7 +30,7 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_count, format_ranks, join_names, new_finding, plural_verb, ranks_or_all
 from ddpcheck.rules.registry import rule
-from ddpcheck.stream.ledger import AROUND
+from ddpcheck.stream.ledger import BYPASSING_EVENTS
 from ddpcheck.trace.failures import FailureFacts, WrapperErrorFacts
 from ddpcheck.trace.gradients import Ledgers, ReducerFacts
 from ddpcheck.trace.loop import Loop
@@ -239,7 +239,7 @@ def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Find
 
 def judge_bypassed_forward(ledgers: Ledgers) -> list[Finding]:
     """DDP501: optimizer step on gradients of a backward pass that bypassed the wrapper."""
-    bypassed = [c for _, ledger in ledgers for c in ledger.used_unreduced if c.backward.kind in AROUND]
+    bypassed = [c for _, ledger in ledgers for c in ledger.used_unreduced if c.backward.kind in BYPASSING_EVENTS]
     if not bypassed:
         return []
     line, noticed = bypassed[0].backward.location, bypassed[0].ended_by.location

@@ -39,7 +39,7 @@ from ddpcheck.trace.gradients import Ledgers, ReducerFacts, ranks_and_steps
 from ddpcheck.trace.positions import EndingFacts
 from ddpcheck.trace.script_facts import ScriptFacts
 
-BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
+BY_SYNC_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
 """Evidence of a DDP502 caused by that flag, not by `no_sync()`."""
 
 _SWITCHES = {
@@ -99,7 +99,7 @@ def locate_condition(finding: Finding, facts: ScriptFacts) -> Finding:
     """Move a DDP502 to the `if` enclosing `no_sync`, unless a loop or function intervenes."""
     if finding.code != "DDP502" or finding.severity is not Severity.ERROR or finding.location is None:
         return finding
-    if finding.subjects != ("no_sync",) or BY_FLAG in finding.evidence:
+    if finding.subjects != ("no_sync",) or BY_SYNC_FLAG in finding.evidence:
         return finding
     line = str(finding.location)
     kinds = ("branch", "loop", "function")
@@ -124,9 +124,9 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
             ("no_sync",),
             "Every forward of the step runs under no_sync, so its gradients are never averaged.",
             **ranks_and_steps(used, ledgers),
-            location=Location.parse(first.under or step.location),
+            location=Location.parse(first.no_sync_line or step.location),
         )
-    called = unreduced[-1].under
+    called = unreduced[-1].no_sync_line
     set_at = next((event.location for event in item.events if event.kind == SYNC_SETTING), "") if called is None else ""
     several = f"{len(unreduced)} backward passes" if len(unreduced) > 1 else "A backward pass"
     kind = "ones" if len(unreduced) > 1 else "one"
@@ -141,7 +141,7 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
         ranks=ranks_or_all(sorted({item.rank for item, _ in used}), len({item.rank for item, _ in ledgers})),
         location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
         evidence=[
-            BY_FLAG,
+            BY_SYNC_FLAG,
             *([f"the optimizer steps{at_step}"] if set_at and at_step else []),
         ]
         if called is None

@@ -35,7 +35,7 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
 from ddpcheck.stream.entries import Backward
 from ddpcheck.trace.loop import Loop
-from ddpcheck.trace.positions import EndingFacts, Position, doing, may_leave_out, op_name
+from ddpcheck.trace.positions import EndingFacts, Position, describe_ranks, describe_skipping_block, op_name
 from ddpcheck.trace.replicas import Divergence, ReplicaFacts
 from ddpcheck.trace.unwrapped_params import Steps
 
@@ -61,10 +61,11 @@ def fewer_backwards_finding(
         "DDP508",
         ("backward",),
         f"{format_ranks(ranks).capitalize()} {plural_verb('calls', 'call', ranks)} {op_name(stayer.call)} in {times} "
-        f"of the {loop.times:.0f} passes of the loop at {loop.head}, the others in more passes: {doing(facts, ranks)}.",
+        f"of the {loop.times:.0f} passes of the loop at {loop.head}, the others in more passes: "
+        f"{describe_ranks(facts, ranks)}.",
         ranks=ranks,
         location=where or Location.parse(stayer.lines[0]),
-        evidence=[*map(may_leave_out, blocks), *facts.states],
+        evidence=[*map(describe_skipping_block, blocks), *facts.states],
     )
 
 
@@ -89,8 +90,8 @@ def skipped_pass_finding(
         "DDP508",
         ("backward",),
         f"{format_ranks(ranks).capitalize()} skipped {words}{f' at {line}' if line else ''}{block_words}; "
-        f"{format_ranks(others)} did not. The ranks are then out of step: {doing(facts, ranks)}, "
-        f"{doing(facts, others)}.",
+        f"{format_ranks(others)} did not. The ranks are then out of step: {describe_ranks(facts, ranks)}, "
+        f"{describe_ranks(facts, others)}.",
         ranks=ranks,
         location=Location.parse(line) if block is None else Location(block.path, block.line),
         evidence=[*evidence, *facts.states],

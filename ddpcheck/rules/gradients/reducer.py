@@ -134,7 +134,7 @@ NOT_COMPARED = (
 )
 
 
-def why_not_updated(item: ShardedStep) -> str:
+def reason_updates_not_compared(item: ShardedStep) -> str:
     """Return why updates are not compared with an unsharded step, or ''."""
     lost = [bad.name for bad in item.against_whole if bad.bad and bad.name not in item.updated_per_shard]
     if item.uncompared or not lost:

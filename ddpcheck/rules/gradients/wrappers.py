@@ -30,13 +30,13 @@ from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import is_averaged_by_hand, judge_ignored, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
-from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
+from ddpcheck.rules.replicas.descriptions import COUNTED_BY_VARIABLE, judge_constructions
 from ddpcheck.rules.replicas.steps import judge_captured, locate_change
 from ddpcheck.stream.entries import BuffersKept, LocalSgdEnd, StepsReported
 from ddpcheck.stream.rank_report import RankReport
 from ddpcheck.trace.captured import without_later_equal, without_rounding
 from ddpcheck.trace.gradients import BY_FACTOR
-from ddpcheck.trace.losses import are_for_sums, sums_rightly
+from ddpcheck.trace.losses import are_for_sums, scales_loss_for_sums
 from ddpcheck.trace.script_facts import ScriptFacts, WrapperTrace, first_steps
 from ddpcheck.trace.wrappers import Constructions, Wrappers
 
@@ -46,8 +46,8 @@ def judge_before_wrapping(constructed: Constructions) -> list[Finding]:
     """Return findings on modules about to be wrapped, each at the line to edit."""
     facts, findings = constructed.facts, []
     for finding in judge_constructions(facts.events(WrapperBegun)):
-        if COUNTED in finding.tags and finding.location is not None:
-            variable = finding.tags[finding.tags.index(COUNTED) + 1]
+        if COUNTED_BY_VARIABLE in finding.tags and finding.location is not None:
+            variable = finding.tags[finding.tags.index(COUNTED_BY_VARIABLE) + 1]
             finding = replace(
                 finding, location=facts.source.ask(last_assignment, finding.location, variable) or finding.location
             )
@@ -60,7 +60,7 @@ def judge_wrappers(wrappers: Wrappers) -> list[Finding]:
     """Return findings on every wrapper, over all steps."""
     facts, findings = wrappers.facts, []
     for wrapper in facts.wrappers:
-        info, are_sums = wrapper.made, sums_rightly(wrapper)
+        info, are_sums = wrapper.made, scales_loss_for_sums(wrapper)
         averages_by_hand = facts.averages_by_hand(wrapper.number)
         note = f"in the {info.module} that is wrapped{f' at {info.location}' if info.location else ''}"
         for finding in _judge_wrapper(facts, wrapper):
@@ -93,7 +93,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WrapperTrace) -> list[Finding]:
     for finding in reported.findings:
         if is_refuted(finding, nonzero) or is_averaged_by_hand(facts, wrapper.number, finding):
             continue
-        settled = settle_severity(with_buffers(finding, more_buffers), reports_by_rank)
+        settled = settle_severity(add_later_buffers(finding, more_buffers), reports_by_rank)
         findings.append(locate_load(settled, facts.events(FileUsed), info.location))
     located = (locate_condition(finding, facts) for finding in (*findings, *reported.consequences.values()))
     first = [step for rank in wrapper.ranks for step in first_steps(rank)[:1]]
@@ -159,7 +159,7 @@ def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -
                 replicas = without_later_equal(without_rounding(captured[step]), buffers)
                 step_findings += judge_captured(info, step, replicas, first=step == min(captured))
             reported.add(select_findings(step_findings), locate)
-            note_more_buffers(more_buffers, reported.findings, step_findings, step)
+            collect_later_buffers(more_buffers, reported.findings, step_findings, step)
         closing = [entry.report for entry in entries if entry.closing]
         if len(closing) == len(wrapper.ranks):
             reported.add(select_findings(judge_reports(closing, info.context, settled=True)), locate)
@@ -177,7 +177,7 @@ def _optimizer_step_line(facts: ScriptFacts, name: str) -> Location | None:
     )
 
 
-def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], new: Sequence[Finding], step: int) -> None:
+def collect_later_buffers(more: dict[str, int], reported: Sequence[Finding], new: Sequence[Finding], step: int) -> None:
     """Add to `more` buffers that differ only from `step` on, if others were reported."""
     known = {name for finding in reported if RULES[finding.code].buffers_only for name in finding.subjects}
     for finding in new if known else ():
@@ -186,7 +186,7 @@ def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], new: Se
                 more.setdefault(name, step)
 
 
-def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
+def add_later_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
     """Add to a finding on buffers the evidence that further buffers differ later."""
     names = [name for name in more if RULES[finding.code].buffers_only and name not in finding.subjects]
     if not names:

@@ -175,7 +175,7 @@ def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm
     )
 
 
-def normalising_line(facts: SingleProcessFacts) -> list[Finding]:
+def normalising_line_finding(facts: SingleProcessFacts) -> list[Finding]:
     """Report a loss line that scales samples by the local batch (DDP305)."""
     return facts.new_finding(
         "DDP305",

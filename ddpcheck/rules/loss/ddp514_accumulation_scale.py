@@ -54,7 +54,7 @@ def judge_targets_of_micro_batches(unequal: UnequalTargets) -> list[Finding]:
     )
 
 
-def not_mean_of_samples(worst: Difference, count: int) -> Finding:
+def micro_batch_mismatch(worst: Difference, count: int) -> Finding:
     """Report a loss whose gradients change with `count` micro-batches, even without DDP (DDP514)."""
     return make_finding(
         "DDP514",

@@ -19,7 +19,7 @@ from ddpcheck.rules.loss.ddp305_loss_normalisation import (
     explain_by_batch_weights,
     explain_by_common_weight,
     judge_normalisation,
-    normalising_line,
+    normalising_line_finding,
 )
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import explain_by_collective_without_gradient
 from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
@@ -55,7 +55,7 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     if mixes_samples or (has_coupled and not gathers):  # if ranks gather samples, coupling changes no gradient
         findings += judge_coupling(facts, others)
     elif not counts_fit and coupling.line is not None and not facts.world_changed:
-        findings += normalising_line(facts) if coupling.scaled and others else judge_coupling(facts, others)
+        findings += normalising_line_finding(facts) if coupling.scaled and others else judge_coupling(facts, others)
     is_explained = (coupling.module_class and not analysis.frozen) or has_coupled or coupling.line
     if not others or is_explained:
         return findings

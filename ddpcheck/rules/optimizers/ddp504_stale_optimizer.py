@@ -89,7 +89,7 @@ def judge_params_without_optimizer(optimized: OptimizedParameters) -> list[Findi
         ],
         severity=Severity.WARNING,
     )
-    return with_model([finding], optimized.wrappers, moved)
+    return name_wrapped_module([finding], optimized.wrappers, moved)
 
 
 def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
@@ -161,7 +161,7 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
     return []
 
 
-def with_model(
+def name_wrapped_module(
     findings: Sequence[Finding], wrappers: Sequence[WrapperTrace], moved: Mapping[str, bool]
 ) -> list[Finding]:
     """Name the wrapped module in findings on unchanged parameters, if there are several wrappers."""

@@ -36,7 +36,7 @@ def judge_zero_gradients(
 
     Nothing is reported if every gradient is zero, which DDP307 reports.
     """
-    zero = zero_everywhere(facts.evidence)
+    zero = parameters_with_zero_gradients(facts.evidence)
     always = [name for name in zero if name not in nonzero_when_perturbed]
     if not always or len(zero) == sum(state != "missing" for state in facts.evidence[0].states.values()):
         return []
@@ -66,7 +66,7 @@ def is_refuted(finding: Finding, nonzero: Collection[str]) -> bool:
     return finding.code == "DDP107" and not set(finding.subjects).isdisjoint(nonzero)
 
 
-def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
+def parameters_with_zero_gradients(evidence: Sequence[StepEvidence]) -> list[str]:
     """Return parameters with exactly zero gradients on every rank in every step."""
     states = evidence[0].states if evidence else ()
     return [name for name in states if all(item.states.get(name) == "zero" for item in evidence)]

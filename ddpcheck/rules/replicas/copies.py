@@ -13,8 +13,12 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import format_ranks, group_by, join_names, minority_ranks
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp214_buffer_value import batchnorm_finding, outer_buffers_finding
-from ddpcheck.rules.replicas.ddp306_state_diverged import diverged_copy_finding, unequal_module_finding, use_finding
-from ddpcheck.trace.replicas import Changes, WriteFacts, aligned, common_values, values_differ, written_at
+from ddpcheck.rules.replicas.ddp306_state_diverged import (
+    diverged_copy_finding,
+    unequal_module_finding,
+    unequal_weights_finding,
+)
+from ddpcheck.trace.replicas import Changes, WriteFacts, aligned, common_values, values_differ, write_facts
 from ddpcheck.trace.wrappers import Copies
 
 MAX_DISTANCE = 0.02  # standard deviations between running means of the same data
@@ -53,7 +57,7 @@ def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes 
         synced = all(end.together > state.together for state, end in zip(steps[diverged[0]], last, strict=True))
         if in_use and kept and not synced:
             equal = [number for number, step in enumerate(steps) if len({str(state.values) for state in step}) == 1]
-            findings += _copy_finding(steps, equal[-1] + 1 if equal else 0, written_at(changes, name[1]))
+            findings += _copy_finding(steps, equal[-1] + 1 if equal else 0, write_facts(changes, name[1]))
     return findings[:1]
 
 
@@ -72,7 +76,7 @@ def judge_uses(
         copies = [copy for rank, use in by_rank.items() if (copy := kept[rank].get(use.digest))]
         comparable = copies or any(use.loaded or not use.wrapped for use in by_rank.values())
         if comparable and len({use.digest for use in by_rank.values()}) > 1:
-            return _use_finding(by_rank, states, copies[0].location if copies else None, written_at(changes, key[1]))
+            return _use_finding(by_rank, states, copies[0].location if copies else None, write_facts(changes, key[1]))
         if len(by_rank) > 1 and (distance := _distance_of_means([*by_rank.values()])) > MAX_DISTANCE:
             return batchnorm_finding(by_rank, distance)
     return []
@@ -124,4 +128,4 @@ def _use_finding(
     moved, unmoved = ([rank for rank, flag in changed.items() if flag is value] for value in (True, False))
     if moved and unmoved:
         evidence.append(f"in the training loop it has changed on {format_ranks(moved)}, not on {format_ranks(unmoved)}")
-    return use_finding(use, writers, location or Location.parse(use.lines[0]), evidence)
+    return unequal_weights_finding(use, writers, location or Location.parse(use.lines[0]), evidence)

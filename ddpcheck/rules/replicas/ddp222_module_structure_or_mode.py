@@ -124,6 +124,6 @@ def _contains_all(path: str, subjects: Iterable[str]) -> bool:
     return not path or all(subject == path or subject.startswith(f"{path}.") for subject in subjects)
 
 
-def at_later_step(finding: Finding, step: int) -> Finding:
+def add_step(finding: Finding, step: int) -> Finding:
     """Add the step to a DDP222 that was not found in the first comparison."""
     return replace(finding, steps=(step,)) if finding.code == "DDP222" else finding

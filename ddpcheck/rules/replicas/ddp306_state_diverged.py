@@ -65,10 +65,10 @@ from ddpcheck.trace.script_facts import PartSteps
 from ddpcheck.trace.unwrapped_params import (
     Steps,
     any_gradient_differs,
-    differing,
+    format_norm,
     minority_of,
+    names_differing,
     param_name,
-    spell_values,
 )
 
 GAP_FACTOR = 3
@@ -172,7 +172,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
         states = [step.states for step in rank_steps]
         if any(set(state) != set(states[0]) for state in states) and all(state for state in states):
             continue  # sharded
-        names = differing(states)
+        names = names_differing(states)
         if not names:
             equal_step = rank_steps[0].count if all(states) else equal_step
             continue
@@ -202,7 +202,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
                 *(
                     f"norm of {values}"
                     for values in format_by_rank(
-                        {param_name(n): [spell_values(state.get(n), "no state") for state in states] for n in names[:3]}
+                        {param_name(n): [format_norm(state.get(n), "no state") for state in states] for n in names[:3]}
                     )
                 ),
             ],
@@ -375,7 +375,7 @@ def describe_unaveraged(names: Sequence[str], steps: int, first: int, hook: str)
     )
 
 
-def use_finding(
+def unequal_weights_finding(
     use: StateUsed, ranks: Sequence[int], location: Location | None, evidence: Sequence[str]
 ) -> list[Finding]:
     weights = "the state loaded into it" if use.loaded else "the copy of the weights"

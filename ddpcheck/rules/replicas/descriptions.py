@@ -147,11 +147,11 @@ def _add_cause(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     evidence = finding.evidence
     if variable is not None and construction_line is not None:
         evidence = (f"{path} is made at {construction_line}", *evidence)
-    tags = (COUNTED, variable.name) if variable is not None else ()
+    tags = (COUNTED_BY_VARIABLE, variable.name) if variable is not None else ()
     return replace(finding, message=message, location=location, evidence=evidence, fix=reason.fix, tags=tags)
 
 
-COUNTED = "counted by a variable"
+COUNTED_BY_VARIABLE = "counted by a variable"
 """Tag of a mismatch caused by the variable named in the next tag. The location is a line after the assignment."""
 
 

@@ -22,7 +22,9 @@ from ddpcheck.trace.replicas import differing_names
 from ddpcheck.trace.script_facts import PartSteps
 
 
-def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str, int]]) -> list[tuple[int, ...]]:
+def model_groups_of_recipe(
+    local: Sequence[LocalStep], parameters: Sequence[Mapping[str, int]]
+) -> list[tuple[int, ...]]:
     """Return the ranks of each model, if a recipe's `model` splits layers over ranks.
 
     Such ranks have the same samples, different parameters, and a common collective in an autograd function.
@@ -55,7 +57,7 @@ def judge_model_parts(
     )
 
 
-def how_split(models: Sequence[tuple[int, ...]]) -> str:
+def describe_split(models: Sequence[tuple[int, ...]]) -> str:
     """Describe which ranks compute a model together, and the arguments of `shard`."""
     several = f"shard is given a rank's place among the {len(models)} models, which are trained data parallel"
     return (

@@ -21,7 +21,7 @@ from ddpcheck.rules.replicas.ddp208_parameter_value import advise_under_sharding
 from ddpcheck.rules.replicas.ddp214_buffer_value import judge_drifted_buffers, judge_initial_buffers
 from ddpcheck.rules.replicas.ddp215_buffer_overwritten import judge_overwritten_buffers
 from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_new_state, judge_unregistered_state
-from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import at_later_step
+from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import add_step
 from ddpcheck.rules.replicas.ddp306_state_diverged import (
     judge_diverged_state,
     judge_never_averaged,
@@ -152,7 +152,7 @@ def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCapt
     wrapper = replace(entry.context.wrapper, comm_hook=hook.hook)
     context = replace(entry.context, wrapper=wrapper, own_hook=hook.own_hook)
     findings = judge_replica_states(states, context, step, after_backward=True, first=first)
-    return findings if first else [at_later_step(finding, step) for finding in findings]
+    return findings if first else [add_step(finding, step) for finding in findings]
 
 
 def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:

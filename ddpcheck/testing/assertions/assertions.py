@@ -331,7 +331,7 @@ def _difference_between_ranks(
             by_rank = dict(zip(ranks, gathered, strict=True))
             _raise_if_error(messages.usage_error(by_rank), label)
             mismatches = with_distances(messages.differences(by_rank), items or (), options, group, exchange)
-    if equal and messages.holds_nothing(local_values):
+    if equal and messages.has_nothing_to_compare(local_values):
         return (
             f"{label} compared nothing: it was given no tensor, number or text, on any rank. Gradients are None before "
             "backward, and after zero_grad()."

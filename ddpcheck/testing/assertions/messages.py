@@ -221,7 +221,7 @@ class Mismatch:
     path: str  # path of the item
     entries: Mapping[int, ComparedItem | None]  # by rank; `None` if missing on the rank
     reference: int  # first rank with the most common value
-    odd: tuple[int, ...]  # ranks with a different value; empty if all have the same NaN
+    differing_ranks: tuple[int, ...]  # ranks with a different value; empty if all have the same NaN
     # by rank: (maximum difference from the reference, text or '' if close); {} if not measured
     distances: Mapping[int, tuple[float, str]] = field(default_factory=dict)
 
@@ -229,7 +229,7 @@ class Mismatch:
     def measurable(self) -> bool:
         """True if only tensor values differ, so that distances can be computed."""
         kinds = {entry and (entry.kind, entry.attributes) for entry in self.entries.values()}
-        return bool(self.odd) and len(kinds) == 1 and self.present[0].kind == "tensor"
+        return bool(self.differing_ranks) and len(kinds) == 1 and self.present[0].kind == "tensor"
 
     @property
     def present(self) -> list[ComparedItem]:
@@ -238,7 +238,11 @@ class Mismatch:
     @property
     def outlying_ranks(self) -> tuple[int, ...]:
         """Ranks that differ by more than the tolerance."""
-        return tuple(rank for rank, (_, text) in self.distances.items() if text) if self.distances else self.odd
+        return (
+            tuple(rank for rank, (_, text) in self.distances.items() if text)
+            if self.distances
+            else self.differing_ranks
+        )
 
 
 def usage_error(by_rank: Mapping[int, RankValues]) -> str:
@@ -258,7 +262,7 @@ def first_error(errors: Mapping[int, str]) -> str:
     return f"{next(filter(None, errors.values()), '')}{where}"
 
 
-def holds_nothing(values: RankValues) -> bool:
+def has_nothing_to_compare(values: RankValues) -> bool:
     """Return True if there is no tensor, number or text to compare."""
     return all(entry.value == "None" for entry in values.entries if entry.kind in _TITLES)
 
@@ -327,7 +331,7 @@ def _detail_lines(item: Mismatch, adjective: str) -> list[str]:
     kind, lines = item.present[0].kind, []
     if kind != "tensor":
         lines = [f"{_on_ranks(item.entries)}."]
-    elif not item.odd:
+    elif not item.differing_ranks:
         lines = [f"On every rank, {item.present[0].nans}."]
     elif item.measurable:
         same = [rank for rank in item.entries if rank not in item.outlying_ranks]
@@ -339,7 +343,12 @@ def _detail_lines(item: Mismatch, adjective: str) -> list[str]:
             values = {rank: entry.attributes[number][1] for rank, entry in item.entries.items() if entry}
             if len({*values.values()}) > 1:
                 lines.append(f"The values for attribute '{name}' do not match: {_on_ranks(values)}.")
-    return [f"{_TITLES[kind]} are not {adjective} on all ranks!", "", *lines, *([] if item.odd else [_NAN_ADVICE])]
+    return [
+        f"{_TITLES[kind]} are not {adjective} on all ranks!",
+        "",
+        *lines,
+        *([] if item.differing_ranks else [_NAN_ADVICE]),
+    ]
 
 
 def _distance_lines(item: Mismatch) -> list[str]:
@@ -361,7 +370,7 @@ def _short_description(item: Mismatch) -> str:
     if None in item.entries.values():
         return f"only on {format_ranks(rank for rank, entry in item.entries.items() if entry)}"
     noun = "values" if item.measurable else "what it is"
-    return f"{noun}, on {format_ranks(item.outlying_ranks)}" if item.odd else "NaN on every rank"
+    return f"{noun}, on {format_ranks(item.outlying_ranks)}" if item.differing_ranks else "NaN on every rank"
 
 
 def _spelled_path(item: Mismatch, name: str) -> str:

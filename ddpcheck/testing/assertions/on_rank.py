@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ddpcheck.anomalous import detect_anomalous_params
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.source_lines import assignment_of, making_of
+from ddpcheck.findings.source_lines import assignment_of, assignment_of_parameter
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, all_names, named_parameters, unregistered_tensors
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.state.fingerprints import fingerprint
@@ -62,7 +62,9 @@ def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Cal
     anomalies = []
     for name in missing:
         tied, shape = ", ".join(aliases[id(parameters[name])]), tuple(parameters[name].shape)
-        anomalies.append(Anomaly(tied, shape, True, str(making_of(bare, name) or ""), causes.get(name, "")))
+        anomalies.append(
+            Anomaly(tied, shape, True, str(assignment_of_parameter(bare, name) or ""), causes.get(name, ""))
+        )
     for name in detected.unregistered:
         if not _is_ignored((name,), ignore):
             shape = tuple(unregistered[name].shape) if name in unregistered else ()
@@ -282,7 +284,7 @@ def with_distances(
     with torch.no_grad():
         for item in selected:
             tensor = tensors[item.path].resolve_conj().resolve_neg().contiguous()
-            received = _broadcast_from(tensor, item.reference, group, keep=exchange.rank in item.odd)
+            received = _broadcast_from(tensor, item.reference, group, keep=exchange.rank in item.differing_ranks)
             local_distances.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
     by_rank = exchange.all_gather("measured", local_distances)
     by_path = {

@@ -96,7 +96,7 @@ class Leader:
         self._local_fields = local_fields(self._hellos)
         self.sharing = self._local_fields[0]["sharing"][1]  # number of ranks that see the same GPUs as rank 0
 
-    def first(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
+    def for_first_ranks(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
         """Return a leader for only the first `len(contexts)` ranks, with these process contexts."""
         leader = copy.copy(self)
         leader.world_size = len(contexts)
@@ -104,7 +104,7 @@ class Leader:
         leader._compute_local_fields()
         return leader
 
-    def settle(self, config: wire.RankConfig) -> wire.RankConfig:
+    def complete_config(self, config: wire.RankConfig) -> wire.RankConfig:
         """Return `config` with store address, context and local rank of the rank's machine."""
         hello = self._hellos[config.rank]
         store = None if self.one_machine else (hello.master or "localhost", self._store_port(config.directory))

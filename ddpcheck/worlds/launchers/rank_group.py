@@ -156,7 +156,7 @@ class RankGroup:
         return values
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def without_interrupt(self) -> Iterator[None]:
         """Suppress KeyboardInterrupt on SIGTERM in a block that raises a clearer error."""
         before, self._is_working = self._is_working, True
         try:
@@ -167,7 +167,7 @@ class RankGroup:
     def _gather(self, name: str, what: str, value: object, timeout: float) -> list[Any]:
         names = {rank: f"gather/{name}/{rank}" for rank in range(self.world_size)}
         try:
-            with self.working():
+            with self.without_interrupt():
                 self.store.put(names[self.rank], pickle.dumps((what, value)))
                 self._wait_for_keys(what, names, timeout)
                 entries = [pickle.loads(self.store.get(key)) for key in names.values()]
@@ -195,7 +195,7 @@ class RankGroup:
             return self.store.has(names[rank])
 
         def check(missing: list[int]) -> None:
-            if missing and (reason := self.why_not(missing, has_arrived)):
+            if missing and (reason := self.reason_of_absence(missing, has_arrived)):
                 raise RankError(reason)
             ended = [rank for rank in missing if self.store.has(f"gather/{self.epoch.number}/end/{rank}")]
             if what != "the end" and (ended := [rank for rank in ended if not has_arrived(rank)]):
@@ -228,7 +228,9 @@ class RankGroup:
             self.broken = f"The ranks cannot work together any more, since {self.epoch.label}: {sentence}"
         return self.broken
 
-    def why_not(self, ranks: Sequence[int], has_arrived: Callable[[int], bool] = lambda rank: False) -> str | None:
+    def reason_of_absence(
+        self, ranks: Sequence[int], has_arrived: Callable[[int], bool] = lambda rank: False
+    ) -> str | None:
         """Set and return `broken` if a wait for `ranks` cannot succeed; else None."""
         try:
             for rank in ranks:
@@ -256,7 +258,7 @@ class RankGroup:
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        """Record the time of SIGTERM; raise KeyboardInterrupt unless in `working` or broken."""
+        """Record the time of SIGTERM; raise KeyboardInterrupt unless in `without_interrupt` or broken."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills
         self.terminated = time.monotonic()
         if not self._is_working and self.broken is None:

@@ -22,9 +22,9 @@ from ddpcheck.findings.errors import DDPCheckError, HangError
 from ddpcheck.findings.files import process_stat
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import starting, wire
-from ddpcheck.worlds.failures import died
+from ddpcheck.worlds.failures import failure_of_dead_rank
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
-from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, look_up, meeting_point, open_store, publish
+from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, look_up, open_store, publish, rendezvous_file
 from ddpcheck.worlds.starting import wait_until
 
 _DEATH = 0.1  # seconds from closed connections to the exit of a process
@@ -46,7 +46,7 @@ def describe_exit(rank: int, pid: int | None) -> str:
         wait_until(lambda: process_stat(pid)[:1] in ([], ["Z"], ["X"]), _DEATH, _POLL)
         state, *_, status = process_stat(pid) or ("", "")
         if state in ("Z", "X"):
-            return died(rank, os.waitstatus_to_exitcode(int(status)), 0.0).message
+            return failure_of_dead_rank(rank, os.waitstatus_to_exitcode(int(status)), 0.0).message
     return f"rank {rank} has ended (its launcher knows how)"
 
 
@@ -93,7 +93,7 @@ def _rendezvous_file(launch: LauncherEnv, store: LauncherStore | None) -> Path |
     """Return the rendezvous file; `None` with a store, several machines or an unknown job."""
     if store is not None or not launch.one_machine or not (launch.job or launch.address):
         return None
-    return meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
+    return rendezvous_file(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
 
 
 # --- Leader side -----------------------------------------------------------------------------------------------------

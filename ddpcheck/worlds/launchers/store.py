@@ -128,7 +128,7 @@ def open_store(
     deadline = time.monotonic() + timeout
     launch = _with_address(launch, uses_port)
     by_file = launch.one_machine and launch.launcher != "torchrun" and launch.job and not uses_port
-    path = meeting_point(launch.job)
+    path = rendezvous_file(launch.job)
 
     def close_file() -> None:
         if by_file and launch.rank == 0:
@@ -178,8 +178,8 @@ def _with_address(launch: LauncherEnv, uses_port: bool) -> LauncherEnv:
     return replace(launch, address=address, port=launch.port or detection.port_of(launch.job))
 
 
-def connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
-    """Connect to a TCPStore, whose server this process runs if `keep`."""
+def connect(address: str, port: int, timeout: float, is_server: bool = False, listener: int | None = None) -> Store:
+    """Connect to a TCPStore, whose server this process runs if `is_server`."""
     from torch._C._distributed_c10d import TCPStore
 
     # The libuv server does not accept a listener before torch 2.5; clients work with both servers.
@@ -188,7 +188,7 @@ def connect(address: str, port: int, timeout: float, keep: bool = False, listene
         address,
         port,
         None,
-        keep,
+        is_server,
         timedelta(seconds=max(1.0, timeout)),
         wait_for_workers=False,
         multi_tenant=listener is None,  # tests may call init_process_group() with the same address
@@ -212,7 +212,7 @@ def _connect_to_address(launch: LauncherEnv, timeout: float) -> Store:
 # --- On one machine: the port of rank 0 on the loopback interface is published in a file ------------------------------
 
 
-def meeting_point(job: str) -> Path:
+def rendezvous_file(job: str) -> Path:
     """Return the rendezvous file of a job, unique per user and network namespace."""
     try:
         network = os.readlink("/proc/self/ns/net")
@@ -248,7 +248,7 @@ def look_up(path: Path) -> tuple[int, str]:
 def _create_on_loopback(path: Path, timeout: float) -> Store:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
+    store = connect("127.0.0.1", port, timeout, is_server=True, listener=listener.detach())
     token = secrets.token_hex(16)
     store.set("ddpcheck/token", token)
     publish(path, port, token)
