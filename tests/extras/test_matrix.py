@@ -29,7 +29,7 @@ from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.rules import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime
-from ddpcheck.rules.loss.ddp514_accumulation_scale import not_mean_of_samples
+from ddpcheck.rules.loss.ddp514_accumulation_scale import micro_batch_mismatch
 
 SPLIT = Finding("DDP104", ("[red]head",), "[red]head did not contribute on rank 1.", Severity.ERROR, ranks=(1,))
 NEEDLESS = Finding("DDP109", ("find_unused_parameters",), "It searches for nothing.", Severity.NOTE)
@@ -321,4 +321,4 @@ def test_a_step_of_a_variant_is_wrong_if_its_gradients_differ_between_ranks_or_f
     assert judged(VariantStep({"head.weight": 1}), VariantStep({"head.weight": 2})) == ("wrong", "DDP301")
     assert judged(*2 * [VariantStep({"head.weight": 1}, (bad,))]) == ("wrong", "DDP302")
     assert judged(*2 * [VariantStep({"head.weight": 1}, (good,))]) == ("right", "")
-    assert not_mean_of_samples(bad, 2).code == "DDP514"
+    assert micro_batch_mismatch(bad, 2).code == "DDP514"
