@@ -173,15 +173,6 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
     )
 
 
-def find_rule(text: str) -> Rule:
-    """Return the rule with a code or name; raise `UsageError` if there is none."""
-    name = text.strip()
-    rule = RULES.get(name.upper()) or next((rule for rule in RULES.values() if rule.name == name.lower()), None)
-    if rule is None:
-        raise UsageError(f"there is no rule {text!r}; {_suggestion(name)}")
-    return rule
-
-
 def matching_rules(pattern: str) -> tuple[Rule, ...]:
     """Return the rules with a code, code prefix ("DDP1") or name; `UsageError` if none."""
     wanted = pattern.strip()

@@ -168,10 +168,10 @@ def patched(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
     A plain function runs before the original. A generator function runs to its `yield` before the original and is then
     sent the result; if the original raises, the generator is closed.
     """
-    return Patch(owner, name, functools.partial(wrap_with_callback, around=around))
+    return Patch(owner, name, functools.partial(accompany, around=around))
 
 
-def wrap_with_callback(original: Any, around: Callable[..., Any]) -> Any:
+def accompany(original: Any, around: Callable[..., Any]) -> Any:
     """Wrap `original` to call `around` on each call, as `patched` does."""
     import torch  # imported late: this module must not require torch
 

@@ -187,19 +187,8 @@ def ranks_at_end(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSour
         number, passes = rank.started.rank, rank.passes
         dump = stacks.get(number, "")
         in_threads = tuple(collectives_of_threads(dump)) if waits_for_ranks(main_stack(dump)) else ()
-        fields = (
-            doing,
-            lines,
-            waits,
-            ended,
-            passes,
-            exit_at,
-            for_worker,
-            rank.forwards,
-            waits_for,
-            rank.is_constructing,
-        )
-        at_end.append(RankAtEnd(number, log, first_call, *fields, in_threads))
+        fields = doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for
+        at_end.append(RankAtEnd(number, log, first_call, *fields, rank.is_constructing, in_threads))
     return at_end
 
 
@@ -261,9 +250,8 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
 def _death_of(rank: RankTrace, code: int) -> RankFailure:
     """Return the failure of a rank that ended by a signal or `os._exit`."""
     number = rank.started.rank
-    failure = _with_last_call(
-        failures.failure_of_dead_rank(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank
-    )
+    dump = rank.stack if code < 0 else ""
+    failure = _with_last_call(failures.failure_of_dead_rank(number, code, 0.0, dump=dump), rank)
     if code < 0 or rank.exit_call is None or not rank.exit_call.lines:
         return failure
     message = f"rank {number} called {rank.exit_call.function}, and ended with exit code {code}"

@@ -7,7 +7,7 @@ import pytest
 import ddpcheck
 from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.rules import FAMILIES, RULES, Severity, address_of, find_rule, matching_rules, sections_of
+from ddpcheck.findings.rules import FAMILIES, RULES, Severity, address_of, matching_rules, sections_of
 
 RULE_LIST = list(RULES.values())
 PACKAGE = Path(ddpcheck.__file__).parent
@@ -80,7 +80,7 @@ def test_severity_follows_what_people_do_on_purpose(code: str, severity: str) ->
 
 @pytest.mark.parametrize("text", ["DDP101", "ddp101", " Ddp101 ", "unused-parameter", "Unused-Parameter"])
 def test_a_rule_is_found_by_code_in_any_case_and_by_name(text: str) -> None:
-    assert find_rule(text) is RULES["DDP101"]
+    assert matching_rules(text) == (RULES["DDP101"],)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,11 @@ def test_a_rule_is_found_by_code_in_any_case_and_by_name(text: str) -> None:
 )
 def test_an_unknown_rule_names_those_that_come_close(text: str, suggestion: str) -> None:
     with pytest.raises(UsageError, match=re.escape(suggestion)):
-        find_rule(text)
+        matching_rules(text)
 
 
 @pytest.mark.parametrize("text", ["", " ", "xyzzy-quux", "[red]"])
 def test_a_rule_that_nothing_resembles_points_at_the_list(text: str) -> None:
-    with pytest.raises(UsageError, match="ddpcheck rules"):
-        find_rule(text)
     with pytest.raises(UsageError, match="ddpcheck rules"):
         matching_rules(text)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
-from ddpcheck.gather.ddp.sharding import non_constant_params
+from ddpcheck.gather.ddp.sharding import varying_params
 from ddpcheck.gather.state.fingerprints import fingerprint, version_counter
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import capture_state, move_to_device, non_persistent_buffers
@@ -138,4 +138,4 @@ def test_buffers_that_a_state_dict_leaves_out() -> None:
 
 def test_parts_whose_elements_are_all_the_same_or_all_nan_are_told_apart_from_others() -> None:
     drawn, ones, nan = torch.arange(3.0), torch.ones(3), torch.full((3,), math.nan)
-    assert non_constant_params({"drawn": drawn, "ones": ones, "nan": nan, "some": drawn / 0}) == ("drawn", "some")
+    assert varying_params({"drawn": drawn, "ones": ones, "nan": nan, "some": drawn / 0}) == ("drawn", "some")

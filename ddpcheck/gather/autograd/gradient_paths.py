@@ -26,7 +26,7 @@ from ddpcheck.findings.source_lines import defined_at, frames_from, user_locatio
 from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.collectives.collective_log import replace_functions
-from ddpcheck.gather.patching import patched, wrap_with_callback
+from ddpcheck.gather.patching import patched, accompany
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_STEPS = 4  # recorded at each end of a path
@@ -184,7 +184,7 @@ class PathRecorder(TensorRecorder):
                 for output in filled:
                     self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
 
-        replacement: Callable[..., Any] = wrap_with_callback(original, follow)
+        replacement: Callable[..., Any] = accompany(original, follow)
         return replacement
 
     @forwards_calls

@@ -136,7 +136,7 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
         state, part = optimizer.state.get(shard), local_part(shard)
         if isinstance(state, dict) and 0 < part.numel() < shard.numel():
             tensors = {key: local_part(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
-            changed = non_constant_params(
+            changed = varying_params(
                 {key: v for key, v in tensors.items() if v.shape == part.shape}
             )  # skips Adagrad's init
             states |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in changed}
@@ -287,15 +287,15 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
     return (split or [(1, 0)])[0] if plain and len(split) < 2 else None
 
 
-def non_constant_shards(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
+def varying_shards(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
     """Return names of sharded parameters whose local elements are not all equal."""
     splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_dtensor(parameter)}
-    return non_constant_params(
+    return varying_params(
         {name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1}
     )
 
 
-def non_constant_params(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+def varying_params(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """Return names of parameters whose local elements are not all equal, ignoring NaN."""
     parts = {name: local_part(p).flatten() for name, p in parameters.items()}
     return tuple(

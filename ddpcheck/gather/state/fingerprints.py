@@ -132,7 +132,7 @@ class StackedTensors:
     others: dict[str, torch.Tensor]
 
 
-def stack_small_tensors(tensors: Mapping[str, torch.Tensor] | StackedTensors) -> StackedTensors:
+def stack_small(tensors: Mapping[str, torch.Tensor] | StackedTensors) -> StackedTensors:
     """Stack the small tensors into rows; return a `StackedTensors` unchanged."""
     if isinstance(tensors, StackedTensors):
         return tensors
@@ -226,7 +226,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | StackedTensors) -> dict[str, int]:
     """Return the `fingerprint` of each tensor by name; small tensors are batched."""
-    grouped = tensors if isinstance(tensors, StackedTensors) else stack_small_tensors(dict(tensors))
+    grouped = tensors if isinstance(tensors, StackedTensors) else stack_small(dict(tensors))
     sums = numbers_of((names, sums_of_rows(values)) for names, values in grouped.rows)
     hashes = {name: fingerprint(tensor) for name, tensor in grouped.others.items()}
     for names, values in grouped.rows:

@@ -28,7 +28,7 @@ from ddpcheck.gather.state.fingerprints import (
     numbers_of,
     plain_values,
     stack_rows,
-    stack_small_tensors,
+    stack_small,
 )
 
 SIZE = 64
@@ -83,7 +83,7 @@ def sketches(gradients: Mapping[str, torch.Tensor] | StackedTensors) -> dict[str
 
     Small gradients of one shape are batched.
     """
-    grouped = stack_small_tensors(gradients)
+    grouped = stack_small(gradients)
     numbers = numbers_of((names, value.double()) for names, value in _sketch_all(grouped))
     return {name: numbers[name] for name in grouped.names}
 
@@ -174,7 +174,7 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def norms(tensors: Mapping[str, torch.Tensor] | StackedTensors) -> dict[str, float]:
     """Return the norm of each tensor; small ones batched, one transfer per device."""
-    grouped = stack_small_tensors(tensors)
+    grouped = stack_small(tensors)
     sizes = [(names, _norms_of(values, dim=1)) for names, values in grouped.rows]
     sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in grouped.others.items()]
     numbers = numbers_of(sizes)

@@ -32,7 +32,7 @@ from ddpcheck.gather.state.fingerprints import (
     StackedTensors,
     fingerprint,
     is_dtensor,
-    stack_small_tensors,
+    stack_small,
     version_counter,
 )
 from ddpcheck.gather.state.tensor_file import tensor_ref
@@ -83,16 +83,8 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
             return
         self._last_clip, self.follows = (name, user_location()), True
         if type(norm) in (torch.Tensor, float) and self._run.is_written(self._num_clips) and not math.isnan(norm):
-            clip = (
-                self._num_clips,
-                float(norm),
-                self._last_clip[1],
-                self._run.steps,
-                name,
-                float(limit),
-                has_rank_local_params(),
-            )
-            self._run.add(GradientsClipped(*clip))
+            where = self._last_clip[1], self._run.steps, name
+            self._run.add(GradientsClipped(self._num_clips, float(norm), *where, float(limit), has_rank_local_params()))
         self._num_clips += 1
         self._after_clip()
 
@@ -154,10 +146,10 @@ def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _total_norm(parameters: Any, rows: StackedTensors | None = None) -> float | None:
-    """Return the total gradient norm of parameters, or None; `rows`: gradients from `stack_small_tensors`."""
+    """Return the total gradient norm of parameters, or None; `rows`: gradients from `stack_small`."""
     if rows is None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        rows = stack_small_tensors({str(number): p.grad for number, p in enumerate(params) if p.grad is not None})
+        rows = stack_small({str(number): p.grad for number, p in enumerate(params) if p.grad is not None})
     if not rows.names or any(type(gradient) is not torch.Tensor for gradient in rows.others.values()):
         return None
     return math.hypot(*norms(rows).values())

@@ -260,11 +260,7 @@ class _Functions:
         self._patch(os, "link", (0, "src", overlay.copy), (1, "dst", make), follow=False)
         for name in ("rename", "replace"):
             self._patch(os, name, (0, "src", overlay.take), (1, "dst", overlay.replace), follow=False)
-        Patch(
-            os,
-            "listdir",
-            lambda original: self._listing(original, lambda *args: [entry.name for entry in _Scandir(*args)]),
-        )
+        Patch(os, "listdir", lambda original: self._listing(original, lambda *args: [e.name for e in _Scandir(*args)]))
         Patch(os, "scandir", lambda original: self._listing(original, _Scandir))
         Patch(os, "getcwd", lambda original: lambda: overlay.script_path(original()))
         Patch(os, "getcwdb", lambda _: lambda: os.fsencode(os.getcwd()))

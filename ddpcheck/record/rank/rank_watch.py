@@ -54,7 +54,7 @@ from ddpcheck.gather.patching import (
     guarded,
     one_line_error,
     patched,
-    wrap_with_callback,
+    accompany,
 )
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.compilations import MODULES as OF_COMPILER
@@ -230,7 +230,7 @@ class _RankRecorder:
             if name in collective_log.COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
                 replacements[name] = collective_log.log_calls(name, getattr(original, "__wrapped__", original))
         if (stand_in := getattr(dist.destroy_process_group, "__wrapped__", None)) is not None:
-            replacements["destroy_process_group"] = wrap_with_callback(stand_in, self._record_destroy)
+            replacements["destroy_process_group"] = accompany(stand_in, self._record_destroy)
 
     def _record_call(self, call: Call) -> None:
         """Record a collective before the call, with its thread and the handled exception."""

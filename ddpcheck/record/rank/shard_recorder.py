@@ -18,7 +18,7 @@ from torch.nn.modules import module as registration
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.sharding import SCALING, shards_in_use_as
-from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, guarded, patched, wrap_with_callback
+from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, guarded, patched, accompany
 from ddpcheck.gather.state.fingerprints import fingerprint, is_dtensor
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.loop_record import follow_switches
@@ -75,7 +75,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         for name, hook in (("_pre_forward", self._before_forward), ("_post_forward", self._after_forward)):
             if hasattr(state, name):
                 # as `patched` does, excluded from torch.compile like the original
-                Patch(state, name, lambda original, hook=hook: disable(wrap_with_callback(original, hook)))  # type: ignore[misc]
+                Patch(state, name, lambda original, hook=hook: disable(accompany(original, hook)))  # type: ignore[misc]
 
     def _record_fully_shard(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
         location = user_location()

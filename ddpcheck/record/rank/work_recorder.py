@@ -37,7 +37,7 @@ from ddpcheck.gather.collectives.collective_log import (
     replace_functions,
     tensors_of,
 )
-from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched, wrap_with_callback
+from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched, accompany
 from ddpcheck.gather.state.fingerprints import storage_address, version_counter
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.recording import Recording
@@ -222,7 +222,7 @@ class PeerRecorder(Recorder, subjects=("collectives",)):
                 yield from self._log_wait(wait)
             self._log.waited |= name in _RECEIVES
 
-        return wrap_with_callback(original, record_call)
+        return accompany(original, record_call)
 
     def _record_wait(self, work: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         wait = self._works.get(work)

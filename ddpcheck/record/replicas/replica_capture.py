@@ -9,7 +9,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.gather.autograd.exchanges import has_rank_local_params, is_rank_local
-from ddpcheck.gather.state.fingerprints import PLAIN, StackedTensors, fingerprints, is_dtensor, stack_small_tensors
+from ddpcheck.gather.state.fingerprints import PLAIN, StackedTensors, fingerprints, is_dtensor, stack_small
 from ddpcheck.gather.state.module_description import KnownParts, Parts, describe
 from ddpcheck.stream.rank_report import ReplicaState
 
@@ -77,7 +77,7 @@ class ReplicaCapture:
         """Return the state of the replica in step `step`, with gradients if `after_backward`.
 
         `parts`: named parts of the module, if known.
-        `reduced`: (parameters, gradients from `stack_small_tensors`), if known.
+        `reduced`: (parameters, gradients from `stack_small`), if known.
         """
         parts = parts or self._known.now()
         parameters, self._step_fingerprints = self._step_fingerprints, None
@@ -87,7 +87,7 @@ class ReplicaCapture:
         values = DdpStepEvidence(
             rank=self._rank,
             step=step,
-            gradients=_gradients(trained, *(reduced or ({}, stack_small_tensors({})))),
+            gradients=_gradients(trained, *(reduced or ({}, stack_small({})))),
             parameters=parameters or {},
             buffers=fingerprints(parts.buffers.items()),
         )

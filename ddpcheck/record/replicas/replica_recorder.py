@@ -20,12 +20,12 @@ from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_user_hook, hook_er
 from ddpcheck.gather.ddp.sharding import (
     mesh_of,
     mixed_precision,
-    non_constant_params,
-    non_constant_shards,
+    varying_params,
+    varying_shards,
     shard_number,
 )
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.gather.state.fingerprints import StackedTensors, fingerprints, is_dtensor, local_part, stack_small_tensors
+from ddpcheck.gather.state.fingerprints import StackedTensors, fingerprints, is_dtensor, local_part, stack_small
 from ddpcheck.gather.state.module_description import Parts
 from ddpcheck.gather.steps.gradient_distance import KeptParts, eps_of, is_subnormal, short_sketches, sketches
 from ddpcheck.record.loop.step_recorder import StepRecorder
@@ -68,13 +68,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
             tensors, sharded = self._recorder.parameters, captured.shard >= 0
             in_parts = not sharded and not captured.step and len(self._recorder.ranks) < self._world_size
-            parts = (
-                non_constant_shards(tensors, self._mesh)
-                if sharded
-                else non_constant_params(tensors)
-                if in_parts
-                else ()
-            )
+            parts = varying_shards(tensors, self._mesh) if sharded else varying_params(tensors) if in_parts else ()
             before = captured.state.at_first_forward
             self.changed |= any(values.parameters.get(name) != value for name, value in before.items())
             unsharded = self._recorder.parameters if self.changed and captured.shard < 0 else {}
@@ -92,9 +86,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         """Capture the state after the backward pass of a step, for a later `write`."""
         tensors = self._recorder.parameters
         gradients = {name: p.grad for name, p in tensors.items() if p.grad is not None}
-        self.reduced = rows = stack_small_tensors(
-            {name: local_part(g) if is_dtensor(g) else g for name, g in gradients.items()}
-        )
+        self.reduced = rows = stack_small({n: local_part(g) if is_dtensor(g) else g for n, g in gradients.items()})
         state = self._recorder.replica.capture(step, after_backward=True, parts=parts, reduced=(tensors, rows))
         buffers = self._own_buffers(state.values.buffers, parts)
         changed = {name for name in buffers if self._buffers.get(name, buffers[name]) != buffers[name]}
@@ -113,10 +105,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             lossy = max(lossy, eps_of(coarsest) if coarsest is not None else 0.0)
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             hook, own_hook = comm_hook_of(wrapper), has_user_hook(wrapper)
-            excluded = {
-                *probe.bypassing_shards,
-                *(name for name, gradient in gradients.items() if is_subnormal(gradient)),
-            }
+            excluded = {*probe.bypassing_shards, *(name for name, grad in gradients.items() if is_subnormal(grad))}
             local = {name: kept for name, kept in probe.local.items() if name not in excluded}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in vectors.items()}

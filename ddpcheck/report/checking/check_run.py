@@ -353,11 +353,7 @@ class CheckRun(CheckWorlds):
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
                 steps = self._all(calls.ddp_step.ddp_step, step)
-                notes = {
-                    text
-                    for item in steps
-                    if isinstance(item, ShardedStep) and (text := reason_updates_not_compared(item))
-                }
+                notes = {text for s in steps if isinstance(s, ShardedStep) and (text := reason_updates_not_compared(s))}
                 self.state.log.notes += [f"parameters after a step are not compared: {note}" for note in sorted(notes)]
                 is_wrong = judging.ddp_step_is_wrong(self.state, steps)
                 self._check_collectives(is_needed=self.state.wrapped[0].broadcasts_buffers)

@@ -50,11 +50,9 @@ from ddpcheck.trace.positions import (
 def _activities_clause(facts: EndingFacts, ranks: Sequence[int]) -> str:
     """Return the end of a sentence that says what `ranks` are doing."""
     activities = {rank.doing for rank in facts.ranks if rank.rank in ranks}
-    return (
-        f" and {pluralize_verb(activities.pop(), ranks)}"
-        if len(activities) == 1
-        else f" ({describe_ranks(facts, ranks)})"
-    )
+    if len(activities) > 1:
+        return f" ({describe_ranks(facts, ranks)})"
+    return f" and {pluralize_verb(activities.pop(), ranks)}"
 
 
 def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:

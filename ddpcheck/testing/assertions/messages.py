@@ -238,11 +238,9 @@ class Mismatch:
     @property
     def outlying_ranks(self) -> tuple[int, ...]:
         """Ranks that differ by more than the tolerance."""
-        return (
-            tuple(rank for rank, (_, text) in self.distances.items() if text)
-            if self.distances
-            else self.differing_ranks
-        )
+        if not self.distances:
+            return self.differing_ranks
+        return tuple(rank for rank, (_, text) in self.distances.items() if text)
 
 
 def usage_error(by_rank: Mapping[int, RankValues]) -> str:
@@ -343,12 +341,8 @@ def _detail_lines(item: Mismatch, adjective: str) -> list[str]:
             values = {rank: entry.attributes[number][1] for rank, entry in item.entries.items() if entry}
             if len({*values.values()}) > 1:
                 lines.append(f"The values for attribute '{name}' do not match: {_on_ranks(values)}.")
-    return [
-        f"{_TITLES[kind]} are not {adjective} on all ranks!",
-        "",
-        *lines,
-        *([] if item.differing_ranks else [_NAN_ADVICE]),
-    ]
+    advice = [] if item.differing_ranks else [_NAN_ADVICE]
+    return [f"{_TITLES[kind]} are not {adjective} on all ranks!", "", *lines, *advice]
 
 
 def _distance_lines(item: Mismatch) -> list[str]:
