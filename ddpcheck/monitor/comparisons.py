@@ -26,7 +26,7 @@ from ddpcheck.gather.collectives.allreduce import average_over_ranks, rms_over_r
 from ddpcheck.gather.collectives.store_exchange import default_store
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, hook_error
 from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
-from ddpcheck.gather.ddp.sharding import mesh_of, varying_shards, shard_number
+from ddpcheck.gather.ddp.sharding import mesh_of, shard_number, varying_shards
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm

@@ -99,11 +99,7 @@ FORMATS: Mapping[str, str] = {
 }
 """The formats of a `Report`: the class that renders each, as `module:name` so that it is loaded on use."""
 
-MATRIX_FORMATS = {
-    "json": _JSON,
-    "html": _HTML,
-    "text": "ddpcheck.extras.matrix.matrix_terminal:MatrixTerminalRenderer",
-}
+MATRIX_FORMATS = {"json": _JSON, "html": _HTML, "text": "ddpcheck.extras.matrix.matrix_terminal:MatrixTerminalRenderer"}
 """The formats of a `Matrix`."""
 
 DIFFERENCE_FORMATS = {

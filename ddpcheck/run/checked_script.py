@@ -15,15 +15,7 @@ from ddpcheck.findings.errors import HangError, TargetError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.wording import suggests_names
 
-_LAUNCHER_ENV = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-)
+_LAUNCHER_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 _GRACE = 10.0  # seconds for `ddpcheck run` to end its ranks
 
 

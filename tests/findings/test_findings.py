@@ -77,8 +77,7 @@ reports = st.builds(
     environment=st.dictionaries(names, names, max_size=2),
     world=st.dictionaries(names, st.integers() | st.lists(names, max_size=2), max_size=2),
     checks=st.lists(
-        st.builds(CheckResult, names, st.sampled_from(get_args(CheckStatus)), numbers, names, st.booleans()),
-        max_size=2,
+        st.builds(CheckResult, names, st.sampled_from(get_args(CheckStatus)), numbers, names, st.booleans()), max_size=2
     ).map(tuple),
     findings=st.lists(findings, max_size=3).map(tuple),
     ignored=st.lists(st.sampled_from(sorted(RULES)), max_size=3).map(tuple),

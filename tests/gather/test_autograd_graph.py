@@ -21,12 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ddpcheck.extras.graph.graph_phases import FlowRecorder
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.gather.autograd import autograd_graph as graph
-from ddpcheck.gather.autograd.autograd_graph import (
-    LossGraph,
-    engine_answers,
-    reached_by,
-    unregistered_tensors,
-)
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, engine_answers, reached_by, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, function_name
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.record.recording import Recording
-from ddpcheck.record.replicas.program_state import (
-    StateRecorder,
-    _may_be_weights,
-    names_of_tensors,
-)
+from ddpcheck.record.replicas.program_state import StateRecorder, _may_be_weights, names_of_tensors
 from ddpcheck.record.replicas.tables import is_order_of_a_set, tables_of, tables_of_program
 
 

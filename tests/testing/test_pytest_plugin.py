@@ -180,14 +180,7 @@ def test_files_of_reports_have_the_names_of_tests(tmp_path) -> None:
         keep_report(str(folder / "a.py.test.html"), "b", numbers, report)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ini", "size"),
-    [
-        (("--ddp-world-size=3",), "2", 3),
-        ((), "2", 2),
-        ((), "", 1),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "ini", "size"), [(("--ddp-world-size=3",), "2", 3), ((), "2", 2), ((), "", 1)])
 def test_flag_over_ini_over_environment(inner, pytester, monkeypatch, arguments, ini, size) -> None:
     pytester.makeini(f"[pytest]\nddp_world_size = {ini}")
     pytester.path.joinpath("pyproject.toml").write_text("[tool.ddpcheck]\nworld-size = 4\n")

@@ -131,11 +131,7 @@ def test_shared(rank, number):
 def test_a_breakpoint_stops_on_its_rank_for_as_long_as_one_likes(tmp_path: Path) -> None:
     innerpytest.write(tmp_path, test_stop=BREAKPOINTS)
     with innerpytest.start(tmp_path, stdin=subprocess.PIPE) as process:
-        printed = typed(
-            process,
-            *("p secret", SLOWLY, "n", "n", "p secret, rank", "c"),
-            *("p secret", "c") * 4,
-        )
+        printed = typed(process, *("p secret", SLOWLY, "n", "n", "p secret, rank", "c"), *("p secret", "c") * 4)
     assert process.returncode == 0 and "= 5 passed in" in printed, printed
     assert "(rank 1) 41\n" in printed and "(rank 1) (0, 1)\n" in printed
     assert re.search(r"\(rank 0\) 50\n|\(rank 1\) 51\n", printed)

@@ -79,12 +79,7 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "workers"),
-    [
-        (signal.SIGKILL, ()),
-        (signal.SIGKILL, ("-n", "2")),
-        (signal.SIGINT, ()),
-        (signal.SIGTERM, ()),
-    ],
+    [(signal.SIGKILL, ()), (signal.SIGKILL, ("-n", "2")), (signal.SIGINT, ()), (signal.SIGTERM, ())],
     ids=["kill", "kill-xdist", "interrupt", "terminate"],
 )
 def test_nothing_is_left_of_a_session_that_ends_in_a_hang(trial: Trial, tmp_path: Path, number, workers) -> None:

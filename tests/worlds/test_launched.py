@@ -142,11 +142,7 @@ def test_a_hang_says_where_each_rank_is(told: Answers, how: str, who: int, place
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        (
-            "subgroup",
-            "RankError",
-            r"^rank 1 raised ValueError: not in the subgroup \(rank 0 was still waiting in all",
-        ),
+        ("subgroup", "RankError", r"^rank 1 raised ValueError: not in the subgroup \(rank 0 was still waiting in all"),
         ("unpicklable", "RankError", "returned a generator that cannot be pickled"),
         ("too many", "UsageError", r"world_size=3, but \w+ has started 2 ranks"),
         ("only rank 1 of two fails in a world of one", "RankError", "rank 0 raised AssertionError"),

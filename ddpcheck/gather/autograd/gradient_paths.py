@@ -26,7 +26,7 @@ from ddpcheck.findings.source_lines import defined_at, frames_from, user_locatio
 from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.collectives.collective_log import replace_functions
-from ddpcheck.gather.patching import patched, accompany
+from ddpcheck.gather.patching import accompany, patched
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_STEPS = 4  # recorded at each end of a path

@@ -28,13 +28,7 @@ from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.autograd.exchanges import has_rank_local_params, param_of_gradient
 from ddpcheck.gather.ddp.ddp_wrapper import optimizer_params
 from ddpcheck.gather.patching import Recorder, patched
-from ddpcheck.gather.state.fingerprints import (
-    StackedTensors,
-    fingerprint,
-    is_dtensor,
-    stack_small,
-    version_counter,
-)
+from ddpcheck.gather.state.fingerprints import StackedTensors, fingerprint, is_dtensor, stack_small, version_counter
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms, sketch
 from ddpcheck.record.rank.wrapper_recorder import WrapperRecorder

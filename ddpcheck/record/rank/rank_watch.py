@@ -46,16 +46,7 @@ from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.collectives import collective_log
 from ddpcheck.gather.collectives.groups import backend_of, name_of_group
 from ddpcheck.gather.ddp.ddp_wrapper import group_of
-from ddpcheck.gather.patching import (
-    CALLER,
-    ErrorGuard,
-    Patch,
-    Recorder,
-    guarded,
-    one_line_error,
-    patched,
-    accompany,
-)
+from ddpcheck.gather.patching import CALLER, ErrorGuard, Patch, Recorder, accompany, guarded, one_line_error, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.compilations import MODULES as OF_COMPILER
 from ddpcheck.gather.steps.compilations import CompilationRecorder, follow_compiler

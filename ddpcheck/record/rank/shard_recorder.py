@@ -18,7 +18,7 @@ from torch.nn.modules import module as registration
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.sharding import SCALING, shards_in_use_as
-from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, guarded, patched, accompany
+from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, accompany, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_dtensor
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.loop_record import follow_switches

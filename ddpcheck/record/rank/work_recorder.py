@@ -37,7 +37,7 @@ from ddpcheck.gather.collectives.collective_log import (
     replace_functions,
     tensors_of,
 )
-from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched, accompany
+from ddpcheck.gather.patching import CALLER, Recorder, accompany, guarded, patched
 from ddpcheck.gather.state.fingerprints import storage_address, version_counter
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.recording import Recording

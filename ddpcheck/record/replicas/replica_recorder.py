@@ -17,13 +17,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_user_hook, hook_error
-from ddpcheck.gather.ddp.sharding import (
-    mesh_of,
-    mixed_precision,
-    varying_params,
-    varying_shards,
-    shard_number,
-)
+from ddpcheck.gather.ddp.sharding import mesh_of, mixed_precision, shard_number, varying_params, varying_shards
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import StackedTensors, fingerprints, is_dtensor, local_part, stack_small
 from ddpcheck.gather.state.module_description import Parts

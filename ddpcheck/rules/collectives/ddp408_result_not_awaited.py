@@ -44,10 +44,7 @@ def judge_async_handles(handles: AsyncHandles) -> list[Finding]:
     waited = {use.location for uses in handles.used for use in uses}
     lines: dict[Location, list[tuple[int, HandleEntry]]] = {}
     for rank, (works, changed) in enumerate(zip(handles.dropped, handles.written, strict=True)):
-        entries: list[HandleEntry] = [
-            *changed,
-            *(work for work in works if work.location not in waited),
-        ]
+        entries: list[HandleEntry] = [*changed, *(work for work in works if work.location not in waited)]
         for entry in entries:
             lines.setdefault(entry.location, []).append((rank, entry))
     return [_unawaited_finding(by_rank, len(handles.dropped)) for by_rank in lines.values()]

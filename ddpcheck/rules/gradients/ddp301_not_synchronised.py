@@ -362,7 +362,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         evidence=[
             "the state of torch's generator differs between these ranks before each step, and each step draws from it"
             if draws_differ
-            else "such as its own part of the sequence, if replicated layers work on a part",
+            else "such as its own part of the sequence, if replicated layers work on a part"
         ],
         related={"optimizer steps": rank_steps[0].location},
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "

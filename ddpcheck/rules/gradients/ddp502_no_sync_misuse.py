@@ -140,10 +140,7 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
         else "No gradient of the step is averaged: every forward pass of it ran with synchronisation off.",
         ranks=ranks_or_all(sorted({item.rank for item, _ in used}), len({item.rank for item, _ in ledgers})),
         location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
-        evidence=[
-            BY_SYNC_FLAG,
-            *([f"the optimizer steps{at_step}"] if set_at and at_step else []),
-        ]
+        evidence=[BY_SYNC_FLAG, *([f"the optimizer steps{at_step}"] if set_at and at_step else [])]
         if called is None
         else [f"the last forward before the step{at_step} ran under the no_sync() at {called}"],
         fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "
