@@ -12,7 +12,7 @@ from pathlib import Path
 from ddpcheck.cli.output import print_out
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, DDPCheckError, UsageError
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.wording import format_count
+from ddpcheck.findings.wording import plural
 from ddpcheck.run.checked_script import check_script
 
 
@@ -55,7 +55,7 @@ def _run_example(file: Path, function: str, code: str, expected: int) -> tuple[b
             os.environ.clear()
             os.environ.update(previous)
     count = sum(finding.code == code for finding in report.findings)
-    text = format_count(count, "finding") if count else "no finding"
+    text = plural(count, "finding") if count else "no finding"
     obstacles = _obstacles(report, code)
     if count == expected and (expected or not obstacles):  # a defect may end the script
         return False, text

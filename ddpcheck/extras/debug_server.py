@@ -37,7 +37,7 @@ from ddpcheck.findings.stacks import (
     waits_for_ranks,
     waits_for_result,
 )
-from ddpcheck.findings.wording import format_count
+from ddpcheck.findings.wording import plural
 from ddpcheck.report.hang.flight_recorder import as_rank_dump, plain_dump
 from ddpcheck.report.hang.hang_report import describe_missing_dump
 from ddpcheck.trace.wait_graph import RanksSeen
@@ -165,7 +165,7 @@ class DebugServer:
                     raise self._wrong_server_error("it does not speak HTTP") from error
         if is_late.is_set():
             raise TargetError(
-                f"what listens at {self.address} has not given {path} within {format_count(int(_SECONDS), 'second')}; "
+                f"what listens at {self.address} has not given {path} within {plural(int(_SECONDS), 'second')}; "
                 "a debug server does not answer before each rank has called start_debug_server"
             )
         return response.status, data

@@ -13,7 +13,7 @@ from ddpcheck.findings.figures import excerpts_of
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, Finding, Report, folder_of, select_findings
 from ddpcheck.findings.rules import is_selected, matching_rules
-from ddpcheck.findings.wording import format_count, join_names
+from ddpcheck.findings.wording import join_names, plural
 
 _COMMENT = re.compile(r"#\s*ddpcheck:\s*ignore\[(?P<codes>[^\]]*)\](?P<reason>.*)")
 Mark = tuple[str, str, str]  # code, file and one subject of a finding
@@ -196,7 +196,7 @@ def _mismatches(baseline: Report, findings: Sequence[Finding], target: str, hidd
     if fixed := not_found(baseline.findings, findings, hidden):
         listed = "; ".join(f"{finding.code} {join_names(finding.subjects)}".strip() for finding in fixed[:5])
         suffix = f" and {len(fixed) - 5} more" if len(fixed) > 5 else ""
-        yield f"{format_count(len(fixed), 'finding')} of the baseline not found any more: {listed}{suffix}"
+        yield f"{plural(len(fixed), 'finding')} of the baseline not found any more: {listed}{suffix}"
 
 
 def not_found(before: Sequence[Finding], now: Sequence[Finding], hidden: Sequence[str]) -> tuple[Finding, ...]:

@@ -26,7 +26,7 @@ from ddpcheck.findings.errors import BugError, DDPCheckError
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import OWN_FOLDER, format_traceback, is_user_file
 from ddpcheck.findings.stacks import frames_of, innermost_line
-from ddpcheck.findings.wording import format_count, join_names
+from ddpcheck.findings.wording import join_names, plural
 
 BUG = "this is a bug in ddpcheck"
 _LONGEST = 150  # characters of a foreign message
@@ -194,7 +194,7 @@ def fold_traceback(text: str) -> str:
             continue
         frames = [(owners[i], frame["indent"]) for i in run if (frame := _FRAME.match(lines[i]))]
         names = join_names(list(dict.fromkeys(owner for owner, _ in frames)))
-        result.append(f"{frames[0][1]}... {format_count(len(frames), 'frame')} of {names}")
+        result.append(f"{frames[0][1]}... {plural(len(frames), 'frame')} of {names}")
     return "\n".join(result)
 
 

@@ -168,7 +168,7 @@ def format_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
     return [f"{name}: {'; '.join(group_by_value(by_rank))}" for name, by_rank in values.items()]
 
 
-def format_count(number: object, noun: str) -> str:
+def plural(number: object, noun: str) -> str:
     """Format a count: "1 step", "3 steps", "2 passes", "2 batches"."""
     return f"{number} {noun}{'' if str(number) == '1' else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 

@@ -22,7 +22,7 @@ from torch import nn
 from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import format_count
+from ddpcheck.findings.wording import plural
 from ddpcheck.monitor.reporting import WatchOptions, format_finding
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
@@ -134,7 +134,7 @@ class DDPCheckHook(Hook):  # type: ignore[misc]
 
     def after_train(self, runner: Any) -> None:
         for watch in self.watches:
-            steps, findings = format_count(watch.step, "step"), format_count(len(watch.findings), "finding")
+            steps, findings = plural(watch.step, "step"), plural(len(watch.findings), "finding")
             runner.logger.info(f"ddpcheck: {steps} watched, {findings}")
         self._stack.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpcheck.findings.report import Finding, Report, Severity
-from ddpcheck.findings.wording import format_count, printable, shorten
+from ddpcheck.findings.wording import plural, printable, shorten
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import plain_facts, sorted_findings, title_of
 
@@ -31,7 +31,7 @@ def _lines(report: Report) -> Iterator[str]:
         if remaining[finding.severity] >= 0:
             yield _annotation(finding)
     hidden = [(severity.value, -number) for severity, number in remaining.items() if number < 0]
-    hidden_text = ", ".join(f"{format_count(number, f'more {severity}')} not annotated" for severity, number in hidden)
+    hidden_text = ", ".join(f"{plural(number, f'more {severity}')} not annotated" for severity, number in hidden)
     yield _data(f"ddpcheck: {'; '.join(filter(None, (report.summary, hidden_text)))}")
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.wording import format_count, printable
+from ddpcheck.findings.wording import plural, printable
 from ddpcheck.render import Renderer, parts
 
 MOST_FINDINGS = 100
@@ -35,7 +35,7 @@ def _lines(report: Report) -> Iterator[str]:
     for finding in findings[:MOST_FINDINGS]:
         yield from _finding(finding)
     if len(findings) > MOST_FINDINGS:
-        yield f"\nAnd {format_count(len(findings) - MOST_FINDINGS, 'more finding')}, in the JSON report."
+        yield f"\nAnd {plural(len(findings) - MOST_FINDINGS, 'more finding')}, in the JSON report."
     if report.accepted:
         yield "\n### found, and not counted\n"
     for accepted in report.accepted[:MOST_FINDINGS]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ddpcheck.findings.report import AcceptedFinding, Finding, Report, Severity
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import format_count, format_position
+from ddpcheck.findings.wording import format_position, plural
 from ddpcheck.report.matrix.matrix import Matrix
 
 
@@ -100,10 +100,10 @@ def tool_of(report: Report | Matrix) -> str:
 
 
 _PHRASES: Mapping[str, Callable[[Any], str]] = {
-    "world_size": lambda value: format_count(value, "rank"),
+    "world_size": lambda value: plural(value, "rank"),
     "backend": str,
     "device": str,
-    "steps": lambda value: format_count(value, "step"),
+    "steps": lambda value: plural(value, "step"),
     "seed": lambda value: f"seed {value}",
     "timeout": lambda value: f"timeout {value:g} s" if isinstance(value, int | float) else f"timeout {value}",
 }
@@ -140,9 +140,9 @@ def sorted_findings(report: Report) -> list[Finding]:
 def severities_of(report: Report) -> str:
     """Format the number of findings of each severity."""
     counts = Counter(finding.severity for finding in report.findings)
-    return ", ".join(format_count(counts[severity], severity.value) for severity in Severity if counts[severity])
+    return ", ".join(plural(counts[severity], severity.value) for severity in Severity if counts[severity])
 
 
 def passed_in_words(report: Report) -> str:
     """Format the summary of a clean report."""
-    return f"{format_count(sum(check.status == 'passed' for check in report.checks), 'check')} passed, no findings"
+    return f"{plural(sum(check.status == 'passed' for check in report.checks), 'check')} passed, no findings"

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from ddpcheck.findings.report import AcceptedFinding, Finding, Location, Report, Severity
 from ddpcheck.findings.rules import RULES, sections_of
 from ddpcheck.findings.selection import finding_key
-from ddpcheck.findings.wording import PARAMETER_MADE, format_count
+from ddpcheck.findings.wording import PARAMETER_MADE, plural
 from ddpcheck.render import Renderer
 from ddpcheck.render.markdown import prose
 from ddpcheck.render.parts import plain_facts, sorted_findings
@@ -70,7 +70,7 @@ def _invocation(report: Report, left_off: int) -> dict[str, Any]:
     if report.shortfall:
         notes.append(("warning", report.shortfall))
     if left_off:
-        notes.append(("warning", f"{format_count(left_off, 'finding')} of the least severe are left off"))
+        notes.append(("warning", f"{plural(left_off, 'finding')} of the least severe are left off"))
     notifications = [{"level": level, "message": {"text": text}} for level, text in notes]
     return {"executionSuccessful": report.error is None, "toolExecutionNotifications": notifications}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import RenderableType
 
 from ddpcheck.findings.report import Finding, Report, Severity
-from ddpcheck.findings.wording import format_count, group_by, shorten_texts
+from ddpcheck.findings.wording import group_by, plural, shorten_texts
 from ddpcheck.render import parts
 from ddpcheck.render.text_parts import (
     UNBROKEN,
@@ -59,7 +59,7 @@ class TerminalRenderer(TextRenderer):
             yield from self._finding(finding)
         if len(findings) > MOST_FINDINGS:
             yield ""
-            yield styled(f"and {format_count(len(findings) - MOST_FINDINGS, 'more finding')}: see the JSON report")
+            yield styled(f"and {plural(len(findings) - MOST_FINDINGS, 'more finding')}: see the JSON report")
 
     def _finding(self, finding: Finding) -> Iterable[RenderableType]:
         style, name = SEVERITY_STYLES[finding.severity], parts.name_of(finding.code)
@@ -98,13 +98,13 @@ class TerminalRenderer(TextRenderer):
 
     def _verdict(self, report: Report) -> RenderableType:
         if report.error is not None:
-            suffix = f" ({format_count(len(report.findings), 'finding')} until then)" if report.findings else ""
+            suffix = f" ({plural(len(report.findings), 'finding')} until then)" if report.findings else ""
             return styled(("stopped: ", "bold red"), f"{report.error.message}{suffix}")
         if report.findings:
             findings = parts.sorted_findings(report)
             codes = [*dict.fromkeys(finding.code for finding in findings)]
             advice = " ".join([*codes[:_MOST_EXPLAINED], *(["..."] if len(codes) > _MOST_EXPLAINED else [])])
-            count = format_count(len(findings), "finding")
+            count = plural(len(findings), "finding")
             text = report.summary.replace(count, f"{count} ({parts.severities_of(report)})", 1)
             return styled((text, SEVERITY_STYLES[findings[0].severity]), f"; more on each: ddpcheck explain {advice}")
         if report.status != "clean":

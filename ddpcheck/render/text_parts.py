@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.tracebacks import fold_traceback
-from ddpcheck.findings.wording import format_count, printable
+from ddpcheck.findings.wording import plural, printable
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import Mark, facts_of, notes_of, options_in_words, tool_of, versions_of
 from ddpcheck.report.matrix.matrix import Matrix
@@ -71,7 +71,7 @@ class TextRenderer(Renderer):
         lines = (detail if self.medium.whole else fold_traceback(detail)).splitlines()
         most = len(lines) if self.medium.whole else MOST_DETAIL
         if len(lines) > most:
-            yield indented(styled((f"{format_count(len(lines) - most, 'line')} before these", "dim")))
+            yield indented(styled((f"{plural(len(lines) - most, 'line')} before these", "dim")))
         for line in lines[-most:]:
             yield indented(styled(line)) if line.strip() else ""
 
@@ -105,7 +105,7 @@ def facts_in_text(
         elif fact.kind == "evidence":
             extra, hidden = 2, len(lines) - MOST_EVIDENCE
             if hidden > 0 and not whole:
-                lines = (*lines[:MOST_EVIDENCE], f"and {format_count(hidden, 'more line')}")
+                lines = (*lines[:MOST_EVIDENCE], f"and {plural(hidden, 'more line')}")
         for line in lines:
             styled_line = styled((line, _STYLES.get(fact.kind, "")))
             yield indented(labelled(f"{fact.label}: ", line) if fact.label else styled_line, columns + extra)

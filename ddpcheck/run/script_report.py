@@ -22,7 +22,7 @@ from ddpcheck.findings.rules import is_selected, rules_of_check
 from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.stacks import main_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
-from ddpcheck.findings.wording import format_by_text, format_count, format_ranks, join_names
+from ddpcheck.findings.wording import format_by_text, format_ranks, join_names, plural
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
 from ddpcheck.rules.others import judge_third_party_rules
@@ -142,7 +142,7 @@ def _report_notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
         yield _describe_not_exited(ending.not_exited)
     if facts.ranks and (restart := facts.ranks[0].started.restart) < ending.restart:
         yield (
-            f"torchrun has started the ranks {format_count(ending.restart + 1, 'time')}: this is the report on start "
+            f"torchrun has started the ranks {plural(ending.restart + 1, 'time')}: this is the report on start "
             f"{restart + 1}, and after that no rank joined a process group where ddpcheck could see it"
         )
     if (launched := max((rank.started.launched for rank in facts.ranks), default=0)) > 1:
@@ -253,9 +253,9 @@ def _ranks_verdict(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str
         return "error", why
     if missing := facts.remote_ranks:
         why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
-        return "skipped", f"{size - len(missing)} of {format_count(size, 'rank')}: {why}"
+        return "skipped", f"{size - len(missing)} of {plural(size, 'rank')}: {why}"
     if unknown := sum(rank.unknown for rank in ranks):
-        parts = format_count(unknown, "part")
+        parts = plural(unknown, "part")
         if all(rank.started.schema == SCHEMA for rank in ranks):
             return "error", f"{parts} of their logs could not be read; {BUG}"
         return "skipped", f"another version of ddpcheck wrote their logs: {parts} of them were not judged"
@@ -266,7 +266,7 @@ def _ranks_verdict(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str
         names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in facts.wrappers))
         if reasons:
             return "skipped", f"no step of {names} was compared: {'; '.join(sorted({*reasons.values()}))}"
-        suffix = f", in {format_count(steps, 'optimizer step')}" if steps else ""
+        suffix = f", in {plural(steps, 'optimizer step')}" if steps else ""
         return "skipped", f"no backward pass of {names} was averaged{suffix}"
     if not facts.wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
@@ -275,12 +275,12 @@ def _ranks_verdict(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str
         return "skipped", why
     if not facts.wrappers and (why := facts.why_unwatched):
         return "skipped", f"no DistributedDataParallel was constructed; {why}"
-    watched = _describe_wrappers(facts) or f"no DistributedDataParallel, {format_count(steps, 'optimizer step')}"
-    return "passed", f"{format_count(size, 'rank')} ({ranks[0].started.backend}), {watched}"
+    watched = _describe_wrappers(facts) or f"no DistributedDataParallel, {plural(steps, 'optimizer step')}"
+    return "passed", f"{plural(size, 'rank')} ({ranks[0].started.backend}), {watched}"
 
 
 def _describe_wrappers(facts: ScriptFacts) -> str:
-    counts = Counter(f"{wrapper.made.module} ({format_count(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
+    counts = Counter(f"{wrapper.made.module} ({plural(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
     return ", ".join(f"{times} times {name}" if times > 1 else name for name, times in counts.items())
 
 
@@ -294,7 +294,7 @@ def _collectives_verdict(
     lacking = describe_missing_ranks(facts.remote_ranks) or (
         "" if facts.ended else "the ranks have not reached the end of the script"
     )
-    passed = "" if lacking else f"{format_count(calls, 'call')} of each rank pair up"
+    passed = "" if lacking else f"{plural(calls, 'call')} of each rank pair up"
     return status_of(Verdict((), passed, lacking), explained, kept)
 
 
@@ -324,7 +324,7 @@ def _activity_of(log: RankTrace, stacks: dict[int, str], moving: set[int], waiti
     rank = log.started.rank
     lines = program_lines(stacks.get(rank, ""))
     where = f" at {lines[0]}" if lines else " in code of a library"
-    steps = f", after {format_count(max(ended for _, ended in log.counts), 'step')}" if log.counts else ""
+    steps = f", after {plural(max(ended for _, ended in log.counts), 'step')}" if log.counts else ""
     if rank in moving:
         return f"was{where}, and made progress{steps}"
     if rank in waiting:

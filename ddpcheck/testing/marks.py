@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.wording import format_count, suggestion
+from ddpcheck.findings.wording import plural, suggestion
 from ddpcheck.report.settings import Settings, load_settings
 from ddpcheck.worlds import validation
 
@@ -65,7 +65,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if isinstance(sizes, list | tuple):
         if "world_size" not in metafunc.fixturenames:
             metafunc.fixturenames.append("world_size")
-        ids = [format_count(size, "rank").replace(" ", "_") for size in sizes]  # selectable with `-k`
+        ids = [plural(size, "rank").replace(" ", "_") for size in sizes]  # selectable with `-k`
         metafunc.parametrize("world_size", sizes, ids=ids)
 
 

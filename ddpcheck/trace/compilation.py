@@ -8,7 +8,7 @@ from typing import Self
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, group_by
+from ddpcheck.findings.wording import group_by, plural
 from ddpcheck.trace.replicas import common_values
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import View
@@ -43,4 +43,4 @@ class Compilations(View):
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         if functions := self.functions:
-            yield f"no compilation that depends on the rank, in {format_count(len(functions), 'function')}"
+            yield f"no compilation that depends on the rank, in {plural(len(functions), 'function')}"

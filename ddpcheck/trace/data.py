@@ -21,7 +21,7 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, group_by, new_finding
+from ddpcheck.findings.wording import group_by, new_finding, plural
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.replicas import aligned, common_values
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
@@ -315,9 +315,9 @@ class Data(View):
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         num_passes = sum(entry.trains for entry in self.passes[0])
         subjects = {
-            f"the samples of {format_count(num_passes, 'pass')} over loaders": num_passes,
-            f"the inputs of {format_count(len(self.inputs[0]), 'forward pass')}": len(self.inputs[0]) >= FEWEST_INPUTS,
-            format_count(len(self.tables[0]), "table"): self.tables[0],
+            f"the samples of {plural(num_passes, 'pass')} over loaders": num_passes,
+            f"the inputs of {plural(len(self.inputs[0]), 'forward pass')}": len(self.inputs[0]) >= FEWEST_INPUTS,
+            plural(len(self.tables[0]), "table"): self.tables[0],
             "the gradients before they are averaged": self.compares_gradients,
         }
         if compared := ", ".join(words for words, present in subjects.items() if present):

@@ -11,7 +11,7 @@ from functools import cached_property
 from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, group_by, join_names
+from ddpcheck.findings.wording import group_by, join_names, plural
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.parity import EQUAL, MULTIPLE, Comparison, Quantity, saved_states, values_that_differ
@@ -91,14 +91,14 @@ class Parity(Comparison, View):
         undecided = [number for number in numbers if not number.is_local and _is_undecided(number.quantity)]
         messages = []
         if equal:
-            steps, error = format_count(len(equal), "step"), _max_diff(equal)
+            steps, error = plural(len(equal), "step"), _max_diff(equal)
             messages.append(f"gradients of {steps} equal those of a single process within {error:.1g}")
         if shown:
             suffix = f" ({len(undecided)} not decided)" if undecided else ""
-            messages.append(f"{format_count(len(shown), 'shown number')} equal{suffix}")
+            messages.append(f"{plural(len(shown), 'shown number')} equal{suffix}")
         saves = saved_states(self.ranks[0]).keys() & saved_states(self.single).keys()
         if saves and not any(_saved_divergences(self)):
-            messages.append(f"{format_count(len(saves), 'saved state')} equal")
+            messages.append(f"{plural(len(saves), 'saved state')} equal")
         batch = max((end.batch for rank in self.ranks for end in entries_of(rank, ParityEnded)), default=0)
         if messages and batch:
             messages.append(f"with batches of at most {batch} samples (--check-parity-batch)")
@@ -115,11 +115,9 @@ class Parity(Comparison, View):
         if self.not_compared or self.divergences:
             return {}
         steps, numbers = len(self.gradients), [number for number in _evaluation_numbers(self) if not number.is_local]
-        result = (
-            {"loss": f"gradients of {format_count(steps, 'step')} equal those of a single process"} if steps else {}
-        )
+        result = {"loss": f"gradients of {plural(steps, 'step')} equal those of a single process"} if steps else {}
         if numbers and all(number.quantity.is_equal for number in numbers):
-            result["evaluation"] = f"{format_count(len(numbers), 'shown number')} equal to those of a single process"
+            result["evaluation"] = f"{plural(len(numbers), 'shown number')} equal to those of a single process"
         return result
 
     @property
@@ -133,7 +131,7 @@ class Parity(Comparison, View):
         full = [end for rank in self.ranks for end in entries_of(rank, ParityEnded) if end.why_full]
         if full:
             first = min(full, key=lambda end: end.full_at)
-            passes = format_count(first.full_at, "backward pass")
+            passes = plural(first.full_at, "backward pass")
             messages.append(f"samples are recorded for {passes} only: {first.why_full}")
         if self.has_other_model:
             messages.append("a single process has a different model: its parameters start with other values or shapes")
@@ -144,7 +142,7 @@ class Parity(Comparison, View):
         if unknown:
             noise = max(quantity.noise for quantity in unknown)
             messages.append(
-                f"gradients of {format_count(len(unknown), 'step')} not decided: "
+                f"gradients of {plural(len(unknown), 'step')} not decided: "
                 f"rounding and random numbers change them by {noise:.1g}"
             )
         evaluated = [shown for shown in self.shown if shown.entry.evaluates and not shown.is_local]
@@ -153,15 +151,13 @@ class Parity(Comparison, View):
         numbers = [s.quantity for s in evaluated if s.source not in decided and _is_undecided(s.quantity)]
         if padded := [number for number in numbers if number.is_padded]:
             messages.append(
-                f"{format_count(len(padded), 'shown number')} not decided: evaluations on ranks repeat "
+                f"{plural(len(padded), 'shown number')} not decided: evaluations on ranks repeat "
                 f"{self.padding:.0%} of the samples"
             )
         numbers = [number for number in numbers if not number.is_padded]
         if numbers and self.has_same_samples:
             noise = max(number.noise for number in numbers)
-            messages.append(
-                f"{format_count(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}"
-            )
+            messages.append(f"{plural(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}")
         if not messages and not quantities and not self.matches and not self.divergences:
             messages.append("no optimizer has stepped, and no number was shown after an evaluation")
         return "; ".join(messages)
@@ -187,9 +183,7 @@ def _gradient_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     norms = ", ".join(f"{entry.ranks:.6g} and {entry.single:.6g}" for entry in later[:3])
     evidence = [f"norms of the gradients, on ranks and in a single process: {norms}"]
     if first:
-        evidence.append(
-            f"before, {format_count(first, 'step')} had the same gradients within {_max_diff(sizes[:first]):.1g}"
-        )
+        evidence.append(f"before, {plural(first, 'step')} had the same gradients within {_max_diff(sizes[:first]):.1g}")
     if parity.noise is not None:
         evidence.append(f"rounding, random numbers and another order of the samples change them by {size.noise:.1g}")
     clip, expected = rank_steps[0].clip, single.clip
@@ -268,7 +262,7 @@ def _step_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         location = steps[-1].location if steps else None
         if line := first_unequal(parity, range(min(on_ranks, single) + 1)):
             location = line[0]
-        message = f"The ranks make {format_count(on_ranks, 'optimizer step')}, a single process makes {single}."
+        message = f"The ranks make {plural(on_ranks, 'optimizer step')}, a single process makes {single}."
         yield ParityDivergence("steps", min(on_ranks, single), location, message)
 
 
@@ -313,7 +307,7 @@ def _schedule_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         if ends_agree:
             when, shares = f"At step {n}", [rank_lrs[n] / peaks[0], single_lrs[n] / peaks[1]]
         else:
-            when = f"After {format_count(len(lrs), 'step')}"
+            when = f"After {plural(len(lrs), 'step')}"
         message = f"{when}, the learning rate on the ranks is at {shares[0]:.3g} of its highest value, and in a single "
         message += f"process at {shares[1]:.3g}."
         lines = [step.rate for step in entries_of(parity.ranks[0], OptimizerStep) if step.optimizer == number]
@@ -361,7 +355,7 @@ def _shown_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         first = wrong[0]
         suffix = f" (factor {factor})" if is_world_size else ""
         number = first.text
-        message = f"{number}, {first.entry.how} after {format_count(first.entry.steps, 'step')}, "
+        message = f"{number}, {first.entry.how} after {plural(first.entry.steps, 'step')}, "
         message += f"is {first.quantity.single:.6g} in a single process on the same samples{suffix}."
         pairs = ", ".join(f"{item.text} and {item.quantity.single:.6g}" for item in wrong[:3])
         evidence = [f"on ranks and in a single process: {pairs}"]

@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.evaluation import (
 )
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, join_names
+from ddpcheck.findings.wording import join_names, plural
 from ddpcheck.trace.evaluation import RankEvaluation, gathered_labels, shows
 from ddpcheck.trace.metrics import Evaluation, evaluations_of
 from ddpcheck.trace.script_facts import ScriptFacts
@@ -64,7 +64,7 @@ class Evaluations(View):
         """Yield how many shown numbers are metrics of the samples of all ranks."""
         if not self.evaluations:
             return
-        loops = f"after {format_count(len(self.evaluations), 'loop')} without backward"
+        loops = f"after {plural(len(self.evaluations), 'loop')} without backward"
         traced, untraced = 0, dict[Location | None, str]()
         for rank, rank_shown in enumerate(self.shown):
             for output, number in ((item, number) for item in rank_shown for number in item.numbers):
@@ -74,7 +74,7 @@ class Evaluations(View):
                     value = number.text or f"{number.values[0]:.6g}"
                     untraced.setdefault(output.location, f"{value} ({output.location})" if output.location else value)
         if traced:
-            yield f"{format_count(traced, 'number')} shown {loops}: metrics of the samples of all ranks"
+            yield f"{plural(traced, 'number')} shown {loops}: metrics of the samples of all ranks"
         if untraced and not findings:
             raise NotRecorded(f"not compared with all ranks: {join_names([*untraced.values()], most=_MOST_NAMED)}")
         if not traced and not findings:

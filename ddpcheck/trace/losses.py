@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.loop import GatheredConstant, ModuleChanged, Own
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, group_by
+from ddpcheck.findings.wording import group_by, plural
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.stream.rank_report import MicroBatch
 from ddpcheck.trace.captured import compare_with_average
@@ -130,7 +130,7 @@ class Losses(View):
             return
         summary = "the loss is a sum over the samples of a rank, which DDP averages; not compared with a single process"
         if not all(term.kind == "sum" and abs(term.factor) == 1 for loss in averaged[0] for term in loss.terms):
-            summary = f"no fault in the scale and normalisation of the loss, in {format_count(passes, 'backward pass')}"
+            summary = f"no fault in the scale and normalisation of the loss, in {plural(passes, 'backward pass')}"
             yield f"{summary}; not compared with a single process"
         elif self.is_for_sums:
             yield summary

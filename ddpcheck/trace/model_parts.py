@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, group_by
+from ddpcheck.findings.wording import group_by, plural
 from ddpcheck.stream.entries import GroupUsed
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.script_facts import PartSteps, WrapperTrace, entries_of
@@ -77,7 +77,7 @@ class ModelParts(ScriptView):
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         count = max((len(opt_steps) for group in self.steps for opt_steps in group), default=0)
         if count and check == "replicas":
-            yield f"no fault in replicated parameters, in {format_count(count, 'step')}"
+            yield f"no fault in replicated parameters, in {plural(count, 'step')}"
 
 
 MIN_PART_STEPS = 3  # steps needed for a finding

@@ -9,7 +9,7 @@ from typing import Self
 from ddpcheck.findings.evidence.script import MetricUsed, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, format_ranks, join_names
+from ddpcheck.findings.wording import format_ranks, join_names, plural
 from ddpcheck.trace.script_facts import ScriptFacts, WrapperTrace, first_steps
 from ddpcheck.trace.unwrapped_params import Steps, any_gradient_differs, are_local, names_differing
 from ddpcheck.trace.view import NotRecorded, ScriptView, View
@@ -65,9 +65,7 @@ class Optimizers(ScriptView):
         compared = "options" if any(map(any_gradient_differs, steps)) else "options, state and gradients"
         if facts.shards:
             compared = "options, number of steps and scale of the shards' gradients"
-        scope = (
-            f"of {format_count(len(optimizers), 'optimizer')} match between ranks in {format_count(len(steps), 'step')}"
-        )
+        scope = f"of {plural(len(optimizers), 'optimizer')} match between ranks in {plural(len(steps), 'step')}"
         averaged = [rank_steps for rank_steps in steps if all(step.reductions >= 0 for step in rank_steps)]
         differ = sum(bool(names_differing([step.norms for step in rank_steps])) for rank_steps in averaged)
         if steps:

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import (
-    Names,
-    format_count,
-    format_ranks,
-    format_steps,
-    join_names,
-    plural_verb,
-    ranks_or_all,
-)
+from ddpcheck.findings.wording import Names, format_ranks, format_steps, join_names, plural, plural_verb, ranks_or_all
 
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
 SPARSE_REFUSED = (
@@ -163,7 +155,7 @@ class MissingGroup:
         elif wrapper.goes_on_without:
             option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
             note = "fully_shard says nothing of it" if wrapper.sharded else f"{option}=True keeps DDP from stopping"
-            notes.append(f"{note}; nothing has trained {self.them} in {format_count(num_steps, 'step')}")
+            notes.append(f"{note}; nothing has trained {self.them} in {plural(num_steps, 'step')}")
         take_turns = self.end.cause == "unused" and facts.similar_params_alternate(self.names)
         if take_turns:
             notes.append(

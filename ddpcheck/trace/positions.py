@@ -9,7 +9,7 @@ from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
-from ddpcheck.findings.wording import format_by_text, format_count
+from ddpcheck.findings.wording import format_by_text, plural
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, SHARD_FORWARD, Backward, backward_of, lines_in
 
 
@@ -148,13 +148,13 @@ def divergence_evidence(position: Position, peer: Position) -> list[str]:
 def describe_shard(loader_pass: LoaderPass) -> str:
     """Describe how many batches and samples a rank has taken."""
     size = len(loader_pass.indices) if loader_pass.exhausted and loader_pass.indices else -1
-    words = f"{format_count(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"
+    words = f"{plural(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"
     if loader_pass.expected >= 0 and not loader_pass.exhausted:
         words += f" of {loader_pass.expected}"
     if size >= 0:
-        words += f", {format_count(size, 'sample')}"
+        words += f", {plural(size, 'sample')}"
     elif loader_pass.size >= 0:
-        words += f", of a dataset of {format_count(loader_pass.size, 'sample')}"
+        words += f", of a dataset of {plural(loader_pass.size, 'sample')}"
     return f"{words}, {loader_pass.batch_size} to a batch" if loader_pass.batch_size > 1 else words
 
 

@@ -9,7 +9,7 @@ from typing import Self
 from ddpcheck.findings.evidence.replicas import NothingLoaded, RunningStatistic
 from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count
+from ddpcheck.findings.wording import plural
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
 
@@ -37,7 +37,7 @@ class Program(View):
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         if paths := {use.path for rank_uses in self.uses for use in rank_uses}:
-            yield f"no fault in the uses of {format_count(len(paths), 'file')}"
+            yield f"no fault in the uses of {plural(len(paths), 'file')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.replicas import StateUsed
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import format_count, format_ranks
+from ddpcheck.findings.wording import format_ranks, plural
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
 from ddpcheck.trace.captured import without_rounding
 from ddpcheck.trace.gradients import UNEQUAL
@@ -51,7 +51,7 @@ class Wrappers(ScriptView):
             return
         if missing := sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing}):
             raise NotRecorded(describe_missing_ranks(missing))
-        steps = format_count(facts.steps, "step")
+        steps = plural(facts.steps, "step")
         if check == "parameters":
             reports = [entry.report for wrapper in facts.wrappers for entry in chain(*wrapper.events(StepsReported))]
             may_miss = any(report.missing or report.sometimes_missing or report.never_used for report in reports)
@@ -81,7 +81,7 @@ class Wrappers(ScriptView):
                 subjects = f"modules and buffers{', and values before fully_shard,' if is_known else ''}"
             elif any(facts.non_averaging_hook(wrapper.number) for wrapper in facts.wrappers):
                 subjects = "modules and buffers"
-            yield f"{subjects} match between ranks, compared {format_count(count, 'time')}"
+            yield f"{subjects} match between ranks, compared {plural(count, 'time')}"
         self._require_all_steps(count)
 
     def _compare_gradients(self, findings: Sequence[Finding]) -> Iterator[str]:
@@ -102,7 +102,7 @@ class Wrappers(ScriptView):
             average = "average or sum" if any(map(scales_loss_for_sums, facts.wrappers)) else "average"
             is_wrong = any(self.check_of(finding) == "reducer" for finding in findings)
             result = "and the average" if is_wrong else f"equal the {average}"
-            yield f"gradients {result} of the ranks' own, compared {format_count(count, 'time')}"
+            yield f"gradients {result} of the ranks' own, compared {plural(count, 'time')}"
         self._require_all_steps(count, reasons)
         if is_partial:
             raise NotRecorded(NOT_REDUCED)

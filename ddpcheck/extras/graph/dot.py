@@ -15,7 +15,7 @@ from ddpcheck.extras.graph.drawing_data import GraphView, MarkedParam, ModuleFac
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import format_count, group_by, join_names, printable
+from ddpcheck.findings.wording import group_by, join_names, plural, printable
 
 MOST_LINES = 6  # parameter names in one node
 MOST_PARAMETER_NODES = 16  # with more nodes, the parameters of several modules share a node
@@ -114,7 +114,7 @@ class _Drawing:
         names = [name.rpartition(".")[2] for name in (fact.copies[:: copies - 1] if copies > 1 else [path])]
         words = [f"{copies} {_TIMES} {fact.class_name}" if copies > 1 else fact.class_name]
         if fact.elements:
-            words.append(f"{format_count(f'{fact.elements:,}', 'parameter')}{' each' if copies > 1 else ''}")
+            words.append(f"{plural(f'{fact.elements:,}', 'parameter')}{' each' if copies > 1 else ''}")
         if fact.calls > 1:
             words.append(f"called {fact.calls} times")
         elif fact.class_name and not any(
@@ -153,13 +153,11 @@ def summary(view: GraphView, report: Report) -> str:
     """Return one line on the drawn modules and the anomalous parameters."""
     modules = {node.module for node in view.nodes if node.kind == "module" and node.module is not None}
     codes = join_names(sorted({parameter.mark[0] for parameter in view.parameters}), most=5)
-    marked = (
-        f"{format_count(len(view.parameters), 'anomalous parameter')} ({codes})" if codes else "no anomalous parameters"
-    )
+    marked = f"{plural(len(view.parameters), 'anomalous parameter')} ({codes})" if codes else "no anomalous parameters"
     for check in report.checks:
         if check.name == "parameters" and check.status == "skipped" and not codes:
             marked = f"it is not known which parameters are anomalous ({check.detail})"
-    return f"{'autograd graph' if view.autograd else format_count(len(modules), 'module')} drawn, {marked}"
+    return f"{'autograd graph' if view.autograd else plural(len(modules), 'module')} drawn, {marked}"
 
 
 def picture_format(path: str | None) -> str:

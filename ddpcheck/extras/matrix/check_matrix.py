@@ -33,7 +33,7 @@ from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.findings.wording import format_count, suggests_names
+from ddpcheck.findings.wording import plural, suggests_names
 from ddpcheck.harness import World
 from ddpcheck.report.checking.check import resolve_options
 from ddpcheck.report.checking.check_report import report_of
@@ -225,9 +225,7 @@ class _MatrixRun:
         if not self.facts.shards or size < 2 or not any(row.fine for row in self.rows):
             return
         for shape in [(size,), *([(2, size // 2)] if size > 3 and size % 2 == 0 else [])]:
-            label = (
-                "fully_shard" if len(shape) == 1 else f"fully_shard, 2 replicas of {format_count(size // 2, 'shard')}"
-            )
+            label = "fully_shard" if len(shape) == 1 else f"fully_shard, 2 replicas of {plural(size // 2, 'shard')}"
             nearest = DEFAULTS.plus(broadcast_buffers=False)
             state = self._check(nearest, label, partial(calls.matrix_phases.wrap_in_shards, shape))
             self.rows.append(replace(self._judge(state, DEFAULTS, own=False), label=label))

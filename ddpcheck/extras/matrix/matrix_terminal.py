@@ -8,7 +8,7 @@ from textwrap import shorten
 from rich.console import RenderableType
 
 from ddpcheck.findings.rules import Severity
-from ddpcheck.findings.wording import format_count, shorten_texts
+from ddpcheck.findings.wording import plural, shorten_texts
 from ddpcheck.render.parts import VERDICTS, words
 from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
@@ -52,9 +52,7 @@ class MatrixTerminalRenderer(TextRenderer):
         if base is None or base.step_time is None:
             return
         world = matrix.world
-        environment = (
-            f"{world.get('backend')} on {world.get('device')}, {format_count(world.get('world_size'), 'rank')}"
-        )
+        environment = f"{world.get('backend')} on {world.get('device')}, {plural(world.get('world_size'), 'rank')}"
         text = (
             f"step time: relative to {base.title} ({_spelled(base.step_time.seconds)}), median of pairs run in "
             f"turns on this machine, {environment}; '=' is no measurable difference"

@@ -23,7 +23,7 @@ from ddpcheck.findings.errors import EXIT_HANG, EXIT_TARGET, EXIT_USAGE, DDPChec
 from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, SimulatedRank
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.findings.wording import format_count, join_names, suggests_names
+from ddpcheck.findings.wording import join_names, plural, suggests_names
 from ddpcheck.report.checking.check import resolve_options
 from ddpcheck.report.checking.check_report import make_report
 from ddpcheck.report.checking.check_state import CheckOptions
@@ -132,7 +132,7 @@ class _Simulation:
         size, at_once = simulated.world_size, min(_MOST_AT_ONCE, os.cpu_count() or 1)
         self.ranks = []
         while self.error is None and len(self.ranks) < size:
-            self.progress(f"{len(self.ranks)} of {format_count(size, 'rank')}")
+            self.progress(f"{len(self.ranks)} of {plural(size, 'rank')}")
             # rank 0 first and alone, since other ranks receive the data that rank 0 sends as root
             ranks = range(len(self.ranks), min(size, len(self.ranks) + at_once) if self.ranks else 1)
             self.ranks += self._on_ranks(
@@ -162,7 +162,7 @@ class _Simulation:
 
     def report(self, seconds: float) -> Report:
         status_pairs = {"collectives": [(finding, finding) for finding in self.findings]}
-        simulated = f"{len(self.ranks):,} ranks simulated one by one, {format_count(self.asked.steps, 'step')} each"
+        simulated = f"{len(self.ranks):,} ranks simulated one by one, {plural(self.asked.steps, 'step')} each"
         verdicts = {"ranks": Verdict(matching=simulated), "collectives": self._collectives_verdict()}
 
         def lines(kept: Sequence[Finding]) -> Iterator[CheckResult]:

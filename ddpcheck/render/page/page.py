@@ -15,15 +15,7 @@ from markupsafe import Markup
 
 from ddpcheck.findings.report import Document, Report
 from ddpcheck.findings.rules import sections_of
-from ddpcheck.findings.wording import (
-    capitalized,
-    format_count,
-    format_ranks,
-    format_steps,
-    printable,
-    shorten,
-    shorten_texts,
-)
+from ddpcheck.findings.wording import capitalized, format_ranks, format_steps, plural, printable, shorten, shorten_texts
 from ddpcheck.render import Renderer, in_ascii, parts
 from ddpcheck.render.page.charts import chart_view
 from ddpcheck.render.page.sections import finding_view, module_tree, plots, timeline_view
@@ -163,7 +155,7 @@ def _templates() -> Environment:
         finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
     )
     environment.filters.update(
-        counted=format_count, fitted=fitted, ranks=format_ranks, sentence=capitalized, short=shorten, steps=format_steps
+        counted=plural, fitted=fitted, ranks=format_ranks, sentence=capitalized, short=shorten, steps=format_steps
     )
     environment.globals.update(say=parts, sections_of=sections_of, css=Markup((folder / "page.css").read_text("utf-8")))
     environment.globals["ui"] = environment.get_template("parts.html").module

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, ModuleEntry, RankCollectives, SourceExcerpt
 from ddpcheck.findings.report import Finding, Location, ParityEntry, Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import format_count, format_ranks, format_steps, group_by, join_names
+from ddpcheck.findings.wording import format_ranks, format_steps, group_by, join_names, plural
 from ddpcheck.render.parts import facts_of, sorted_findings
 
 _LEAST, _MOST_ERROR = 1e-12, 1e12  # limits of the scale
@@ -59,8 +59,8 @@ def _plot(reference: str, entries: Sequence[ParityEntry]) -> Plot:
     worst_steps = (max(param_entries, key=lambda entry: (entry.is_beyond, entry.excess)) for param_entries in by_name)
     worst = sorted(worst_steps, key=lambda entry: (not entry.is_beyond, -entry.excess, entry.parameter))
     beyond = sum(entry.is_beyond for entry in worst)
-    steps = format_count(len({entry.step for entry in entries}), "step")
-    summary = f"{format_count(len(worst), 'parameter')} in {steps}: {beyond or 'none'} beyond the tolerance."
+    steps = plural(len({entry.step for entry in entries}), "step")
+    summary = f"{plural(len(worst), 'parameter')} in {steps}: {beyond or 'none'} beyond the tolerance."
     values = [v for entry in worst for v in (entry.relative_error, entry.tolerance) if math.isfinite(v) and v > 0]
     least, most = (min(max(end, _LEAST), _MOST_ERROR) for end in (min(values, default=1e-8), max(values, default=1.0)))
     low = math.floor(math.log10(least))
@@ -129,7 +129,7 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
     if timeline.parts_at is not None:
         start = max(min(start, timeline.parts_at), timeline.parts_at - _BEFORE)
     end = min(last + any(group.end < last or group.log.waiting for group in shown), start + _MOST)
-    before = f"the {format_count(start, 'collective')} before these are not shown" if start else "from the first one on"
+    before = f"the {plural(start, 'collective')} before these are not shown" if start else "from the first one on"
     after = f", nor the {last - end} after them" if last > end else ""
     numbers = [number for number in range(start, end) if any(group.at(number) for group in shown)]
     waits = _waits(shown)

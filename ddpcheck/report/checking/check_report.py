@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.steps import ShardedStep
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.findings.rules import RULES, is_selected, rules_of_check
 from ddpcheck.findings.selection import sort_out
-from ddpcheck.findings.wording import format_count, format_steps, join_names, plain_name, shorten_texts
+from ddpcheck.findings.wording import format_steps, join_names, plain_name, plural, shorten_texts
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.rules.loss.ddp308_nondeterministic import NOT_COMPARED
 from ddpcheck.rules.verdict import Verdict, status_of
@@ -143,12 +143,12 @@ class Tally:
         more = [f"{self.zero} more {'is' if self.zero == 1 else 'are'} zero"] if self.zero else []
         more += [f"{self.undecided} more cannot be told from rounding"] if self.undecided else []
         verb = "equals" if self.matching == 1 else "equal"
-        text = f"{format_count(self.matching, 'gradient')} in {self._when(num_steps)} {verb} {what}"
+        text = f"{plural(self.matching, 'gradient')} in {self._when(num_steps)} {verb} {what}"
         return f"{text} ({', '.join(more)})" if more else text
 
     def compressed(self, hook: str, num_steps: int) -> str:
         """Describe gradients that a communication hook compresses too much to be compared."""
-        count = format_count(self.matching + self.undecided, "gradient")
+        count = plural(self.matching + self.undecided, "gradient")
         average = "the average of the ranks' own"
         near = f"{self.matching} of them equal {average}; the others" if self.matching else "they"
         away = f"differ from {'it' if self.matching else average} by up to {self.largest_error:.2g}"
@@ -159,11 +159,11 @@ class Tally:
         if not self.differ:
             return ""
         verb = "differs" if self.differ == 1 else "differ"
-        gradients = format_count(self.matching + self.differ, "gradient")
+        gradients = plural(self.matching + self.differ, "gradient")
         return f"{self.differ} of {gradients} in {self._when(num_steps)} {verb}"
 
     def _when(self, num_steps: int) -> str:
-        return format_count(num_steps, "step") if len(self.steps) == num_steps else format_steps(self.steps)
+        return plural(num_steps, "step") if len(self.steps) == num_steps else format_steps(self.steps)
 
 
 def _result_of(entry: ParityEntry) -> str:
@@ -212,7 +212,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     updates = sum(not difference.bad for item in sharded for difference in item.against_whole)
     if text and name == "reducer" and updates:
         of = "parts" if state.models else "shards"
-        params = format_count(updates, "parameter")
+        params = plural(updates, "parameter")
         text = f"{text}; {params} after a step on {of} equal those after a step on whole parameters"
     return Verdict(
         matching=text,
@@ -240,7 +240,7 @@ def _parameters_verdict(state: CheckState) -> Verdict:
     names = states[0]
     unused = [name for name in names if any(state.get(name) in ("missing", "lost") for state in states)]
     where = " on every rank" if state.asked.world_size > 1 else ""
-    when = format_count(len(steps), "step")
+    when = plural(len(steps), "step")
     subject = "every parameter" if len(names) == len(state.wrapped[0].parameters) else "every trainable parameter"
     text = f"{subject} contributed to the loss in {when}{where}"
     if unused:

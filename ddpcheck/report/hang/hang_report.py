@@ -13,7 +13,7 @@ from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, ReportError
 from ddpcheck.findings.selection import sort_out
-from ddpcheck.findings.wording import format_by_text, format_count, format_ranks, group_by, plural_verb
+from ddpcheck.findings.wording import format_by_text, format_ranks, group_by, plural, plural_verb
 from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.collectives.diagnose import diagnose_dumps
@@ -82,7 +82,7 @@ def _describe_wait(dump: RankDump) -> str:
     """Describe the pending or last collective of a rank, from its dump."""
     open_calls = [entry for entry in dump.entries if not entry.ended]
     if open_calls:
-        more = f", and in {format_count(len(open_calls) - 1, 'other')} after it" if len(open_calls) > 1 else ""
+        more = f", and in {plural(len(open_calls) - 1, 'other')} after it" if len(open_calls) > 1 else ""
         return f"waits in {_call_text(open_calls[0])}{more}"
     if not dump.entries:
         return "has no open collective: all have ended" if dump.enqueued else "has entered no collective"
@@ -102,7 +102,7 @@ def _ranks_line(seen: RanksSeen) -> CheckResult:
         return CheckResult("ranks", "skipped", detail=detail)
     lost = [rank for rank, dump in seen.dumps.items() if dump.wrapped]
     earlier = f"; earlier collectives of {format_ranks(lost)} are lost" if lost else ""
-    return CheckResult("ranks", "passed", detail=f"{seen.source}s of {format_count(size, 'rank')}{earlier}")
+    return CheckResult("ranks", "passed", detail=f"{seen.source}s of {plural(size, 'rank')}{earlier}")
 
 
 def _collectives_line(
@@ -115,7 +115,7 @@ def _collectives_line(
     count = sum(max(map(len, group.logs), default=0) for group in groups)
     if not count:
         return CheckResult("collectives", "skipped", detail=f"the {seen.source}s hold no collective")
-    text = f"{format_count(count, 'collective')} of {format_count(len(groups), 'process group')}"
+    text = f"{plural(count, 'collective')} of {plural(len(groups), 'process group')}"
     parts = [f"{text} in the {seen.source}s pair up", *_pending_phrases(seen)]
     return CheckResult("collectives", "passed", detail="; ".join(parts))
 

@@ -36,11 +36,11 @@ from ddpcheck.findings.stacks import is_waiting
 from ddpcheck.findings.wording import (
     capitalized,
     format_by_text,
-    format_count,
     format_ranks,
     group_by,
     join_names,
     new_finding,
+    plural,
     plural_verb,
     pluralize_verb,
     ranks_or_all,
@@ -102,7 +102,7 @@ def _explain_meeting(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, .
     if missing := sorted(set(range(size)) - set(numbers)):
         wait = plural_verb("waits", "wait", waiting)
         return (
-            f"{format_count(len(waiting), 'process')} {wait} in init_process_group, and the world size is {size}: "
+            f"{plural(len(waiting), 'process')} {wait} in init_process_group, and the world size is {size}: "
             f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} missing.",
             "Call init_process_group in every process, and start as many as world_size says; or leave world_size and "
             "rank out: torchrun sets them.",
@@ -116,7 +116,7 @@ def _explain_meeting(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, .
             (),
         )
     return (
-        f"All {format_count(len(waiting), 'rank')} wait in init_process_group, and do not meet at {address}.",
+        f"All {plural(len(waiting), 'rank')} wait in init_process_group, and do not meet at {address}.",
         "Check that rank 0 can serve that address and that the others can reach it: host name, port, firewall, and the "
         "network interface (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME).",
         (),
@@ -265,8 +265,7 @@ def explain_timeout(facts: FailureFacts) -> list[Finding]:
         location=where,
         evidence=[
             *(f"{format_ranks([r])} was at {' called from '.join(stack[:4])}" for r, stack in facts.at_work.items()),
-            f"{format_ranks(waited)} and {format_ranks(late)} have reached the same "
-            f"{format_count(len(log), 'collective')}",
+            f"{format_ranks(waited)} and {format_ranks(late)} have reached the same {plural(len(log), 'collective')}",
             facts.first.message,
         ],
         fix=f"Give the others that time: {where_set}(timeout=...) longer than what {format_ranks(late)} "

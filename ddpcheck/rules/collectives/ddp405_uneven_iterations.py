@@ -30,7 +30,7 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import ENDLESS, Block
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, format_ranks, new_finding, plural_verb, pluralize_verb
+from ddpcheck.findings.wording import format_ranks, new_finding, plural, plural_verb, pluralize_verb
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import fewer_backwards_finding
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, Backward
 from ddpcheck.trace.positions import (
@@ -71,7 +71,7 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
         return new_finding(
             "DDP405",
             (first.dataset or "batches",),
-            f"The loader has {format_count(fewest, 'batch')} on {format_ranks(short_ranks)}, and "
+            f"The loader has {plural(fewest, 'batch')} on {format_ranks(short_ranks)}, and "
             f"{format_ranks(longer_ranks)} {plural_verb('takes', 'take', longer_ranks)} batch {fewest + 1}: "
             f"{describe_ranks(facts, short_ranks)}, {describe_ranks(facts, longer_ranks)}.",
             ranks=short_ranks if len(short_ranks) <= len(longer_ranks) else longer_ranks,
@@ -121,9 +121,9 @@ def _describe_visits(rank: RankAtEnd, call: Call) -> str:
     """Describe how often a rank made a call: "3 backward passes"."""
     times = count_visits(rank, call)
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
-        return f"{format_count(times, 'call')} of {op_name(call)}"
+        return f"{plural(times, 'call')} of {op_name(call)}"
     is_forward = call.operation != DDP_BACKWARD and any(logged.operation == call.operation for logged in rank.calls)
-    return format_count(times, f"{'forward' if is_forward else 'backward'} pass")
+    return plural(times, f"{'forward' if is_forward else 'backward'} pass")
 
 
 def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[Finding]:

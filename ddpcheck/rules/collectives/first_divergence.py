@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, group_by
+from ddpcheck.findings.wording import group_by, plural
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import (
     judge_collectives,
     judge_schedule_waits,
@@ -64,7 +64,7 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
     calls = {rank: logs[rank][index] for rank in ranks if index < len(logs[rank])}
     calling, missing = ([rank for rank in calls if coded[rank][index] == coded[side][index]] for side in sides)
     last_calls = [
-        f"rank {rank}, its last one, after {format_count(first + len(logs[rank]) - 1, 'other')}: {logs[rank][-1]}"
+        f"rank {rank}, its last one, after {plural(first + len(logs[rank]) - 1, 'other')}: {logs[rank][-1]}"
         for rank in ranks
         if logs[rank]
     ]

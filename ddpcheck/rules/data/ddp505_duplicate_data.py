@@ -38,7 +38,7 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass, LossDifferentiated
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_count, format_steps, new_finding
+from ddpcheck.findings.wording import format_steps, new_finding, plural
 from ddpcheck.trace.data import (
     Loader,
     all_inputs_differ,
@@ -228,7 +228,7 @@ def judge_inputs(
 
 
 def _describe_share(loader: LoaderPass) -> str:
-    return f"each rank takes {len(loader.indices)} of {wording.format_count(loader.size, 'sample')} ({loader.sampler})"
+    return f"each rank takes {len(loader.indices)} of {wording.plural(loader.size, 'sample')} ({loader.sampler})"
 
 
 def judge_same_targets(
@@ -341,7 +341,7 @@ def judge_delayed_samples(inputs: Mapping[int, Sequence[Inputs]]) -> list[Findin
                 return new_finding(
                     "DDP505",
                     ("forward",),
-                    f"Rank {rank} gets the samples that rank {peer} gets {format_count(lag, 'step')} later: the ranks "
+                    f"Rank {rank} gets the samples that rank {peer} gets {plural(lag, 'step')} later: the ranks "
                     "iterate over the same samples, one behind the other.",
                     location=inputs[rank][0].location,
                     severity=Severity.WARNING,
@@ -367,7 +367,7 @@ def judge_rows(loader: Loader) -> list[Finding]:
             "DDP505",
             first[0],
             "Every rank takes the same samples in the same order from the loader, so together they do the work of one.",
-            evidence=[f"{format_count(len(first[0].rows), 'sample')} of the first epoch are equal, by their contents"],
+            evidence=[f"{plural(len(first[0].rows), 'sample')} of the first epoch are equal, by their contents"],
             fix=SPLIT_STREAM if first[0].size < 0 else "",
         )
     if first[0].size >= 0 or not loader.num_shared_rows:
@@ -424,7 +424,7 @@ def judge_repeated_samples(local: Sequence[LocalStep], *, gradients_differ: bool
             if common := len(repeated & set(rows[index]) & set(peer.sample_fingerprints)):
                 is_are = "is" if common == 1 else "are"
                 rank, other_rank = item.evidence.rank, peer.evidence.rank
-                shared.append(f"{format_count(common, 'sample')} on rank {rank} {is_are} on rank {other_rank} too")
+                shared.append(f"{plural(common, 'sample')} on rank {rank} {is_are} on rank {other_rank} too")
     return new_finding(
         "DDP505",
         ("shard",),

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, join_names
+from ddpcheck.findings.wording import join_names, plural
 from ddpcheck.trace.data import FEWEST_ROWS, Loader, finding_on_loader, first_training_indices
 
 
@@ -103,7 +103,7 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         "DDP506",
         loader,
         f"An epoch is resumed in a different order: of the samples of the first "
-        f"{format_count(loader.skipped, 'batch')}, which the loop skips, {untrained} had not been trained on. "
+        f"{plural(loader.skipped, 'batch')}, which the loop skips, {untrained} had not been trained on. "
         "Others are trained on again.",
         line=loader.told or loader.epochs_at,
         evidence=["the previous pass began with samples that differ from the skipped ones"],
@@ -153,7 +153,7 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     if len(restarted) < len(passes) or not done or (restored := done[0].restored) is None:
         return []
     loader = done[0]
-    far = format_count(restored.steps, "optimizer step") if restored.steps else format_count(restored.epochs, "epoch")
+    far = plural(restored.steps, "optimizer step") if restored.steps else plural(restored.epochs, "epoch")
     return finding_on_loader(
         "DDP506",
         loader,

@@ -32,7 +32,7 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import SharedDraw
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, join_names, new_finding
+from ddpcheck.findings.wording import join_names, new_finding, plural
 from ddpcheck.trace.data import (
     MIN_DRAWS,
     Loader,
@@ -132,7 +132,7 @@ def judge_step_draws(
         "DDP510",
         ("training step",),
         "The training step draws random numbers for its samples, and every rank draws the same ones for different "
-        f"samples, in {format_count(len({draw.step for draw in repeated}), 'step')} that were looked at.",
+        f"samples, in {plural(len({draw.step for draw in repeated}), 'step')} that were looked at.",
         location=draw.seeded or draw.location or compared[0][0][0].location,
         evidence=[
             "before and after these draws the random generators have the same state on every rank",
@@ -164,7 +164,7 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
             "DDP510",
             ("training step",),
             "The training step adds random numbers to its samples, and every rank adds the same ones to different "
-            f"samples, in {format_count(len(noise), 'step')} that were looked at.",
+            f"samples, in {plural(len(noise), 'step')} that were looked at.",
             location=line,
             evidence=[
                 "the noise added to the batches of the loader is the same on every rank, and changes from step to step"

@@ -35,14 +35,7 @@ from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import (
-    format_count,
-    format_ranks,
-    group_by_value,
-    minority_ranks,
-    new_finding,
-    plural_verb,
-)
+from ddpcheck.findings.wording import format_ranks, group_by_value, minority_ranks, new_finding, plural, plural_verb
 from ddpcheck.rules.replicas.comparisons import program_data_finding
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.data import (
@@ -79,7 +72,7 @@ def judge_split(loader: Loader) -> list[Finding]:
         "DDP516",
         first[0],
         f"The ranks have split the dataset differently: {count} of the "
-        f"{wording.format_count(len(subsets[0]), 'sample')} of rank 0's part are not in the part of every other "
+        f"{wording.plural(len(subsets[0]), 'sample')} of rank 0's part are not in the part of every other "
         "rank, so one rank trains on samples that another one holds "
         "out.",
         line=first[0].split or first[0].location,
@@ -354,7 +347,7 @@ def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) 
         "different samples: the model combines parts that were computed from different batches.",
         ranks=ranks,
         steps=(local[0].evidence.step,),
-        evidence=[f"so it is in {format_count(len(groups), 'group')} of ranks"] if len(groups) > 1 else [],
+        evidence=[f"so it is in {plural(len(groups), 'group')} of ranks"] if len(groups) > 1 else [],
         fix="Split the batch by the arguments of shard, which are a rank's place in the data dimension of the mesh and "
         "the size of that, and not by the rank in the world.",
     )

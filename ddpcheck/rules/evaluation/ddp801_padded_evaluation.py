@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from operator import eq
 
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, new_finding
+from ddpcheck.findings.wording import new_finding, plural
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import (
     RankEvaluation,
@@ -71,7 +71,7 @@ def _judge_padded(evaluation: Evaluation) -> list[Finding]:
         "DDP801",
         (ev.loader.dataset,),
         f"The metric is over {sum(counts.values())} samples, and the ranks have {len(counts)} different ones: "
-        f"{format_count(excess, 'sample')} {'counts' if excess == 1 else 'count'} twice.",
+        f"{plural(excess, 'sample')} {'counts' if excess == 1 else 'count'} twice.",
         location=ev.loader.made or location or ev.loader.location,
         evidence=[
             f"{ev.loader.sampler} gives each rank {ev.samples} of the {ev.loader.size} samples",

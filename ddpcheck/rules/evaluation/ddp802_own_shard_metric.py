@@ -37,7 +37,7 @@ from ddpcheck.findings.evidence.evaluation import MetricShown, ResultExchanged, 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, format_ranks, make_finding, new_finding
+from ddpcheck.findings.wording import format_ranks, make_finding, new_finding, plural
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import RankEvaluation, exchange_line, gathered_labels, is_close, numbers_shown, shows
 from ddpcheck.trace.evaluations import Evaluations
@@ -210,7 +210,7 @@ def judge_single_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequ
                     "DDP802",
                     (key.rpartition(".")[2] or key,),
                     f"{format_ranks(ranks).capitalize()} alone {'evaluates' if len(ranks) == 1 else 'evaluate'}, and "
-                    f"the sampler splits the {ev.loader.size} samples between {format_count(parts, 'rank')}: rank "
+                    f"the sampler splits the {ev.loader.size} samples between {plural(parts, 'rank')}: rank "
                     f"{rank} has {value:.6g} of {ev.samples} of them, and the remaining samples are on no rank.",
                     ranks=ranks,
                     location=ev.loader.made or ev.loader.location,

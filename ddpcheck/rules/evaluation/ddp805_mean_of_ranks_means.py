@@ -28,7 +28,7 @@ import itertools
 import math
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, new_finding
+from ddpcheck.findings.wording import new_finding, plural
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import exchange_line, first_shown, is_close, shard_numbers
 from ddpcheck.trace.evaluations import Evaluations
@@ -68,7 +68,7 @@ def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
                     f"{min(samples)} to {max(samples)} samples each: over all samples it is {right:.6g}.",
                     location=exchange_line(call.first, metric.key.partition(".")[0]),
                     evidence=[
-                        f"rank {rank} gives {call.first.operation} {value:.6g}, of {format_count(count, 'sample')}"
+                        f"rank {rank} gives {call.first.operation} {value:.6g}, of {plural(count, 'sample')}"
                         for rank, (value, count) in enumerate(by_rank)
                     ]
                     + [

@@ -41,7 +41,6 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     capitalized,
     format_by_rank,
-    format_count,
     format_ranks,
     format_steps,
     group_by,
@@ -50,6 +49,7 @@ from ddpcheck.findings.wording import (
     make_finding,
     minority_ranks,
     new_finding,
+    plural,
     plural_verb,
     ranks_or_all,
 )
@@ -131,7 +131,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     return facts.known.names.new_finding(
         "DDP301",
         names,
-        f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {format_count(count, 'parameter')} "
+        f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {plural(count, 'parameter')} "
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
         steps=ranks_or_all(steps, facts.step_count),
         evidence=["" if is_known else wrapper_note, *facts.evidence_between_ranks],

@@ -30,7 +30,7 @@ from functools import partial
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import format_count, make_finding
+from ddpcheck.findings.wording import make_finding, plural
 from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.failures import NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING, WrapperErrorFacts
@@ -64,7 +64,7 @@ def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
         return []
     return facts.mismatch(
         "DDP302",
-        f"{facts.differing_losses}: the gradients of {format_count(len(facts.mismatched), 'parameter')} are those of "
+        f"{facts.differing_losses}: the gradients of {plural(len(facts.mismatched), 'parameter')} are those of "
         "their sum.",
         subjects=("loss",),
         location=facts.known.loss_location,
@@ -81,7 +81,7 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     if not facts.mismatched:
         return []
     hook, sharded = facts.known.wrapper.comm_hook, facts.known.wrapper.sharded
-    parameters = format_count(len(facts.mismatched), "parameter")
+    parameters = plural(len(facts.mismatched), "parameter")
     if facts.known.own_hook:
         return facts.mismatch(
             "DDP302",

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import GradientsHooked, HookedGradient, ModuleChanged
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import capitalized, format_count, group_by_value, join_names, make_finding, new_finding
+from ddpcheck.findings.wording import capitalized, group_by_value, join_names, make_finding, new_finding, plural
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.check_context import SingleProcessFacts, values_are_close
 from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, ReducerFacts
@@ -56,7 +56,7 @@ def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
     return facts.mismatch(
         "DDP310",
         f"{capitalized(hooks[0].description)}, registered while wrapping, changes gradients: under the wrapper, those "
-        f"of {format_count(len(names), 'parameter')} are not the average of the ranks' own.",
+        f"of {plural(len(names), 'parameter')} are not the average of the ranks' own.",
         *(f"on the path of gradients: {hook}" for hook in hooks[:3]),
         location=hooks[0].location or known.names.location(names),
     )

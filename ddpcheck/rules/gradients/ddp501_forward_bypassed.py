@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, format_ranks, join_names, new_finding, plural_verb, ranks_or_all
+from ddpcheck.findings.wording import format_ranks, join_names, new_finding, plural, plural_verb, ranks_or_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.ledger import BYPASSING_EVENTS
 from ddpcheck.trace.failures import FailureFacts, WrapperErrorFacts
@@ -122,7 +122,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
         ranks=ranks_or_all(sorted({item.rank for item in bypassed}), len({item.rank for item in facts.evidence})),
         steps=ranks_or_all(sorted({item.step for item in bypassed}), facts.step_count),
         evidence=[
-            f"gradients of {format_count(len(names), 'parameter')} differ between ranks" if names else "",
+            f"gradients of {plural(len(names), 'parameter')} differ between ranks" if names else "",
             *facts.evidence_between_ranks,
         ],
     )

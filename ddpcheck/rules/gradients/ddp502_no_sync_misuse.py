@@ -32,7 +32,7 @@ from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, Loop
 from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_count, format_ranks, new_finding, plural_verb, ranks_or_all
+from ddpcheck.findings.wording import format_ranks, new_finding, plural, plural_verb, ranks_or_all
 from ddpcheck.stream.entries import Backward
 from ddpcheck.stream.ledger import Ledger
 from ddpcheck.trace.gradients import Ledgers, ReducerFacts, ranks_and_steps
@@ -84,7 +84,7 @@ def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
     if not wrong or call is None:
         return []
     message = f"{call.kind}(False) is in force in every backward of a step, so {_SWITCHES[call.kind]}: those of "
-    params = format_count(len(facts.evidence[0].gradients), "parameter")
+    params = plural(len(facts.evidence[0].gradients), "parameter")
     message += f"{len(wrong)} of {params} are not the average of the ranks'."
     return _switch_finding(call, message, location=Location.parse(call.location))
 

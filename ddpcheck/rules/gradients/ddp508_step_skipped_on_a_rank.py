@@ -30,7 +30,7 @@ from ddpcheck.findings.evidence.loop import PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_count, format_ranks, group_by_value, new_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, group_by_value, new_finding, plural, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
 from ddpcheck.stream.entries import Backward
@@ -226,7 +226,7 @@ def judge_skipped_update(facts: ReplicaFacts, divergence: Divergence) -> list[Fi
         facts,
         divergence,
         f"{format_ranks(ranks)} skipped the optimizer's step {divergence.step} that the others made: "
-        f"{format_count(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} from there on.",
+        f"{plural(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} from there on.",
         f"did not change on {format_ranks(ranks)}, where the optimizer's step was skipped",
         ranks=ranks,
         tags=(IN_STEP,),

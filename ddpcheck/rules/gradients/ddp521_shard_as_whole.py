@@ -37,7 +37,7 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, format_ranks, join_names, new_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, join_names, new_finding, plural, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.failures import FailureFacts
@@ -142,7 +142,7 @@ def judge_equal_shard_state(
         "DDP521",
         keys,
         f"Every rank has the same {join_names(keys)} for its part of each of "
-        f"{format_count(len({name.rpartition(': ')[0] for name in norms[0]}), 'parameter')}, where each should have a "
+        f"{plural(len({name.rpartition(': ')[0] for name in norms[0]}), 'parameter')}, where each should have a "
         "different part: the optimizer's state is that of one rank.",
         steps=tuple(steps),
         location=line,
@@ -166,7 +166,7 @@ def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
     return new_finding(
         "DDP521",
         names,
-        f"Every rank has the same shard of {format_count(len(names), 'parameter')}, where each should have a different "
+        f"Every rank has the same shard of {plural(len(names), 'parameter')}, where each should have a different "
         f"part: {plural_verb('it is', 'they are', names)} one part, {count} times.",
         steps=(replicas[0].step,),
         evidence=[

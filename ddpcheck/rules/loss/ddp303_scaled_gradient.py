@@ -38,7 +38,7 @@ from ddpcheck.findings.evidence.gradients import LOOSEST_FIT
 from ddpcheck.findings.evidence.loop import GradientsHooked
 from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import capitalized, format_count, group_by, new_finding
+from ddpcheck.findings.wording import capitalized, group_by, new_finding, plural
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import describe_lost_factor
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.changes import locate_reduction
@@ -86,8 +86,7 @@ def judge_second_sum(steps: Sequence[Sequence[OptimizerStep]], world_size: int) 
         "times those of the mean.",
         location=first.summed_at,
         evidence=[
-            f"in all {len(summed)} optimizer steps that were compared, "
-            f"of {format_count(len(first.summed), 'parameter')}"
+            f"in all {len(summed)} optimizer steps that were compared, of {plural(len(first.summed), 'parameter')}"
         ],
         severity=Severity.WARNING,
         fix="Remove the all_reduce: DDP averages the gradients in backward.",

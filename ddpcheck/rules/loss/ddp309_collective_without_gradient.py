@@ -32,7 +32,7 @@ from typing import Any
 from ddpcheck.findings.evidence.loop import OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_count, join_names, new_finding, plural_verb
+from ddpcheck.findings.wording import join_names, new_finding, plural, plural_verb
 from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.check_context import SingleProcessFacts, is_inverse_world_size
@@ -120,7 +120,7 @@ def describe_lost_factor(losses: Losses) -> dict[str, Any]:
 
 
 def _step_text(losses: Losses) -> str:
-    return f"in {format_count(len(losses.local_parts), 'compared step')}"
+    return f"in {plural(len(losses.local_parts), 'compared step')}"
 
 
 def _fix_of_gather(part: OwnPartPutBack) -> str:

@@ -30,15 +30,7 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import (
-    Names,
-    format_count,
-    format_ranks,
-    join_names,
-    make_finding,
-    new_finding,
-    plural_verb,
-)
+from ddpcheck.findings.wording import Names, format_ranks, join_names, make_finding, new_finding, plural, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.optimizers import OptimizedParameters
 from ddpcheck.trace.script_facts import PartSteps, WrapperTrace
@@ -84,7 +76,7 @@ def judge_params_without_optimizer(optimized: OptimizedParameters) -> list[Findi
         f"{plural_verb('moves', 'move', names)}.",
         location=optimized.made,
         evidence=[
-            f"{len(unheld)} of {format_count(len(moved), 'parameter')} with gradients",
+            f"{len(unheld)} of {plural(len(moved), 'parameter')} with gradients",
             "the optimizer's parameters have no gradient in any step: they are of another model" if not params else "",
         ],
         severity=Severity.WARNING,
@@ -151,7 +143,7 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
             return new_finding(
                 "DDP504",
                 first.unheld,
-                f"The optimizer holds none of the {format_count(len(first.unheld), 'parameter')} that "
+                f"The optimizer holds none of the {plural(len(first.unheld), 'parameter')} that "
                 f"{plural_verb('is', 'are', first.unheld)} split over {format_ranks(ranks)}: it has the previous ones, "
                 "which are no longer in a module.",
                 location=first.made or first.location,

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, format_steps, join_names
+from ddpcheck.findings.wording import format_steps, join_names, plural
 from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.trace.parameters import MissingGroup
 
@@ -68,7 +68,7 @@ def explain_unfinished_reduction(facts: FailureFacts) -> list[Finding]:
     candidates = {tuple(row[index] for index in numbers) for row in trained if numbers and max(numbers) < len(row)}
     names = candidates.pop() if len(candidates) == 1 else ()  # DDP does not say which of several wrappers
     location = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
-    who = join_names(names, most=4) if names else format_count(len(numbers), "parameter") if numbers else "A parameter"
+    who = join_names(names, most=4) if names else plural(len(numbers), "parameter") if numbers else "A parameter"
     return facts.new_finding(
         "DDP101",
         names or ("parameters",),

@@ -26,7 +26,7 @@ import math
 
 from ddpcheck.findings.evidence.steps import UnregisteredTensor
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, group_by, join_names, new_finding, plural_verb, ranks_or_all
+from ddpcheck.findings.wording import group_by, join_names, new_finding, plural, plural_verb, ranks_or_all
 from ddpcheck.trace.parameters import ParameterFacts
 
 MADE_IN_FORWARD = "made in forward"  # tag of DDP106 findings on parameters created after DDP was constructed
@@ -66,7 +66,7 @@ def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
             f"{text}, so {wrapper_name} never synchronises {plural_verb('it', 'them', names)}.",
             ranks=ranks_or_all(on_ranks, facts.world_size),
             location=next((leaf.location for leaf in leaves if leaf.location), None),
-            evidence=(f"{format_count(len(names), 'tensor')}, {elements} elements",),
+            evidence=(f"{plural(len(names), 'tensor')}, {elements} elements",),
             fix=_FIX_IN_FORWARD if created_in_forward else "",
             tags=(MADE_IN_FORWARD,) if created_in_forward else (),
         )

@@ -18,7 +18,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, new_finding
+from ddpcheck.findings.wording import new_finding, plural
 from ddpcheck.trace.parameters import ParameterFacts
 
 
@@ -29,7 +29,7 @@ def judge_needless_search(facts: ParameterFacts) -> list[Finding]:
     return new_finding(
         "DDP109",
         ("find_unused_parameters",),
-        f"Every parameter contributed in {format_count(len(facts.steps), 'step')} on every rank, "
+        f"Every parameter contributed in {plural(len(facts.steps), 'step')} on every rank, "
         "so find_unused_parameters=True searches the graph for nothing.",
         evidence=("cost: one traversal of the autograd graph and one more all-reduce in every step",),
     )

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import format_count, group_by, new_finding
+from ddpcheck.findings.wording import group_by, new_finding, plural
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.program import Statistics
 from ddpcheck.trace.replicas import aligned
@@ -92,8 +92,8 @@ def _statistics_finding(calls: Sequence[Sequence[RunningStatistic]], distance: f
         location=stat.location,
         evidence=[
             f"it differs between ranks by {distance:.2g} times the divisor of the inputs, after "
-            f"{format_count(stat.forward, 'call')} of forward",
-            f"before {format_count(len(fitting), 'call')} of forward it moved towards the mean of the given samples, "
+            f"{plural(stat.forward, 'call')} of forward",
+            f"before {plural(len(fitting), 'call')} of forward it moved towards the mean of the given samples, "
             "and it is subtracted from them",
         ],
         severity=Severity.WARNING,

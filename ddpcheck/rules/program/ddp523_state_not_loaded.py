@@ -22,7 +22,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, new_finding, ranks_or_all
+from ddpcheck.findings.wording import new_finding, plural, ranks_or_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.program import Program
 
@@ -43,5 +43,5 @@ def judge_loads(program: Program) -> list[Finding]:
         f"{source} begin with {first.prefix!r}, those of the {target} do not.",
         ranks=ranks_or_all(ranks, len(loads)),
         location=first.location,
-        evidence=[f"none of the {format_count(first.keys, 'key')} of {first.name} is in the state"],
+        evidence=[f"none of the {plural(first.keys, 'key')} of {first.name} is in the state"],
     )

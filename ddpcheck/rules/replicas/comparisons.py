@@ -11,13 +11,13 @@ from ddpcheck.findings.evidence.modules import TensorRecord, are_harmless
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import (
     format_by_rank,
-    format_count,
     format_ranks,
     group_by,
     join_names,
     minority_of_any,
     minority_ranks,
     new_finding,
+    plural,
     plural_verb,
     ranks_or_all,
 )
@@ -160,7 +160,7 @@ def judge_buffers_after_steps(code: str, facts: ReplicaFacts, consequence: str) 
     return new_finding(
         code,
         names,
-        f"{format_count(len(names), 'buffer')} {plural_verb('differs', 'differ', names)} between ranks after step "
+        f"{plural(len(names), 'buffer')} {plural_verb('differs', 'differ', names)} between ranks after step "
         f"{min(mismatches.values())}: {consequence.format(them=plural_verb('it', 'them', names))}.",
         location=known.names.location(names),
         severity=Severity.WARNING,

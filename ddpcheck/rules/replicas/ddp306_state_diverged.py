@@ -37,10 +37,10 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     format_by_rank,
-    format_count,
     format_ranks,
     join_names,
     new_finding,
+    plural,
     plural_verb,
     ranks_or_all,
 )
@@ -93,10 +93,10 @@ def explain_by_divergence(steps: Sequence[Steps], are_equal: Sequence[bool]) -> 
         "DDP306",
         names,
         f"{join_names(names)} {plural_verb('was', 'were', names)} the same on every rank again after at most "
-        f"{format_count(longest, 'step')} of the optimizer, and {plural_verb('is', 'are', names)} not any more since "
+        f"{plural(longest, 'step')} of the optimizer, and {plural_verb('is', 'are', names)} not any more since "
         f"step {equal_at[-1]}.",
         location=last[0].location,
-        evidence=[f"{format_count(len(are_equal) - equal_at[-1], 'step')} went by since then"],
+        evidence=[f"{plural(len(are_equal) - equal_at[-1], 'step')} went by since then"],
         fix="Average the parameters until the training ends. If ranks keep values of the last average, to "
         "start the next average from, update these on all ranks.",
     )
@@ -122,7 +122,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
     return facts.known.names.new_finding(
         "DDP306",
         names,
-        f"The optimizer's step {step} on shards changes {format_count(len(names), 'parameter')} differently from the "
+        f"The optimizer's step {step} on shards changes {plural(len(names), 'parameter')} differently from the "
         "same step on the whole parameters and gradients: each rank updates its shard without the others.",
         location=updated_at or facts.known.names.location(names),
         steps=ranks_or_all(sorted({step for step, _ in wrong}), facts.step_count),
@@ -272,7 +272,7 @@ def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], 
     ranks = set(itertools.chain.from_iterable(diverged.values()))
     minority = len(values) > 2 and 2 * len(ranks) < len(values)
     differ = plural_verb("differs", "differ", finding.subjects)
-    message = f"{join_names(finding.subjects)} {differ} between ranks after {format_count(step, 'step')}."
+    message = f"{join_names(finding.subjects)} {differ} between ranks after {plural(step, 'step')}."
     return replace(finding, message=message, steps=(), ranks=tuple(sorted(ranks)) if minority else ())
 
 
@@ -370,8 +370,8 @@ def describe_unaveraged(names: Sequence[str], steps: int, first: int, hook: str)
     """Describe parameters that differ after each of `steps` steps starting at `first`."""
     reason = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
     return (
-        f"{format_count(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each "
-        f"of {format_count(steps, 'step')} from step {first} on, in which {reason}: nothing averages the parameters."
+        f"{plural(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each "
+        f"of {plural(steps, 'step')} from step {first} on, in which {reason}: nothing averages the parameters."
     )
 
 
@@ -399,7 +399,7 @@ def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Fi
         "DDP306",
         facts,
         divergence,
-        f"{format_count(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after the "
+        f"{plural(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after the "
         f"optimizer's step {divergence.step}, although the gradients were equal.",
         reason if divergence.before_optimizer else "",
     )

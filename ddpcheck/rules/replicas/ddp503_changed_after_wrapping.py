@@ -30,7 +30,7 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import ParameterChange, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import Names, format_count, group_by, join_names, new_finding, plural_verb, ranks_or_all
+from ddpcheck.findings.wording import Names, group_by, join_names, new_finding, plural, plural_verb, ranks_or_all
 from ddpcheck.trace.replicas import Changes, changes_of_kind
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps, gradients_agree, gradients_differ
@@ -108,7 +108,7 @@ def judge_ignored(changes: Changes) -> list[Finding]:
         findings += new_finding(
             "DDP503",
             names,
-            f"An assignment to .data of {format_count(len(names), 'parameter')} that fully_shard has sharded has no "
+            f"An assignment to .data of {plural(len(names), 'parameter')} that fully_shard has sharded has no "
             "effect: the DTensor keeps its previous values.",
             location=location,
             fix="Write values in place, under torch.no_grad(): parameter.copy_(values), parameter.mul_(factor); or "

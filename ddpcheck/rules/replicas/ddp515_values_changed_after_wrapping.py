@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, format_ranks, join_names, new_finding, plural_verb, ranks_or_all
+from ddpcheck.findings.wording import format_ranks, join_names, new_finding, plural, plural_verb, ranks_or_all
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import locate_step_in_backward
 from ddpcheck.rules.replicas.changes import locate_values
 from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
@@ -112,7 +112,7 @@ def judge_changed_in_step(facts: ReplicaFacts, divergence: Divergence) -> list[F
         "DDP515",
         facts,
         divergence,
-        f"The values of {format_count(len(divergence.names), 'parameter')} were changed on {format_ranks(ranks)} in "
+        f"The values of {plural(len(divergence.names), 'parameter')} were changed on {format_ranks(ranks)} in "
         f"step {divergence.step}, by something else than the optimizer.",
         f"changed on {format_ranks(ranks)} alone, before the optimizer's step",
         ranks=ranks,

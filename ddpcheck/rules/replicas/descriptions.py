@@ -10,7 +10,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_count, format_ranks, group_by, plain_module, plain_name
+from ddpcheck.findings.wording import format_ranks, group_by, plain_module, plain_name, plural
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_wrapper_order
 from ddpcheck.rules.replicas.comparisons import ORDER, SET, SHAPE, Records
 from ddpcheck.rules.replicas.ddp201_parameter_set import judge_parameter_set
@@ -234,9 +234,7 @@ def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: st
             ]
             if offset >= 0 and all(matches):
                 plain = first.kind == "int"
-                words = [
-                    str(v.size) if plain else f"a {v.kind} of {format_count(v.size, 'item')}" for v in matches if v
-                ]
+                words = [str(v.size) if plain else f"a {v.kind} of {plural(v.size, 'item')}" for v in matches if v]
                 candidates.append((offset, plain, index, first, _format_by_rank(words)))
     if not candidates:
         return None

@@ -10,7 +10,7 @@ from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_count, format_ranks
+from ddpcheck.findings.wording import format_ranks, plural
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_gradients, judge_hand_split
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_parts_without_optimizer
@@ -105,5 +105,5 @@ def _merge_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Findin
     codes = {finding.code for finding in first}
     equal_groups = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
     ranks = tuple(sorted({rank for findings in equal_groups for finding in findings for rank in finding.ranks}))
-    group_note = [f"so it is in {format_count(len(equal_groups), 'group')} of ranks"] if len(equal_groups) > 1 else []
+    group_note = [f"so it is in {plural(len(equal_groups), 'group')} of ranks"] if len(equal_groups) > 1 else []
     return [replace(finding, ranks=ranks, evidence=(*finding.evidence, *group_note)) for finding in first]

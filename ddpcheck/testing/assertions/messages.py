@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, select_findings
 from ddpcheck.findings.rules import RULES, is_selected
-from ddpcheck.findings.wording import capitalized, format_count, format_ranks, group_by, plural_verb
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, plural, plural_verb
 
 _REFERENCES = {  # check line -> (reference of the comparison, subject of the message if it was not made)
     "reducer": ("local", "DDP's gradients were not compared with the average of the ranks' own"),
@@ -201,7 +201,7 @@ class ComparedItem:
         if self.kind == "tensor":
             named = dict(self.attributes)
             return f"a tensor of shape {named['shape']} and dtype {named['dtype']}"
-        return str(self.value) if self.kind in _TITLES else f"a {self.kind} of {format_count(self.value, 'item')}"
+        return str(self.value) if self.kind in _TITLES else f"a {self.kind} of {plural(self.value, 'item')}"
 
 
 @dataclass(frozen=True, slots=True)
