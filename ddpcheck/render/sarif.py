@@ -109,9 +109,7 @@ def _path_flow(finding: Finding) -> list[dict[str, Any]]:
     path = finding.path
     if path is None or not path.steps:
         return []
-    construction_line = next(
-        (entry.location for entry in finding.related if entry.role == PARAMETER_MADE), finding.location
-    )
+    construction_line = next((e.location for e in finding.related if e.role == PARAMETER_MADE), finding.location)
     path_lines = [(construction_line, path.parameter), *((step.location, step.operation) for step in path.steps)]
     path_lines.append((path.begins_at, f"{path.reason} begins here"))
     locations = [{"location": _location(location, text)} for location, text in path_lines if location is not None]

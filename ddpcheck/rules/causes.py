@@ -134,9 +134,7 @@ def finding_key(finding: Finding) -> tuple[str, frozenset[str]]:
 
 def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
     """Return True if an error in `findings` explains `finding`."""
-    return any(
-        cause != finding and cause.severity is Severity.ERROR and _is_cause_of(cause, finding) for cause in findings
-    )
+    return any(c != finding and c.severity is Severity.ERROR and _is_cause_of(c, finding) for c in findings)
 
 
 def is_reported_on_common_tensor(finding: Finding, reported: Iterable[Finding]) -> bool:

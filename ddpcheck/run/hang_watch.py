@@ -178,10 +178,8 @@ class HangWatch:
         stopped = {rank: pid for rank, pid in living.items() if live_ranks.is_stopped(pid)}
         if stopped and not self._has_reported_stopped:
             self._has_reported_stopped = True
-            who, pids = (
-                f"{format_ranks(stopped)} {pluralize_verb('was', [*stopped])}",
-                " ".join(map(str, stopped.values())),
-            )
+            who = f"{format_ranks(stopped)} {pluralize_verb('was', [*stopped])}"
+            pids = " ".join(map(str, stopped.values()))
             self._report(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
 
     def _report_end(self, living: Collection[int]) -> None:
@@ -325,9 +323,7 @@ class _RendezvousWatch:
         if not notes or now - self._since < timeout:
             return ()
         seconds = now - self._since
-        waiting = all(
-            live_ranks.is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes
-        )
+        waiting = all(live_ranks.is_idle(self._before[n.pid], processor_seconds(n.pid), seconds) for n in notes)
         self._restart_timer(notes, now)
         needed = max(note.started or note.world_size for note in notes)
         missing = needed - len(notes)

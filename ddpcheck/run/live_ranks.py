@@ -104,9 +104,7 @@ class LiveRanks:
     def stacks(self, ranks: dict[int, int]) -> dict[int, str]:
         """Return stack dumps by rank, of processes that handle the dump signal."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
-        asked_pids = {
-            rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_file_open(files[rank], pid)
-        }
+        asked_pids = {r: pid for r, pid in ranks.items() if _catches_signal(pid) and is_file_open(files[r], pid)}
 
         def send_signal() -> None:
             for pid in asked_pids.values():  # without a handler the signal would kill the process

@@ -81,9 +81,7 @@ class ParityRuns:
         ends = [end for rank in ranks for end in entries_of(rank, ParityEnded)]
         if not ends:
             return "the ranks have left no samples"
-        return next(
-            (f"samples are not recorded: {end.why_full}" for end in ends if end.why_full and not end.full_at), ""
-        )
+        return next((f"samples are not recorded: {e.why_full}" for e in ends if e.why_full and not e.full_at), "")
 
     def begin(self, ranks: Sequence[RankTrace]) -> str:
         """Set the time limit of the single process; return a message announcing it."""

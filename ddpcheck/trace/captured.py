@@ -113,9 +113,7 @@ def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[D
     names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
     local_sketches = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
     scales = {name: math.hypot(*chain.from_iterable(local_sketches[name])) / math.sqrt(len(replicas)) for name in names}
-    averages = {
-        name: [sum(numbers) / len(replicas) for numbers in zip(*local_sketches[name], strict=True)] for name in names
-    }
+    averages = {name: [sum(n) / len(replicas) for n in zip(*local_sketches[name], strict=True)] for name in names}
     diffs: list[list[Difference]] = []
     for replica in replicas:
         cached = (

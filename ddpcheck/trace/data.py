@@ -167,9 +167,7 @@ def common_steps(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, 
 
 
 def all_inputs_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
-    return len(steps) >= MIN_DRAWS and all(
-        len({tuple(sorted(call.samples)) for call in step}) == len(step) for step in steps
-    )
+    return len(steps) >= MIN_DRAWS and all(len({tuple(sorted(c.samples)) for c in step}) == len(step) for step in steps)
 
 
 def share_some_inputs(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:

@@ -380,9 +380,7 @@ def _saved_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         if (single := single_states.get(key)) is None:
             continue
         missing = sorted(single.shapes.keys() - state.shapes.keys())
-        shapes = sorted(
-            name for name in state.shapes.keys() & single.shapes.keys() if state.shapes[name] != single.shapes[name]
-        )
+        shapes = sorted(n for n in state.shapes.keys() & single.shapes.keys() if state.shapes[n] != single.shapes[n])
         values = [name for name in values_that_differ(state, single, noise.get(key)) if name not in shapes]
         if missing or shapes or values:
             names = missing or shapes or values

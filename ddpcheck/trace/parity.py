@@ -76,9 +76,7 @@ class Comparison:
     def next_steps(self) -> list[_Step]:
         """Return each optimizer's first step after `steps`; only its parameters are comparable."""
         following = {(single.optimizer, single.count + 1) for _, single, _ in self.steps}
-        return [
-            step for step in self._common_steps[len(self.steps) :] if (step[1].optimizer, step[1].count) in following
-        ]
+        return [s for s in self._common_steps[len(self.steps) :] if (s[1].optimizer, s[1].count) in following]
 
     @cached_property
     def _common_steps(self) -> list[_Step]:

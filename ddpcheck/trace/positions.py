@@ -80,9 +80,7 @@ def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[B
 def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
     """Return (line, word) of each early exit from a loop, including enclosing `try` blocks."""
     exited = [] if leaver.state.ended else facts.enclosing(leaver.lines, "try")
-    tries = (
-        [] if leaver.state.ended else [block for block in facts.enclosing(stayer.lines, "try") if block not in exited]
-    )
+    tries = [] if leaver.state.ended else [b for b in facts.enclosing(stayer.lines, "try") if b not in exited]
     enclosing = [b for b in tries if b.path == loop.path and b.first <= loop.first and b.last >= loop.last]
     return [*loop.exits, *((b.line, b.word) for b in enclosing)]
 

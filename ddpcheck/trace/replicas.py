@@ -128,9 +128,7 @@ class ReplicaFacts:
         step = min([*parameters.values(), *optimizer.values()])
         divergence = Divergence(step, list(diverged), list(optimizer))
         items = self.by_step[step]
-        previous = {item.rank: item.parameters for item in self.by_step.get(step - 1, ())} or dict(
-            enumerate(self.start)
-        )
+        previous = {c.rank: c.parameters for c in self.by_step.get(step - 1, ())} or dict(enumerate(self.start))
         after = {item.rank: item.parameters_after_backward for item in items}
         names = [n for n, first in diverged.items() if first == step and all(n in values for values in after.values())]
         if not names or any(len({values.get(name) for values in previous.values()}) > 1 for name in names):

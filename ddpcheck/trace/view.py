@@ -34,9 +34,7 @@ class View:
     @classmethod
     def check_of(cls, finding: Finding) -> str:
         """Return the check line of a finding."""
-        return next(
-            (check for check in RULES[finding.code].checks.get("run", ()) if check in cls.checks), cls.checks[-1]
-        )
+        return next((c for c in RULES[finding.code].checks.get("run", ()) if c in cls.checks), cls.checks[-1])
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterable[str]:
         """Yield what was compared and matches, for a check line; raise `NotRecorded` if incomplete."""

@@ -113,9 +113,7 @@ class WaitGraph:
 
     def _absent_peers(self, rank: int, call: RecordedCall) -> frozenset[int]:
         if call.between_two:
-            answers = any(
-                entry.peer == rank and entry.group == call.group for entry in self.open_calls.get(call.peer, ())
-            )
+            answers = any(e.peer == rank and e.group == call.group for e in self.open_calls.get(call.peer, ()))
             return frozenset({call.peer} if call.peer >= 0 and (not answers or call.peer in self.devices) else ())
         key = group, number = self.group(rank, call), call.number
         if key not in self._known_absent:

@@ -101,9 +101,7 @@ def processor_seconds(pid: int, *, exclude_main_thread: bool = False) -> float |
     Return `None` if a thread runs or the process has exited. `exclude_main_thread`: consider only the other threads.
     """
     try:
-        threads = [
-            thread for thread in os.listdir(f"/proc/{pid}/task") if not exclude_main_thread or thread != str(pid)
-        ]
+        threads = [t for t in os.listdir(f"/proc/{pid}/task") if not exclude_main_thread or t != str(pid)]
         for attempt in range(_SAMPLES):
             if attempt:
                 time.sleep(_SAMPLE_PAUSE)

@@ -290,9 +290,7 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
 def varying_shards(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
     """Return names of sharded parameters whose local elements are not all equal."""
     splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_dtensor(parameter)}
-    return varying_params(
-        {name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1}
-    )
+    return varying_params({name: parameters[name] for name, s in splits.items() if s is not None and s[0] > 1})
 
 
 def varying_params(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

@@ -138,9 +138,7 @@ def fill_with_zeros(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> G
 
 def weighted_sum(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
     """Return the weighted sum of gradients with the same names."""
-    return {
-        name: torch.stack([w * part[name] for w, part in zip(weights, parts, strict=True)]).sum(0) for name in parts[0]
-    }
+    return {n: torch.stack([w * part[n] for w, part in zip(weights, parts, strict=True)]).sum(0) for n in parts[0]}
 
 
 # Loss terms
@@ -217,9 +215,7 @@ def analyse_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
         )
     with contextlib.suppress(Exception):  # the batch may not be repeatable
         doubled = _summed_terms(run, batch, paired, whole)
-        results.terms = [
-            replace(t, doubles_with_batch=is_sum) for t, is_sum in zip(results.terms, doubled, strict=True)
-        ]
+        results.terms = [replace(t, doubles_with_batch=s) for t, s in zip(results.terms, doubled, strict=True)]
     with contextlib.suppress(Exception):  # forward may reject changed activations
         for large in (False, True):
             tested = [not large or (term.coupled is False and not term.is_normalised) for term in results.terms]

@@ -79,9 +79,7 @@ def _mapped_parameters(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[st
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Return the names of non-persistent buffers, which a state dict omits."""
     parts: list[tuple[str, Any]] = list(module.named_modules())
-    return frozenset(
-        f"{path}.{name}" if path else name for path, part in parts for name in part._non_persistent_buffers_set
-    )
+    return frozenset(f"{path}.{n}" if path else n for path, part in parts for n in part._non_persistent_buffers_set)
 
 
 def move_to_device(module: nn.Module, device: torch.device | str) -> nn.Module:

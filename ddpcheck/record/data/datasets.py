@@ -186,9 +186,7 @@ def _item_digest(value: Any) -> int | None:
     if hasattr(value, "tobytes"):
         return _digest_number(value.tobytes())
     if isinstance(value, tuple | list | dict):
-        parts = [
-            _item_digest(part) for part in list(value.values() if isinstance(value, dict) else value)[:_MOST_PARTS]
-        ]
+        parts = [_item_digest(p) for p in list(value.values() if isinstance(value, dict) else value)[:_MOST_PARTS]]
         return None if None in parts else _digest_number(tuple(parts))
     if (file := _file_of(value)) is not None:
         return _digest_number(file)

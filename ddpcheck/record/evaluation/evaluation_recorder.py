@@ -222,9 +222,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._remaining[1] -= 1
         if any(shown.text for shown in numbers):
             known = set(program_numbers.numbers_of_program().values())
-            equal_counts = {
-                shown.text: program_numbers.numbers_printed_as(shown.text, known) for shown in numbers if shown.text
-            }
+            equal_counts = {s.text: program_numbers.numbers_printed_as(s.text, known) for s in numbers if s.text}
             numbers = [replace(o, values=tuple({*o.values, *equal_counts[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, program_numbers.line_of_output(), tuple(numbers[:_FEW])))
 

@@ -143,9 +143,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         """Note if the script itself splits data over ranks: an input requires no grad."""
         inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():
-            self._script_splits_input |= any(
-                isinstance(tensor, torch.Tensor) and not tensor.requires_grad for tensor in inputs
-            )
+            self._script_splits_input |= any(isinstance(t, torch.Tensor) and not t.requires_grad for t in inputs)
 
     def _note_split(self, module: nn.Module, mesh: Any = None, *_arguments: Any, **named: Any) -> Iterator[None]:
         yield

@@ -200,9 +200,7 @@ class ConstructionRecorder(Recorder):
         ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         description = structure_of(module)
         listings = description.parameters, description.buffers
-        parameters, buffers = (
-            tuple(tensor for tensor in tensors if tensor.name not in ignored) for tensors in listings
-        )
+        parameters, buffers = (tuple(t for t in tensors if t.name not in ignored) for tensors in listings)
         description = replace(description, parameters=parameters, buffers=buffers)
         shapes = {size for param in description.parameters for size in param.shape}
         shapes |= {len(part._modules) for part in module.modules()}

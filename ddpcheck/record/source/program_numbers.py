@@ -432,6 +432,4 @@ def _line_after(file: str, line: int) -> int:
 @functools.cache
 def _enclosing_tests(file: str, line: int) -> tuple[ast.expr, ...]:
     statements = [node for node in ast.walk(parsed_source(file)) if isinstance(node, ast.If)]
-    return tuple(
-        node.test for node in statements if node.body[0].lineno <= line <= (node.body[-1].end_lineno or node.lineno)
-    )
+    return tuple(n.test for n in statements if n.body[0].lineno <= line <= (n.body[-1].end_lineno or n.lineno))

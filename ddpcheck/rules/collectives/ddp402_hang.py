@@ -325,9 +325,7 @@ def explain_by_device(graph: WaitGraph, ranks: Sequence[int]) -> list[Finding]:
 
 def explain_by_late_rank(graph: WaitGraph) -> list[Finding]:
     """DDP402: rank that reached a call long after the other ranks."""
-    calls = [
-        (rank, call) for rank, calls in graph.open_calls.items() for call in calls if call.created and call.timeout
-    ]
+    calls = [(rank, c) for rank, calls in graph.open_calls.items() for c in calls if c.created and c.timeout]
     for entries in group_by(calls, lambda item: (graph.group(*item), item[1].between_two, item[1].number)).values():
         first = min((call for _, call in entries), key=lambda call: call.created)
         delays = {rank: call.created - first.created for rank, call in entries if not call.between_two}

@@ -206,9 +206,7 @@ def _join_calls(rank: RankAtEnd) -> list[Call]:
     calls = list(rank.calls)
     joined_at = max((index for index, call in enumerate(calls) if call.place == JOINED), default=-1)
     first = next((index for index, call in enumerate(calls) if index > joined_at and call.place == JOINING), len(calls))
-    return [
-        call for call in calls[first:] if call.place != JOINING and call.operation not in (DDP_BACKWARD, DDP_FORWARD)
-    ]
+    return [c for c in calls[first:] if c.place != JOINING and c.operation not in (DDP_BACKWARD, DDP_FORWARD)]
 
 
 def explain_by_circle_of_groups(graph: WaitGraph) -> list[Finding]:

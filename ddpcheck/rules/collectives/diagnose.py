@@ -248,10 +248,7 @@ def _extra_call(facts: EndingFacts, position: Position, peer: Position) -> _Extr
         backwards = filter(None, map(backward_of, peer.state.calls))
         if position.lines and position.lines[0] in {backward.line for backward in backwards}:
             return None  # without buffers only the backward pass is logged
-    reached = {line for call in peer.state.calls for line in lines_of(call)} | {
-        *peer.lines,
-        *facts.current_stack(peer.state),
-    }
+    reached = {line for c in peer.state.calls for line in lines_of(c)} | {*peer.lines, *facts.current_stack(peer.state)}
     where = next((line for line in position.lines if line not in reached), None)
     if where is None or not (position.call or position.state.waits):
         return None

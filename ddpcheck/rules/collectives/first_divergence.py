@@ -206,6 +206,4 @@ class _Comparison:
 def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], names: Sequence[str]) -> list[Finding]:
     """Return mismatched collectives of the ranks, or else a circular wait."""
     calls = {name: [scheduled.call for scheduled in schedule] for name, schedule in schedules.items()}
-    return judge_collectives([calls[name] for name in names]) or judge_schedule_waits(
-        [schedules[name] for name in names]
-    )
+    return judge_collectives([calls[n] for n in names]) or judge_schedule_waits([schedules[n] for n in names])

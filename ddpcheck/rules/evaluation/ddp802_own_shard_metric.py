@@ -77,9 +77,7 @@ def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
     for group in evaluations:
         evals = group.evals
         for rank, ev in enumerate(evals if _are_ungathered_shards(evals) else ()):
-            values |= {
-                (ev.results.round, rank, metric.key, metric.name): metric.values[rank] for metric in group.metrics
-            }
+            values |= {(ev.results.round, rank, m.key, m.name): m.values[rank] for m in group.metrics}
             for key, shown, number in _numbers_not_on_all_ranks(rank, evals):
                 numbers.setdefault(key, {})[ev.results.round] = number
                 if any(shows(number, metric.pooled) for metric in group.metrics):

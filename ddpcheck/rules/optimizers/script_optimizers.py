@@ -107,9 +107,7 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
         counts = [{name: size for name, size in state.items() if name.endswith(": step")} for state in states]
         if restored := restored_on_some(rank_steps):
             if differing_values(counts) or not all(states):
-                return loaded_on_some_finding(
-                    rank_steps, restored, [max(count.values(), default=0.0) for count in counts]
-                )
+                return loaded_on_some_finding(rank_steps, restored, [max(c.values(), default=0.0) for c in counts])
             continue
         message = f"load_state_dict is called there, on every rank; it steps at {first.location}"
         if findings := judge_equal_shard_state(states, loaded[0], [message], [first.count]):

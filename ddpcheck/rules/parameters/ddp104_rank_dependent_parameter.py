@@ -54,10 +54,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
 
 def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, verb: str) -> str:
     """Describe the first step in which ranks disagree (`verb`: what the other ranks do)."""
-    parts = [
-        f"{join_names(names.subjects(item.names))} did not contribute on {format_ranks(item.ranks)}"
-        for item in absences
-    ]
+    parts = [f"{join_names(names.subjects(a.names))} did not contribute on {format_ranks(a.ranks)}" for a in absences]
     if len(parts) == 1:
         return f"{parts[0]} in step {step}, while the other ranks {verb} the gradient."
     suffix = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""

@@ -101,9 +101,7 @@ def judge_initial_values(code: str, values: Sequence[Mapping[str, int]]) -> list
 def judge_options(code: str, options: Sequence[Mapping[str, str]], noun: str) -> list[Finding]:
     """Compare the options of a wrapper or of an optimizer (`noun`) between ranks."""
     names = sorted(set(itertools.chain.from_iterable(options)))
-    values = differing_values(
-        [{name: rank_options.get(name, "(not set)") for name in names} for rank_options in options]
-    )
+    values = differing_values([{name: opts.get(name, "(not set)") for name in names} for opts in options])
     mismatches = ["class"] if "class" in values else list(values)  # a different class implies different options
     orders = {f"{name.removesuffix(' parameters')} order" for name in mismatches if name.endswith(" parameters")}
     mismatches = [name for name in mismatches if name not in orders]  # the order differs because the parameters do
