@@ -57,9 +57,17 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements in a node, at any depth; expressions, which import nothing, are not visited."""
+    for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for child in getattr(node, block, ()):
+            yield child
+            yield from statements(child)
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """The modules of the package that code imports, at any depth and for types alone too, with line numbers."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

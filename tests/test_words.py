@@ -28,12 +28,11 @@ def word_list() -> dict[str, str]:
 
 WORDS = word_list()
 PATTERN = re.compile(
-    "|".join(
-        r"(?<![\w-])"
-        + r"\s+".join(r"[\w.()\'-]+" if word == "…" else re.escape(word) for word in phrase.split())
-        + r"(?![\w-])"
-        for phrase in WORDS
-    ),
+    r"(?<![\w-])(?:"
+    + "|".join(
+        r"\s+".join(r"[\w.()\'-]+" if word == "…" else re.escape(word) for word in phrase.split()) for phrase in WORDS
+    )
+    + r")(?![\w-])",
     re.IGNORECASE,
 )
 
