@@ -296,12 +296,12 @@ def _schedule_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         if len(lrs) < _FEWEST_FACTORS or not all(map(max, zip(*lrs, strict=True))):
             continue
         rank_lrs, single_lrs, noise_lrs = (list(column) for column in zip(*lrs, strict=True))
-        if not _have_equal_shape(single_lrs, noise_lrs):
+        if not _schedules_agree(single_lrs, noise_lrs):
             continue  # driven by a metric
         peaks, ends = (max(rank_lrs), max(single_lrs)), (rank_lrs[-1], single_lrs[-1])
         shares = [end / top for end, top in zip(ends, peaks, strict=True)]
         ends_agree = math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_equal_minimum(peaks, ends)
-        if ends_agree and _have_equal_shape(rank_lrs, single_lrs):
+        if ends_agree and _schedules_agree(rank_lrs, single_lrs):
             continue
         n = [math.isclose(a / peaks[0], b / peaks[1], rel_tol=1e-2) for a, b, _ in lrs].index(False)
         if ends_agree:
@@ -315,7 +315,7 @@ def _schedule_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         yield ParityDivergence("schedule", n, location, message)
 
 
-def _have_equal_shape(lrs: Sequence[float], others: Sequence[float]) -> bool:
+def _schedules_agree(lrs: Sequence[float], others: Sequence[float]) -> bool:
     """Check if two schedules peak within one step and decay in the same way.
 
     Steps of the peaks are compared if both schedules rise. Rates before the peak are not compared: warmup may begin at

@@ -210,7 +210,7 @@ def _adapt_reference(
     if not module_state.differs_in_structure(module, reference.module, full_shapes):
         return False, ""
     reshaped = _shapes(module) != _shapes(reference.module)
-    reference.module = _unwrapped_copy(module, changed, parts)
+    reference.module = _unsharded_copy(module, changed, parts)
     reference.mapped = module_state.unshared_parameters(reference.module) if state.large else frozenset()
     if reshaped and state.rank == 0:
         try:
@@ -276,7 +276,7 @@ def _wrapped_evidence(
     return modules.SplitModule(**structs.asdict(evidence), model_ranks=model.replica.ranks)
 
 
-def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, DTensorLayout]) -> nn.Module:
+def _unsharded_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, DTensorLayout]) -> nn.Module:
     """Return an unsharded copy of the module, with the other changes of `wrap`."""
     if not (parts or sharding.is_sharded(module)):
         return module_state.copied_module(module)

@@ -123,8 +123,8 @@ def _group_reports(wrapper: WrapperTrace) -> _Reports:
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.events(StepsReported), strict=True):
         for entry in entries:
-            has_ended = not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step
-            if has_ended and not entry.closing and not entry.alone:
+            is_final = not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step
+            if is_final and not entry.closing and not entry.alone:
                 reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
     return reports
 
