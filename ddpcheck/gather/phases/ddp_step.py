@@ -56,9 +56,8 @@ def ddp_step(step: int) -> DdpStepEvidence:
         total, parts = _forward_and_backward(step, since)
         compared = [name for name in model.trainable if name not in parts]
         this_rank.set_status(f"step {step}: {model.facts.named} comparison")
-        gradients = {
-            n: dense(g) for n, g in state.full_tensors((n, p.grad) for n, p in model.trainable.items()).items()
-        }
+        whole = state.full_tensors((n, p.grad) for n, p in model.trainable.items())
+        gradients = {n: dense(g) for n, g in whole.items()}
         differences = _compare_with_averages([] if is_local_sgd else compared, gradients, precision, noise)
         hashes = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in compared}
         before = state.full_tensors(model.named_parameters())
