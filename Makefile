@@ -52,7 +52,7 @@ tests-of-a-change: $(READY)
 	$(PYTEST)
 
 # `make test` runs what has no mark, or `smoke`; this runs the rest. tests/tiers.py says what the marks mean.
-test-all: $(READY) ## the tests that `make test` leaves out: a share of the faults, twins and models, frameworks, launchers; 25 minutes
+test-all: $(READY) ## the tests that `make test` leaves out: a share of the faults, twins and models, frameworks, launchers; half an hour
 	$(BIN)/python -m tests.launchers.install
 	$(PYTEST) -m "(slow or launchers) and not (smoke or exhaustive)"
 
