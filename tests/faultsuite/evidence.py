@@ -95,7 +95,7 @@ class Encoder:
         self._fingerprints: dict[int, int] = {}
 
     def encode(self, value: Any) -> Any:
-        """The same value in lists, strings, numbers and dicts."""
+        """Return the value as lists, strings, numbers and dicts."""
         if value is None or isinstance(value, bool | float):
             return value
         if isinstance(value, Enum):

@@ -149,7 +149,7 @@ def left_by(run: Run) -> tuple[Ending, list[RankTrace]]:
 
 @functools.lru_cache(maxsize=4)
 def read(run: Run) -> dict[str, Any]:
-    """What is kept of a run."""
+    """Return what `record_scripts` has kept of a run."""
     try:
         data = json.loads(here(run.path.read_text(encoding="utf-8")))
     except FileNotFoundError:

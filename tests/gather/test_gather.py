@@ -53,12 +53,21 @@ def test_a_description_is_equal_for_modules_that_are_built_alike() -> None:
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.rnn = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+        self.rnn = kind(6, 6, num_layers=2, dropout=0.5, batch_first=True)
 
     def forward(self, x: Any) -> Any:
         return self.rnn(x.unsqueeze(1).expand(-1, 3, -1))[0].flatten(1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x.unsqueeze(1) * torch.arange(1.0, 5.0).view(1, 4, 1)).flatten(1)
 
 
 def attend(x: Any) -> Any:
@@ -71,19 +80,27 @@ RANDOM: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "fused dropout": lambda: lambda x: torch.native_dropout(x, 0.5, True)[0],
     "dropout of channels": lambda: lambda x: F.dropout2d(x.view(-1, 2, 3, 1), 0.5).flatten(1),
     "alpha dropout": lambda: nn.AlphaDropout(0.5),
+    "feature alpha dropout": lambda: nn.FeatureAlphaDropout(0.5),
     "rrelu": lambda: lambda x: F.rrelu(x - 0.7, training=True),
     "rand_like": lambda: lambda x: x * torch.rand_like(x),
+    "rand": lambda: lambda x: x * torch.rand(x.shape),
+    "randn_like": lambda: lambda x: x + x * torch.randn_like(x),
     "normal": lambda: lambda x: x * torch.normal(x.detach(), 1.0),
     "uniform_": lambda: lambda x: x * torch.empty_like(x).uniform_(0.5, 2.0),
     "exponential_": lambda: lambda x: x * torch.empty_like(x).exponential_(),
     "bernoulli of probabilities": lambda: lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "bernoulli_ of a number": lambda: lambda x: x * torch.empty_like(x).bernoulli_(0.5),
     "bernoulli_ of a tensor": lambda: lambda x: x * torch.empty_like(x).bernoulli_(torch.full_like(x, 0.5)),
+    "drop path": lambda: lambda x: x * (torch.rand(x.shape[0], 1) < 0.8),
     "randperm of features": lambda: lambda x: x[:, torch.randperm(x.shape[1])],
     "randint": lambda: lambda x: x * torch.randint(1, 5, (x.shape[0], 1)),
     "multinomial": lambda: lambda x: x.gather(1, torch.multinomial(x.softmax(1), 2)),
     "gumbel softmax": lambda: lambda x: F.gumbel_softmax(x, hard=False),
     "scaled dot product attention": lambda: attend,
-    "lstm": Recurrent,
+    "encoder layer": Encoder,
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN),
     "checkpointed dropout": lambda: lambda x: checkpoint(F.dropout, x, 0.5, use_reentrant=False),
     "mixup": lambda: lambda x: 0.75 * x + 0.25 * x * torch.distributions.Beta(0.4, 0.4).sample((1,)),
 }

@@ -466,11 +466,13 @@ def test_layers_that_wrap_adds_after_sharding_are_refused_in_a_sentence() -> Non
 
 
 @pytest.mark.slow
-def test_replicate_is_compared_as_a_wrapper() -> None:
-    module = pytest.importorskip("torch.distributed._composable.replicate")
+@pytest.mark.parametrize("kind", ["replicate", "replicate_with_fsdp"])
+def test_replicate_is_compared_as_a_wrapper(kind: str) -> None:
+    module = pytest.importorskip(f"torch.distributed._composable.{kind}")
 
     def wrap(model: nn.Module, device: torch.device) -> nn.Module:
-        replicated: nn.Module = module.replicate(model)
+        options = {} if kind == "replicate" else {"mesh": line()}
+        replicated: nn.Module = module.replicate(model, **options)
         return replicated
 
     assert_healthy(ddpcheck.check(recipe(wrap), steps=2))

@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import CO_GENERATOR
 from typing import Any
@@ -237,6 +237,13 @@ def epoch_of(sampler: Any) -> int:
     return value if type(value) is int else -1
 
 
+@contextlib.contextmanager
+def _without_side_effects() -> Iterator[None]:
+    """Run user code: suppress errors, restore random generators, and communicate with no rank."""
+    with contextlib.suppress(Exception), preserve_generators(), without_logging(), fake_collectives():
+        yield
+
+
 def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
     """Return True if a sampler's order depends on the epoch, tried on copies.
 
@@ -246,12 +253,7 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
     shared = [dataset, *(value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Dataset))]
     orders = []
     for epoch in (0, 1):
-        with (
-            contextlib.suppress(Exception),
-            preserve_generators(),
-            without_logging(),
-            fake_collectives(),
-        ):  # errors in user code
+        with _without_side_effects():
             copied = copy.deepcopy(sampler, {id(value): value for value in shared})
             copied.set_epoch(epoch) if hasattr(copied, "set_epoch") else setattr(copied, "epoch", epoch)
             orders.append(list(itertools.islice(copied, _MOST_INDICES)))
@@ -262,12 +264,7 @@ def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> b
     """Return True if a dataset's samples differ between attributes `before` and the current ones."""
     digests = []
     for state in (before, {}):
-        with (
-            contextlib.suppress(Exception),
-            preserve_generators(),
-            without_logging(),
-            fake_collectives(),
-        ):  # errors in user code
+        with _without_side_effects():
             copied = copy.copy(dataset)
             vars(copied).update(state)
             samples = [copied[index] for index in range(0, size, -(-size // _MOST_SAMPLES))]
