@@ -26,6 +26,7 @@ from ddpcheck.run.live_ranks import is_alive
 from ddpcheck.run.run_folder import own_folder
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import read_logs
+from ddpcheck.trace.script_facts import entries_of
 
 _POLL = 0.1  # seconds between two polls
 _QUIET = 2.0  # seconds without live ranks to wait, since a live launcher may restart ranks
@@ -86,7 +87,7 @@ def _infer_ending(folder: Path, watch: HangWatch) -> Ending:
     if watch.hang is not None:
         return Ending(EXIT_HANG, hang=watch.hang)
     ranks = read_logs(folder)
-    if any(isinstance(entry, RankRaised) for rank in ranks for entry in rank.entries):
+    if any(entries_of(rank, RankRaised) for rank in ranks):
         return Ending(1)
     return Ending(0 if all(rank.has_ended for rank in ranks) else -1)
 

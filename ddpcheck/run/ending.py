@@ -41,6 +41,7 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines
 from ddpcheck.stream.rank_log import RankTrace, comparable_logs
 from ddpcheck.trace.failures import EndedThread, FailureFacts, describe_failure, follows_from_another_rank
 from ddpcheck.trace.positions import EndingFacts, describe_call, lines_of
+from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.worlds import failures
 
 
@@ -107,10 +108,10 @@ def _failure_facts(
         find_positions=partial(_ending_facts, ranks, ending if failed else Ending(), source),
         constructing=[number for number, rank in enumerate(ranks) if rank.is_constructing],
         known=known,
-        begun=[entry for entry in first.entries if isinstance(entry, WrapperBegun)],
-        replaced=[entry for entry in first.entries if isinstance(entry, ModuleChanged) and entry.what == "replaced"],
+        begun=entries_of(first, WrapperBegun),
+        replaced=[entry for entry in entries_of(first, ModuleChanged) if entry.what == "replaced"],
         sharded=[wrapper for wrapper in first.wrappers if wrapper.context.sharded is not None],
-        clipped=next((entry.reply.get("clipped", ()) for entry in first.entries if isinstance(entry, RankRaised)), ()),
+        clipped=next((entry.reply.get("clipped", ()) for entry in entries_of(first, RankRaised)), ()),
         at_work={number: lines for number, lines in at_work.items() if lines},
         checkpoint=source.ask(call_of, _CHECKPOINTS, first.files) if ordered and ordered[0].kind == "raised" else None,
     )
@@ -223,7 +224,7 @@ def failures_of(ranks: Sequence[RankTrace], ending: Ending) -> list[RankFailure]
     is_killed = bool(ending.exit_code) and not ending.exit_codes and ending.hang is None
     for rank in ranks:
         number = rank.started.rank
-        raised = [entry for entry in rank.entries if isinstance(entry, RankRaised)]
+        raised = entries_of(rank, RankRaised)
         code = ending.exit_codes.get(number)
         if ending.interrupted:
             failed.append(failures.failure_of_running_rank(number, 0.0, rank.stack, "", ""))

@@ -39,6 +39,7 @@ from ddpcheck.run.live_ranks import LiveRanks, ProcessorTimes, RankFacts
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
+from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import processor_seconds
 
@@ -168,7 +169,7 @@ class HangWatch:
         elif time.monotonic() - self._failed_since >= _GRACE:
             self._has_reported_raised = True
             logs = [log for log in read_logs(self._folder) if log.started.rank not in living]
-            raised = [(log.started.rank, item) for log in logs for item in log.entries if isinstance(item, RankRaised)]
+            raised = [(log.started.rank, item) for log in logs for item in entries_of(log, RankRaised)]
             for rank, entry in raised[:1]:
                 failure = failures.failure_of_exception(rank, dict(entry.reply))
                 where = f" at {failure.location}" if failure.location else ""

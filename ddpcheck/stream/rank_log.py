@@ -209,7 +209,7 @@ class RankTrace(Struct, frozen=True, dict=True):
     @property
     def files(self) -> dict[str, str]:
         """Return files by path in call stacks: {"train.py": "/home/me/train.py"}."""
-        entries = [entry for entry in self.entries if isinstance(entry, CallersSeen)]
+        entries = self.entries_by_type.get(CallersSeen, ())
         pairs = (pair for entry in entries for pair in zip(entry.lines, entry.files, strict=True))
         return {line.rpartition(":")[0]: file for line, file in pairs}
 
