@@ -1,6 +1,7 @@
 """Recipes whose `wrap` calls `fully_shard`: what is compared, and what is found, on real ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,18 @@ def with_state(*, of_one_rank: bool) -> Callable[[Any], torch.optim.Optimizer]:
     return make
 
 
+def accumulated(model: nn.Module, batch: tuple[Tensor, Tensor], last: bool = True) -> Tensor:
+    """Run two micro-batches; reduce both together if `last` is true, and none otherwise."""
+    micro = list(zip(batch[0].chunk(2), batch[1].chunk(2), strict=True))
+    sharded = isinstance(model, fsdp.FSDPModule)  # not in the single process
+    if sharded:
+        model.set_requires_gradient_sync(False)
+    (entropy(model, micro[0]) / 2).backward()
+    if sharded:
+        model.set_requires_gradient_sync(last)
+    return entropy(model, micro[1]) / 2
+
+
 FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {
     "a state of one rank": (
         "DDP521",
@@ -339,6 +352,11 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {
     "unused on rank 1": ("DDP104", recipe(whole(), model=ByRank), recipe(whole(), model=used_everywhere)),
     "frozen on rank 1": ("DDP206", recipe(frozen_on_rank_1), recipe(whole(), model=frozen)),
     "seeded by rank": ("DDP208", recipe(whole(), model=seeded_by_rank), recipe(handed_out, model=seeded_by_rank)),
+    "never reduced": (
+        "DDP502",
+        recipe(whole(), loss=partial(accumulated, last=False)),
+        recipe(whole(), loss=accumulated),
+    ),
     "switched off": ("DDP502", recipe(switched(False)), recipe(switched(False, True))),
     "divided": ("DDP303", recipe(divided(2.0)), recipe(divided(1.0))),
     "replaced": ("DDP503", recipe(replaced(after=True)), recipe(replaced(after=False))),
