@@ -189,6 +189,8 @@ def test_what_one_rank_shows_of_its_own_samples_is_reported() -> None:
     findings = judged(strided(800), size=800, numbers=OWN, shown=[prints(0.75, how="decides"), []])
     words = "('correct',) of ranks (0,) at train.py:34 ... 0.75 ... rank 1 has 0.5, and all ranks together have 0.625"
     assert_says(findings, f"DDP802 ... {words}")
+    unused = [[call(correct, operation="reduce", during=True, sums=True)] for correct in (300.0, 200.0)]
+    assert codes(judged(strided(800), size=800, numbers=OWN, given=unused, shown=[prints(0.75), []])) == ["DDP802"]
 
 
 def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_none_of_them() -> None:
@@ -312,6 +314,11 @@ def test_what_does_not_begin_with_zeros_or_is_large_is_no_counter(numbers: torch
         {"shown": [prints(0.75), []], "numbers": [OWN[0], {}]},
         {"shown": [prints(0.3), []]},  # another number
         {"shown": [prints(0.75), []], "numbers": [OWN[0], OWN[0]]},  # the same on all ranks
+        {  # rank 0 adds up what `reduce` leaves there
+            "shown": [prints(0.625), []],
+            "numbers": [{"evaluate.correct": c, "evaluate.total": n} for c, n in ((500.0, 800.0), (200.0, 400.0))],
+            "given": [[call(c, 400.0, operation="reduce", during=True, sums=True)] for c in (300.0, 200.0)],
+        },
     ],
 )
 def test_a_metric_that_is_of_all_or_of_nobody_is_not_reported(more: dict[str, Any]) -> None:
