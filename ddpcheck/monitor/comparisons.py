@@ -16,7 +16,7 @@ from torch import nn
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
-from ddpcheck.findings.evidence.script import Evaluated, Inputs
+from ddpcheck.findings.evidence.script import EvaluationInputs, Inputs
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
@@ -285,7 +285,7 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
             self._parts.note_layouts(module.modules())
             self._parts.split(tuple(sorted(ranks)), split, None)
 
-    def _handle_entry(self, entry: ModelSplit | PartStep | Inputs | Evaluated) -> None:
+    def _handle_entry(self, entry: ModelSplit | PartStep | Inputs | EvaluationInputs) -> None:
         if isinstance(entry, ModelSplit):
             self._split = entry
         elif isinstance(entry, Inputs):
@@ -314,7 +314,7 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
 def _judge_parts(steps: list[list[_WrittenPart]], split: ModelSplit) -> list[Finding]:
     parts = [[step for step, _ in entries] for entries in steps]
     inputs = [[batch for _, batch in entries if batch is not None] for entries in zip(*steps, strict=True)]
-    if any(step.parts_given for entries in parts for step in entries):
+    if any(step.splits_inputs for entries in parts for step in entries):
         inputs = []
     findings = judge_model_batches([[] for _ in split.ranks], inputs, split.ranks, split)
     return findings or judge_model_parts(parts, split.ranks, split, wrapped=True)

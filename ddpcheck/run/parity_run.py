@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityStep, PassTaken
+from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityPass, ParityStep
 from ddpcheck.findings.stacks import program_lines
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for
 from ddpcheck.run.ending import Ending
@@ -88,7 +88,7 @@ class ParityRuns:
         elapsed = time.time() - self._start_time
         self._limit = max(self._args.check_timeout, _LIMIT_FACTOR * len(ranks) * elapsed)
         sizes = [
-            max((math.ceil(entry.rows / max(1, entry.batches)) for entry in entries_of(rank, PassTaken)), default=0)
+            max((math.ceil(entry.rows / max(1, entry.batches)) for entry in entries_of(rank, ParityPass)), default=0)
             for rank in ranks
         ]
         holds = f"the batches of {len(ranks)} ranks together{f' (up to {sum(sizes)} samples)' if all(sizes) else ''}"

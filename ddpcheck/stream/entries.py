@@ -135,8 +135,8 @@ class StepsReported(Entry, frozen=True):
     wrapper: int  # number of the wrapper
     report: RankReport
     closing: bool = False  # True if the watch ends
-    alone: bool = False  # True if the report shows a fault without other ranks' reports
-    begun: bool = False  # True if the step has only begun; replaced by the report at its end
+    is_conclusive: bool = False  # True if the report shows a fault without other ranks' reports
+    is_unfinished: bool = False  # True if the step has only begun; replaced by the report at its end
 
 
 class ReplicaCaptured(Entry, frozen=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ddpcheck.findings.evidence.endings import ScheduledCall
-from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
+from ddpcheck.findings.evidence.loop import PendingTensorWritten, WorkAwaited, WorkDropped
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import View
@@ -72,9 +72,9 @@ class AsyncHandles(View):
     checks = ("collectives",)
     needs_all_ranks = False
     dropped: Sequence[Sequence[WorkDropped]]  # handles that were never polled or waited on
-    used: Sequence[Sequence[WorkUsed]]
-    written: Sequence[Sequence[TensorOfWorkWritten]]
+    used: Sequence[Sequence[WorkAwaited]]
+    written: Sequence[Sequence[PendingTensorWritten]]
 
     @classmethod
     def from_facts(cls, facts: ScriptFacts) -> Self:
-        return cls(facts.events(WorkDropped), facts.events(WorkUsed), facts.events(TensorOfWorkWritten))
+        return cls(facts.events(WorkDropped), facts.events(WorkAwaited), facts.events(PendingTensorWritten))

@@ -19,7 +19,7 @@ CompilationsByRank = Sequence[Sequence[FunctionCompiled]]
 def trained_functions(compiled: CompilationsByRank) -> list[CompilationsByRank]:
     """Return compilations, by rank, of each function that every rank compiled for training."""
     trained = [[entry for entry in entries if entry.trains] for entries in compiled]
-    by_rank = [group_by(entries, lambda entry: (entry.function, entry.defined)) for entries in trained]
+    by_rank = [group_by(entries, lambda entry: (entry.function, entry.defined_at)) for entries in trained]
     return list(common_values(by_rank).values())
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
-    Evaluated,
+    EvaluationInputs,
     Inputs,
     LoaderPass,
     LossDifferentiated,
@@ -147,7 +147,7 @@ def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
     local = [draw for rank_draws in draws for draw in rank_draws if not draw.generator]
     steps = Counter(line for line, _ in {(draw.location, draw.step) for draw in local})
     local.sort(key=lambda d: (("choice", "any", "noise").index(d.kind), -steps[d.location]))  # most steps first
-    lines = [draw.seeded or draw.location for draw in choices] + [draw.location for draw in local]
+    lines = [draw.seeded_at or draw.location for draw in choices] + [draw.location for draw in local]
     return next((line for line in lines if line is not None), None)
 
 
@@ -188,17 +188,19 @@ def has_distinct_rows(loader: LoaderPass) -> bool:
 
 def are_repeated_on_ranks(first: Sequence[LoaderPass]) -> bool:
     """Check if samplers repeat each sample on several ranks (repeated augmentation)."""
-    return all(loader.size > len(first) and loader.dealt + len(first) >= 2 * loader.size for loader in first)
+    return all(loader.size > len(first) and loader.total_size + len(first) >= 2 * loader.size for loader in first)
 
 
 def are_disjoint_shares(first: Sequence[LoaderPass]) -> bool:
     """Return True if the ranks' datasets are disjoint shares of one array."""
-    parts = all(loader.whole > 0 and is_one_share(loader, len(first)) and has_distinct_rows(loader) for loader in first)
+    parts = all(
+        loader.base_rows > 0 and is_one_share(loader, len(first)) and has_distinct_rows(loader) for loader in first
+    )
     return len(first) > 1 and parts and are_disjoint([loader.rows for loader in first])
 
 
 def is_one_share(loader: LoaderPass, ranks: int) -> bool:
-    return 0 <= loader.whole - ranks * (loader.size - 1) <= 2 * ranks
+    return 0 <= loader.base_rows - ranks * (loader.size - 1) <= 2 * ranks
 
 
 def rows_by_position(loaders: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
@@ -232,8 +234,8 @@ def finding_on_loader(
     code: str, loader: LoaderPass, message: str, *, line: Location | None = None, **more: Any
 ) -> list[Finding]:
     """Create a finding at `line`, else at the construction of the sampler or loader."""
-    location = line or loader.made or loader.location
-    related = {"loop over the loader": loader.location, f"{loader.sampler or 'loader'} made": loader.made}
+    location = line or loader.constructed_at or loader.location
+    related = {"loop over the loader": loader.location, f"{loader.sampler or 'loader'} made": loader.constructed_at}
     return new_finding(code, (loader.dataset,), message, location=location, related=related, **more)
 
 
@@ -250,7 +252,7 @@ class WrapperSamples(NamedTuple):
 
     draws: Mapping[int, Sequence[StepDraw]]
     inputs: Mapping[int, Sequence[Inputs]]
-    evaluated: Mapping[int, Sequence[Evaluated]]
+    evaluated: Mapping[int, Sequence[EvaluationInputs]]
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ class Data(View):
                 WrapperSamples(
                     {rank.started.rank: entries_of(rank, StepDraw) for rank in wrapper.ranks},
                     dict(zip(numbers, wrapper.events(Inputs), strict=True)),
-                    dict(zip(numbers, wrapper.events(Evaluated), strict=True)),
+                    dict(zip(numbers, wrapper.events(EvaluationInputs), strict=True)),
                 )
             )
         by_hand = not facts.wrappers and not facts.model_groups and not facts.sample_groups
@@ -301,7 +303,7 @@ class Data(View):
             [] if facts.model_groups else facts.events(LossDifferentiated),
             [optimizer.steps for optimizer in facts.optimizers] if by_hand else [],
             facts.events(DerivedTable),
-            by_hand and any(step.given for step in entries_of(facts.ranks[0], OptimizerStep)),
+            by_hand and any(step.allreduce_inputs for step in entries_of(facts.ranks[0], OptimizerStep)),
         )
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
+from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityPass, ParityStep
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import group_by, join_names, plural
@@ -102,7 +102,7 @@ class Parity(Comparison, View):
         batch = max((end.batch for rank in self.ranks for end in entries_of(rank, ParityEnded)), default=0)
         if messages and batch:
             messages.append(f"with batches of at most {batch} samples (--check-parity-batch)")
-        scaled = sorted({name for end in single_ends for name in end.scaled})
+        scaled = sorted({name for end in single_ends for name in end.scaled_variables})
         if messages and scaled:
             messages.append(f"the single process has the batch size of all ranks in {join_names(scaled, most=3)}")
         if messages and any(end.splits_statistics for end in single_ends):
@@ -210,7 +210,9 @@ def _update_divergences(parity: Parity) -> Iterator[ParityDivergence]:
             return
         if quantity.differs:
             built = entries_of(parity.ranks[0], OptimizerStep)
-            lines = (step.made for step in built if step.optimizer == single.optimizer and step.made)
+            lines = (
+                step.constructed_at for step in built if step.optimizer == single.optimizer and step.constructed_at
+            )
             location = next(lines, rank_steps[0].location)
             names = parity.names_of(parity.ranks[0], single.optimizer)
             pairs = sorted(
@@ -246,9 +248,9 @@ def _format_factor(ratios: Sequence[float], world_size: int) -> str:
 
 def _loss_line(rank: RankTrace, step: ParityStep) -> Location | None:
     """Return the line that computes the loss in the step nearest to `step`."""
-    losses = [loss for loss in entries_of(rank, LossDifferentiated) if loss.made is not None]
+    losses = [loss for loss in entries_of(rank, LossDifferentiated) if loss.computed_at is not None]
     by_distance = sorted(losses, key=lambda loss: abs(loss.step - step.count))
-    return by_distance[0].made if by_distance else None
+    return by_distance[0].computed_at if by_distance else None
 
 
 def _step_divergences(parity: Parity) -> Iterator[ParityDivergence]:
@@ -268,17 +270,15 @@ def _step_divergences(parity: Parity) -> Iterator[ParityDivergence]:
 
 def _sample_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     """Compare the number of samples of an epoch, if loaders were exhausted."""
-    passes = [group_by(entries_of(rank, PassTaken), lambda entry: entry.loader) for rank in parity.ranks]
-    for epoch in entries_of(parity.single, PassTaken):
+    passes = [group_by(entries_of(rank, ParityPass), lambda entry: entry.loader) for rank in parity.ranks]
+    for epoch in entries_of(parity.single, ParityPass):
         rank_passes = [entry for by_loader in passes for entry in by_loader.get(epoch.loader, ())]
         if len(rank_passes) < len(passes) or not all(entry.trains for entry in rank_passes):
             continue
         rows = sum(entry.rows for entry in rank_passes)
-        if 0 < rows < _MOST_MISSING * epoch.chosen:
+        if 0 < rows < _MOST_MISSING * epoch.num_samples:
             location = Location.parse(epoch.loader.split()[1].partition("#")[0])
-            message = (
-                f"An epoch has {rows} samples on {parity.world_size} ranks, and {epoch.chosen} in a single process."
-            )
+            message = f"An epoch has {rows} samples on {parity.world_size} ranks, and {epoch.num_samples} in a single process."
             yield ParityDivergence("samples", 0, location, message)
             return
 

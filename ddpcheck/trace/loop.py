@@ -8,8 +8,8 @@ from typing import Self
 
 from ddpcheck.findings.evidence.loop import (
     MAX_PACE_RUNS,
+    AutogradGradCalled,
     GradientsChanged,
-    GradientsTaken,
     PaceRun,
     StaleGradients,
     WrapperPace,
@@ -40,13 +40,13 @@ class Loop(View):
     zeroed: Sequence[Sequence[GradientsZeroed]] = ()  # gradients zeroed before any step used them
     reduced_in_place: Sequence[Sequence[ReducedInPlace]] = ()  # collectives on tensors that backward needs
     accumulates: bool = False  # if an optimizer step follows several backward passes
-    taken: Sequence[Sequence[Sequence[GradientsTaken]]] = ()  # torch.autograd.grad calls, by wrapper and rank
+    taken: Sequence[Sequence[Sequence[AutogradGradCalled]]] = ()  # torch.autograd.grad calls, by wrapper and rank
     stale: Sequence[Sequence[StaleGradients]] = ()  # gradients of earlier steps
     paces: Sequence[Sequence[WrapperPace]] = ()  # forward passes and batches per reduction, by wrapper and rank
 
     @classmethod
     def from_facts(cls, facts: ScriptFacts) -> Self:
-        taken = facts.events(GradientsTaken)
+        taken = facts.events(AutogradGradCalled)
         by_wrapper = [
             [calls for entries in taken if (calls := [entry for entry in entries if entry.wrapper == number])]
             for number in sorted({entry.wrapper for entries in taken for entry in entries})
@@ -113,8 +113,8 @@ class GradientChanges(View):
         """
         changed = [[e for e in entries if abs(e.factor - 1) > MIN_NORM_CHANGE] for entries in self.between_backwards]
         changes = paired(changed, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))
-        local = [change for change in changes if all(entry.put_off for entry in change)]
+        local = [change for change in changes if all(entry.is_unreduced for entry in change)]
         unequal = [change for change in local if not are_close([entry.factor for entry in change])]
-        clipped = [change for change in changes if change[0].by and not any(entry.put_off for entry in change)]
+        clipped = [change for change in changes if change[0].by and not any(entry.is_unreduced for entry in change)]
         shown = unequal if len(unequal) > 1 and 2 * len(unequal) > len(local) else clipped
         return shown if len(shown) > 1 else []

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any, Self
 
 from ddpcheck.findings.evidence.gradients import LEAST, LossTerm, relative
-from ddpcheck.findings.evidence.loop import GatheredConstant, ModuleChanged, OwnPartPutBack
+from ddpcheck.findings.evidence.loop import GatheredConstant, ModuleChanged, OwnRowsReinserted
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
@@ -48,7 +48,7 @@ class Losses(View):
 
     checks = ("loss",)
     by_rank: LossesByRank
-    parts: Sequence[Sequence[OwnPartPutBack]] = ()
+    parts: Sequence[Sequence[OwnRowsReinserted]] = ()
     constants: Sequence[Sequence[GatheredConstant]] = ()
     ranks_per_model: int = 1
     is_for_sums: bool = False  # if a wrapper sums gradients, as the scale of its loss requires
@@ -64,7 +64,7 @@ class Losses(View):
                 [loss for loss in losses if not any(0 < abs(term.factor) <= LEAST for term in loss.terms)]
                 for losses in (entries_of(rank, LossDifferentiated) for rank in ranks)
             ],
-            [entries_of(rank, OwnPartPutBack) for rank in ranks],
+            [entries_of(rank, OwnRowsReinserted) for rank in ranks],
             facts.events(GatheredConstant),
             len(next(iter(facts.model_groups), (0,))),
             any(map(scales_loss_for_sums, facts.wrappers)),
@@ -87,11 +87,11 @@ class Losses(View):
         )
 
     @cached_property
-    def local_parts(self) -> list[list[OwnPartPutBack]]:
+    def local_parts(self) -> list[list[OwnRowsReinserted]]:
         """Gathered features whose gradient reaches only the rank's own part, unscaled; by step."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
-        steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
+        steps = [by_rank for by_rank in steps if all(any(part.gathered_gradient) for part in by_rank)]
         all_parts = [*itertools.chain(*steps)]
         unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in all_parts)
         return steps if len(steps) >= MIN_GATHERS and unscaled and len({p.by_function for p in all_parts}) == 1 else []
@@ -121,7 +121,7 @@ class Losses(View):
     @property
     def uses_features_directly(self) -> bool:
         """Check if losses on gathered features have terms of the features themselves."""
-        return all(part.besides for by_rank in self.local_parts for part in by_rank)
+        return all(part.uses_own_rows for by_rank in self.local_parts for part in by_rank)
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         averaged = [[loss for loss in rank_losses if loss.terms and loss.wrappers] for rank_losses in self.by_rank]
@@ -148,10 +148,10 @@ def _rescales_gradients(rank: RankTrace) -> bool:
     return False
 
 
-def _distances(steps: Sequence[Sequence[OwnPartPutBack]]) -> list[float]:
+def _distances(steps: Sequence[Sequence[OwnRowsReinserted]]) -> list[float]:
     """Return, by step, the largest relative distance of a gathered gradient from rank 0's."""
     distances = []
-    for first, *others in ([part.arrived for part in by_rank] for by_rank in steps):
+    for first, *others in ([part.gathered_gradient for part in by_rank] for by_rank in steps):
         farthest = max(math.dist(first, grad) if len(first) == len(grad) else math.inf for grad in others)
         distances.append(relative(farthest, math.hypot(*first)))
     return distances
@@ -177,7 +177,9 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
 
     Each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
     """
-    own_losses = [loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.put_off]
+    own_losses = [
+        loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.deferred_wrappers
+    ]
     micro_batches = {loss.step: loss.number + 1 for loss in own_losses}  # by step
     terms: dict[tuple[int, int], list[ScaledTerm]] = {}
     for entry in own_losses:
@@ -202,9 +204,11 @@ def divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | 
     number that the rank passed to the all_reduce.
     """
     size = float(len(losses))
-    if any(loss.hooked for loss in losses):
+    if any(loss.has_hooks for loss in losses):
         return None
-    for numbers in zip(*([number for number in loss.reduced if not number.members] for loss in losses), strict=False):
+    for numbers in zip(
+        *([number for number in loss.allreduce_inputs if not number.members] for loss in losses), strict=False
+    ):
         total = sum(number.value for number in numbers)
         terms = [
             (term, term.kind == "sum" or _contains_near(number.value, term.multipliers))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ddpcheck.findings.evidence.parity import NotReplayed, ParityStep, PassTaken, TensorsSaved
+from ddpcheck.findings.evidence.parity import NotReplayed, ParityPass, ParityStep, TensorsSaved
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.script_facts import entries_of
@@ -129,9 +129,9 @@ class Comparison:
     def padding(self) -> float:
         """Share of evaluation samples that ranks repeat to get equal shard sizes."""
         rows = Counter[str]()
-        for entry in (entry for rank in self.ranks for entry in entries_of(rank, PassTaken) if not entry.trains):
+        for entry in (entry for rank in self.ranks for entry in entries_of(rank, ParityPass) if not entry.trains):
             rows[entry.loader] += entry.rows
-        padded = [p for p in entries_of(self.single, PassTaken) if 0 < p.rows < rows[p.loader] < 2 * p.rows]
+        padded = [p for p in entries_of(self.single, ParityPass) if 0 < p.rows < rows[p.loader] < 2 * p.rows]
         return max((rows[p.loader] / p.rows - 1 for p in padded), default=0.0)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ddpcheck.findings.evidence.replicas import NothingLoaded, RunningStatistic
-from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
+from ddpcheck.findings.evidence.script import FileSizes, FileUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import plural
 from ddpcheck.trace.script_facts import ScriptFacts
@@ -26,7 +26,7 @@ class Program(View):
 
     @classmethod
     def from_facts(cls, facts: ScriptFacts) -> Self:
-        sizes = [item for entries in facts.events(FilesLeft) for entry in entries for item in entry.sizes.items()]
+        sizes = [item for entries in facts.events(FileSizes) for entry in entries for item in entry.sizes.items()]
         empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
         return cls(facts.events(FileUsed), empty, facts.events(NothingLoaded), facts.ended)
 

@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.evidence.script import OptimizerStep, StateHeld
+from ddpcheck.findings.evidence.script import OptimizerStep, UnwrappedModel
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import join_names
@@ -21,8 +21,18 @@ from ddpcheck.stream.rank_report import RankReport, ReplicaState
 
 _Facts = TypeVar("_Facts", bound=Struct)
 _KEY = re.compile(r"(?:\d+/|optimizer )?([^\s:]+)")  # "0/fc.weight", "0/fc.weight: exp_avg", "optimizer fc.weight step"
-_COMPARED = (BuffersKept, OptimizerStep, ReplicaCaptured, StateHeld, StepsReported, LocalSgdEnd)  # have values by name
-_NOT_VALUES = ("options", "held")  # `OptimizerStep.held`: optimizers are matched between ranks by all names
+_COMPARED = (
+    BuffersKept,
+    OptimizerStep,
+    ReplicaCaptured,
+    UnwrappedModel,
+    StepsReported,
+    LocalSgdEnd,
+)  # have values by name
+_NOT_VALUES = (
+    "options",
+    "wrapped_params",
+)  # `OptimizerStep.wrapped_params`: optimizers are matched between ranks by all names
 
 
 class RankParams:

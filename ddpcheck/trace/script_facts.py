@@ -74,7 +74,7 @@ class WrapperTrace:
     def loss_line(self) -> Location | None:
         """Line that computes a loss of the wrapper, else line that calls backward."""
         losses = (loss for rank_losses in self.losses for loss in rank_losses if self.number in loss.wrappers)
-        return next((line for loss in losses if (line := loss.made or loss.location)), None)
+        return next((line for loss in losses if (line := loss.computed_at or loss.location)), None)
 
 
 def _belongs_to(entry: Any, number: int) -> bool:
@@ -254,12 +254,12 @@ class ScriptFacts:
         for rank in self.ranks:
             counts: Counter[tuple[Any, ...]] = Counter()  # optimizers with the same key, such as one per round
             for first in first_steps(rank):
-                named = (*first.held, *(name for name in first.alone if "/" in name))
+                named = (*first.wrapped_params, *(name for name in first.unwrapped_params if "/" in name))
                 wrapper_ids = {int(name.partition("/")[0]) for name in named}
                 groups = {rank.wrappers[number].ranks for number in wrapper_ids}
                 members = next(iter(groups)) if len(groups) == 1 else self._replicas_of(rank)
                 steps = [step for step in entries_of(rank, OptimizerStep) if step.optimizer == first.optimizer]
-                key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
+                key = (members, first.location, tuple(sorted((*first.wrapped_params, *first.unwrapped_params))))
                 steps_by_key.setdefault((*key, counts[key]), {})[rank.started.rank] = steps
                 counts[key] += 1
         for (members, *_), steps_by_rank in steps_by_key.items():
@@ -313,7 +313,9 @@ class ScriptFacts:
                 "parameters in a FullyShardedDataParallel (FSDP1) are not compared, nor their gradients and state; "
                 "those of a model that torch.distributed.fsdp.fully_shard shards are"
             )
-        if any(step.shards > len(step.held) for rank in self.ranks for step in entries_of(rank, OptimizerStep)):
+        if any(
+            step.shards > len(step.wrapped_params) for rank in self.ranks for step in entries_of(rank, OptimizerStep)
+        ):
             return "shards of parameters are not watched: their values, gradients and state are not compared"
         return ""
 
@@ -390,7 +392,7 @@ def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: RankTrace) ->
     """Return `end` with the number of reductions, if unknown since the optimizer was freed."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
-    wrapper_ids = {int(name.partition("/")[0]) for name in last.held}
+    wrapper_ids = {int(name.partition("/")[0]) for name in last.wrapped_params}
     return replace(end, reductions=sum(rank.counts[number][1] for number in wrapper_ids))
 
 

@@ -54,7 +54,7 @@ def test_recompilations_come_with_their_guards_until_a_limit_is_reached(recorded
     assert trained[1].reason == f"{trained[1].guard} 5, actual 6"
     assert len({one.inputs for one in trained}) == 3
     assert trained[0].location is not None and trained[0].location.path.endswith("test_compilations.py")
-    assert [(one.given_up, one.guard) for one in given_up] == ([(True, trained[1].guard)] if SAYS_WHY_IT_FAILS else [])
+    assert [(one.hit_limit, one.guard) for one in given_up] == ([(True, trained[1].guard)] if SAYS_WHY_IT_FAILS else [])
     assert {(one.step, one.trains) for one in recorded} == {(3, True)}
 
 

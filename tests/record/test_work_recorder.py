@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.evidence import Entry
-from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
+from ddpcheck.findings.evidence.loop import PendingTensorWritten, WorkAwaited, WorkDropped
 
 
 def started(tensor: torch.Tensor) -> dist.Work:
@@ -152,11 +152,14 @@ CASES: list[tuple[Callable[[torch.Tensor], None], list[type[Entry]]]] = [
     (of_an_item, [WorkDropped]),
     (of_a_buffer, [WorkDropped]),
     *((healthy, []) for healthy in (of_what_nobody_reads, coalesced)),
-    *((early, [WorkUsed, TensorOfWorkWritten]) for early in (waited_late, average_written_early, average_written_late)),
-    (written_while_it_is_scattered, [WorkUsed, TensorOfWorkWritten]),
-    *((healthy, [WorkUsed]) for healthy in (waited, asked_in_turn, parts, then, of_sparse_numbers, of_an_average)),
-    *((healthy, [WorkUsed]) for healthy in (of_an_average_onto_a_rank, of_groups_of_single_ranks)),
-    (of_a_part_of_what_is_scattered, [WorkUsed]),
+    *(
+        (early, [WorkAwaited, PendingTensorWritten])
+        for early in (waited_late, average_written_early, average_written_late)
+    ),
+    (written_while_it_is_scattered, [WorkAwaited, PendingTensorWritten]),
+    *((healthy, [WorkAwaited]) for healthy in (waited, asked_in_turn, parts, then, of_sparse_numbers, of_an_average)),
+    *((healthy, [WorkAwaited]) for healthy in (of_an_average_onto_a_rank, of_groups_of_single_ranks)),
+    (of_a_part_of_what_is_scattered, [WorkAwaited]),
 ]
 
 
@@ -177,7 +180,7 @@ def test_what_becomes_of_asynchronous_collectives() -> None:
         recorder._reported.clear()
         case(gradient)
         assert [type(one) for one in seen] == kinds, case
-        told = [one.of_gradients for one in seen if isinstance(one, WorkDropped | TensorOfWorkWritten)]
+        told = [one.of_gradients for one in seen if isinstance(one, WorkDropped | PendingTensorWritten)]
         assert all(of_gradients == (case not in NO_GRADIENTS) for of_gradients in told), case
         dist.barrier()
         dist.barrier(async_op=True)

@@ -26,7 +26,9 @@ STEP, REDUCES, SENDS, MAKES, SEEDS, LOADS = (Location("train.py", line) for line
 
 
 def step(count: int, rank: int, **more: Any) -> OptimizerStep:
-    plain = OptimizerStep(0, count, {"class": "SGD"}, STEP, made=MAKES, reduced_at=REDUCES, collectives=2 * count)
+    plain = OptimizerStep(
+        0, count, {"class": "SGD"}, STEP, constructed_at=MAKES, reduced_at=REDUCES, collectives=2 * count
+    )
     return replace(plain, **more)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpcheck.findings.evidence.loop import StepDraw
-from ddpcheck.findings.evidence.script import Evaluated, Inputs, LossDifferentiated, LossTarget
+from ddpcheck.findings.evidence.script import EvaluationInputs, Inputs, LossDifferentiated, LossTarget
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.record.data.datasets import copied_samples, noise_sketch
@@ -42,7 +42,7 @@ def given(*, level: bool = False, alike: bool = False) -> Given:
 
 def drawn(count: int, kind: str = "noise", *, own: bool = False, **more: Any) -> list[list[StepDraw]]:
     """Two ranks that draw in three steps: from the same state, or each from a state of its `own`."""
-    plain = [StepDraw(s, "torch", kind, count, s, s + 1, location=DRAW, seeded=SEED) for s in range(1, 4)]
+    plain = [StepDraw(s, "torch", kind, count, s, s + 1, location=DRAW, seeded_at=SEED) for s in range(1, 4)]
     of_rank = [replace(one, **more) for one in plain]
     return [of_rank, [replace(one, before=one.before + 50 * own) for one in of_rank]]
 
@@ -88,7 +88,7 @@ def added(*of_steps: Sequence[Sequence[float]], alike: bool = False) -> Given:
     """What two ranks gave in steps, in each of which they had added something to the samples of a loader."""
     inputs = given(alike=alike)
     return [
-        [replace(one, added=tuple(of_ranks[rank])) for one, of_ranks in zip(of_rank, of_steps, strict=False)]
+        [replace(one, noise=tuple(of_ranks[rank])) for one, of_ranks in zip(of_rank, of_steps, strict=False)]
         for rank, of_rank in enumerate(inputs)
     ]
 
@@ -129,7 +129,7 @@ def test_what_is_added_to_samples_is_known_past_scales_and_offsets() -> None:
 def streams(*, choice: str = "choice", order: tuple[int, ...] = (0, 1, 2), own: bool = False) -> list[Any]:
     """Rank 0 has evaluated on what rank 1 trains on, in an `order`; both draw from one state, or from their `own`."""
     inputs = given()
-    evaluated = [Evaluated(0, 0, inputs[1][step].samples) for step in order]
+    evaluated = [EvaluationInputs(0, 0, inputs[1][step].samples) for step in order]
     return [dict(enumerate(drawn(4, choice, own=own))), dict(enumerate(inputs)), {0: evaluated, 1: []}]
 
 

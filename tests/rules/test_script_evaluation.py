@@ -416,7 +416,7 @@ def test_comparisons_are_followed_from_a_gather_to_the_next_loop() -> None:
     finally:
         recorder.close()
     assert one.sub(one + 2).sum() == -16
-    assert [(each.round, list(each.one), list(each.other)) for each in seen] == [
+    assert [(each.round, list(each.first), list(each.second)) for each in seen] == [
         (2, list(map(float, range(8))), [1.0] * 8),
         (2, list(map(float, range(8))), list(map(float, range(1, 9)))),
     ]

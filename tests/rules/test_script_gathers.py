@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, normalize
 
-from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
+from ddpcheck.findings.evidence.loop import GatheredConstant, OwnRowsReinserted
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
@@ -185,7 +185,7 @@ class _JoinedInPlace(_Joined):
         return gradients[1].mul_(ctx.factor), None, None
 
 
-def _arrival(factor: float, *, own_rows: bool, function: type[_Joined] = _Joined) -> list[OwnPartPutBack]:
+def _arrival(factor: float, *, own_rows: bool, function: type[_Joined] = _Joined) -> list[OwnRowsReinserted]:
     torch.manual_seed(0)
     found: list[Any] = []
     recorder = recorder_at(2, found)
@@ -202,20 +202,20 @@ def _arrival(factor: float, *, own_rows: bool, function: type[_Joined] = _Joined
 def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
     (whole,) = _arrival(1.0, own_rows=False)
     (own,) = _arrival(1.0, own_rows=True)
-    assert whole.factor == own.factor == 1.0 and whole.arrived and own.arrived
-    assert own.besides and not whole.besides
+    assert whole.factor == own.factor == 1.0 and whole.gathered_gradient and own.gathered_gradient
+    assert own.uses_own_rows and not whole.uses_own_rows
     assert whole.location is not None and whole.location.path.endswith("test_script_gathers.py")
     assert not _arrival(2.0, own_rows=False)  # as much as the ranks' backward adds up
     assert not _arrival(2.0, own_rows=False, function=_JoinedInPlace)
 
 
-def _judged(parts: list[list[OwnPartPutBack]], *terms: ScaledTerm, scale_matters: bool = True) -> list[str]:
+def _judged(parts: list[list[OwnRowsReinserted]], *terms: ScaledTerm, scale_matters: bool = True) -> list[str]:
     losses = [[LossDifferentiated(step, 0, terms, LINE, LINE) for step in (1, 2)] for _ in parts]
     return [finding.code for finding in judge_view(Losses(losses, parts, scale_matters=scale_matters))]
 
 
-def _parts(*arrived: tuple[float, ...], factor: float = 1.0) -> list[list[OwnPartPutBack]]:
-    return [[OwnPartPutBack(step, "all_gather", LINE, one, factor, True) for step in (1, 2)] for one in arrived]
+def _parts(*arrived: tuple[float, ...], factor: float = 1.0) -> list[list[OwnRowsReinserted]]:
+    return [[OwnRowsReinserted(step, "all_gather", LINE, one, factor, True) for step in (1, 2)] for one in arrived]
 
 
 def test_the_own_part_of_the_gradient_of_a_loss_of_all_rows_or_of_the_own_ones() -> None:
@@ -234,7 +234,9 @@ def test_the_own_part_that_is_put_back_into_what_torch_has_gathered() -> None:
     mean, total = ScaledTerm("mean", 1.0, 8), ScaledTerm("sum", 0.25, 8)
 
     def judged(*arrived: tuple[float, ...], besides: bool = False, **more: Any) -> list[str]:
-        parts = [[replace(p, by_function=False, besides=besides) for p in of_rank] for of_rank in _parts(*arrived)]
+        parts = [
+            [replace(p, by_function=False, uses_own_rows=besides) for p in of_rank] for of_rank in _parts(*arrived)
+        ]
         return _judged(parts, mean, total, **more) if besides else _judged(parts, mean, **more)
 
     assert judged((1.0, 2.0), (2.0, -1.0)) == judged((1.0, 2.0), (1.0, 2.0)) == ["DDP309"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcheck.findings.evidence.loop import ModuleChanged, OwnPartPutBack
+from ddpcheck.findings.evidence.loop import ModuleChanged, OwnRowsReinserted
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -27,7 +27,7 @@ from ddpcheck.findings.evidence.script import (
     OptimizerStep,
     ReducedInPlace,
     ScaledTerm,
-    StateHeld,
+    UnwrappedModel,
 )
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
@@ -437,7 +437,7 @@ def test_a_clip_to_a_limit_or_by_a_norm_of_each_rank(clipped: list[list[Gradient
 def test_optimizer_state_that_differs() -> None:
     here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
     loaded = [replace(one, restored_at=LOADS) for one in (here, there)]
-    reordered = [replace(here, held=("a", "b")), replace(there, held=("b", "a"))]
+    reordered = [replace(here, wrapped_params=("a", "b")), replace(there, wrapped_params=("b", "a"))]
     for steps, words in (
         ([[here, there]], "DDP306"),
         ([[here, step()]], "DDP306"),  # loaded on one rank
@@ -588,7 +588,7 @@ def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
 def test_an_optimizer_of_tensors_that_no_module_has() -> None:
     steps = [[step(unknown=("? 0 (4,)",)), step()]]
     assert codes(judge_stale(steps, {"0/w": False}, set())) == ["DDP504"]
-    made = [[replace(one, made=Location("train.py", 12)) for one in of_ranks] for of_ranks in steps]
+    made = [[replace(one, constructed_at=Location("train.py", 12)) for one in of_ranks] for of_ranks in steps]
     assert judge_stale(made, {"0/w": False}, set())[0].location == Location("train.py", 12)
     assert not judge_stale(steps, {"0/w": True}, set())  # master copies, written back
     assert not judge_stale([[step(), step()]], {"0/w": False}, set())
@@ -705,8 +705,14 @@ def heads(*counts: int) -> list[ScaledTerm]:
         (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
         (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers
         (losses([ScaledTerm("sum", 1 / 1269287, 48)], [ScaledTerm("sum", 1 / 1069, 48)]), []),  # not known
-        (losses([ScaledTerm("mean", 1.0, 9, chosen=True)], [ScaledTerm("mean", 1.0, 7, chosen=True)]), ["DDP305"]),
-        (losses([ScaledTerm("mean", 9 / 8, 9, chosen=True)], [ScaledTerm("mean", 7 / 8, 7, chosen=True)]), []),
+        (
+            losses([ScaledTerm("mean", 1.0, 9, is_selected=True)], [ScaledTerm("mean", 1.0, 7, is_selected=True)]),
+            ["DDP305"],
+        ),
+        (
+            losses([ScaledTerm("mean", 9 / 8, 9, is_selected=True)], [ScaledTerm("mean", 7 / 8, 7, is_selected=True)]),
+            [],
+        ),
         (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
         (losses([HALF], [HALF], scaled=LINE, number=3), ["DDP303"]),  # of four: 2 / 4
         (losses([MEAN, HALF], [MEAN, HALF], scaled=LINE), []),
@@ -717,7 +723,7 @@ def heads(*counts: int) -> list[ScaledTerm]:
 def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str]) -> None:
     assert codes(judge_losses(given)) == found
     assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
-    assert "DDP303" not in codes(judge_losses(given, [[OwnPartPutBack(0)]] * 2))  # of all ranks' features
+    assert "DDP303" not in codes(judge_losses(given, [[OwnRowsReinserted(0)]] * 2))  # of all ranks' features
 
 
 def test_the_line_of_the_term_that_is_divided_by_own_counts() -> None:
@@ -800,7 +806,10 @@ NUMBERS = (30, 34), (20, 11), (9, 40)
     [
         ([weighed(0, 30, 34), weighed(1, 20, 11), weighed(2, 9, 40)], ["DDP303"]),
         ([weighed(n, *own, more=(2.0,)) for n, own in enumerate(NUMBERS)], []),
-        ([weighed(0, 30, 34), weighed(1, 20, 11), [replace(one, reduced=()) for one in weighed(2, 9, 40)]], []),
+        (
+            [weighed(0, 30, 34), weighed(1, 20, 11), [replace(one, allreduce_inputs=()) for one in weighed(2, 9, 40)]],
+            [],
+        ),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
         ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
@@ -928,8 +937,8 @@ def test_averaged_gradients_that_are_divided_once_more(factors: Sequence[float],
 # Models beside the wrappers
 
 
-def looks(*values: int, **more: Any) -> list[StateHeld]:
-    plain = StateHeld(0, 0, "ema", "Net", {}, copies=True, used=False, location=LINE)
+def looks(*values: int, **more: Any) -> list[UnwrappedModel]:
+    plain = UnwrappedModel(0, 0, "ema", "Net", {}, is_copy=True, is_called=False, location=LINE)
     return [replace(plain, **{"count": count, "values": {"w": value}, **more}) for count, value in enumerate(values)]
 
 
@@ -945,14 +954,16 @@ def looks(*values: int, **more: Any) -> list[StateHeld]:
         ([looks(1, 2, 3), looks(4, 5, 6)], ["DDP306"]),
     ],
 )
-def test_models_that_are_held_beside_the_wrappers(ranks: list[list[StateHeld]], found: list[str]) -> None:
+def test_models_that_are_held_beside_the_wrappers(ranks: list[list[UnwrappedModel]], found: list[str]) -> None:
     assert codes(judge_copied_states(ranks)) == found
 
 
 def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
     ranks = [looks(1, 2, 3, 4), looks(1, 5, 6, 7)]
     assert codes(judge_copied_states(ranks)) == ["DDP306"]
-    assert not judge_copied_states([[replace(one, together=one.count // 2) for one in of_rank] for of_rank in ranks])
+    assert not judge_copied_states(
+        [[replace(one, synchronisations=one.count // 2) for one in of_rank] for of_rank in ranks]
+    )
 
 
 # Files
@@ -1060,7 +1071,7 @@ def test_shards_that_some_ranks_alone_save() -> None:
 
 def test_parameters_in_no_group_of_shards() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, 2, 3.0), alone(1, 3, 6.0)]]
-    assigned = ModuleChanged(0, "module", "head", tuple(steps[0][0].alone), Location("train.py", 77))
+    assigned = ModuleChanged(0, "module", "head", tuple(steps[0][0].unwrapped_params), Location("train.py", 77))
     for changes, words in (
         ([], "DDP111 ... at train.py:30 ... not DistributedDataParallel"),
         ([assigned], "DDP111 ... at train.py:77 ... and replaces a sharded module"),

@@ -14,8 +14,8 @@ from ddpcheck.findings.evidence.parity import (
     NotReplayed,
     NumbersShown,
     ParityEnded,
+    ParityPass,
     ParityStep,
-    PassTaken,
     TensorsSaved,
     TracedValue,
 )
@@ -95,7 +95,7 @@ def every(*numbers: str) -> list[NumbersShown]:
 
 
 def evaluated(rows: int, *shows: Entry) -> list[Entry]:
-    return [PassTaken("DataLoader train.py:9#0 pass 0", rows, 24, trains=False), *shows]
+    return [ParityPass("DataLoader train.py:9#0 pass 0", rows, 24, trains=False), *shows]
 
 
 def repeated(rows: int) -> Parity:
@@ -111,7 +111,7 @@ def saved(shapes: dict[str, tuple[int, ...]], *norms: float) -> TensorsSaved:
 def taking(*rows: int, chosen: Sequence[int] = (), trains: bool = True) -> Parity:
     """Passes of two ranks and of a single process over so many samples, of which a sampler chose so many."""
     passes = [
-        PassTaken(*("DataLoader train.py:9#0 pass 0", n, m, trains)) for n, m in zip(rows, chosen or rows, strict=True)
+        ParityPass(*("DataLoader train.py:9#0 pass 0", n, m, trains)) for n, m in zip(rows, chosen or rows, strict=True)
     ]
     return of_two([*ALIKE, passes[0]], [*ALIKE, passes[1]], rank([*ALONE, passes[2]], 0, 1))
 
@@ -260,7 +260,7 @@ def test_what_is_not_compared_has_its_reason_and_no_finding(parity: Parity, word
 
 @pytest.mark.parametrize(("noise", "finds"), [(1.002, True), (1.005, False)])
 def test_parameters_that_differ_after_equal_gradients_are_those_of_the_update(noise: float, finds: bool) -> None:
-    built = OptimizerStep(0, 0, {}, Location("train.py", 33), made=Location("train.py", 12))
+    built = OptimizerStep(0, 0, {}, Location("train.py", 33), constructed_at=Location("train.py", 12))
     on_ranks = with_values(steps(3, 2, 1.1, 1.2), 1.0, 1.0, 1.01, 1.02)
     parity = compared([built, *on_ranks], *(with_values(ALONE, 1.0, 1.0, size, size) for size in (1.0, noise)))
     found = [finding for finding in judge_view(parity) if finding.subjects == ("update",)]

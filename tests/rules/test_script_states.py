@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
-from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest_of_values
-from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.findings.evidence.replicas import EvaluationCall, NothingLoaded, digest_of_values
+from ddpcheck.findings.evidence.script import UnwrappedModel
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.record.recording import Recording
@@ -21,15 +21,15 @@ from ddpcheck.trace.program import Program
 from tests.reports import assert_says
 
 MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
-HELD = StateHeld(0, 4, "ema", "Net", {"w": 1}, copies=True, used=False, location=MADE)
+HELD = UnwrappedModel(0, 4, "ema", "Net", {"w": 1}, is_copy=True, is_called=False, location=MADE)
 
 
 WRITTEN = Location("train.py", 20)
 WRITES = ModuleChanged(OF_A_COPY, "written", "lerp_", ("ema",), WRITTEN)
 
 
-def looks(*values: int) -> list[StateHeld]:
-    return [replace(HELD, count=1 << number, values={"w": one}, used=True) for number, one in enumerate(values)]
+def looks(*values: int) -> list[UnwrappedModel]:
+    return [replace(HELD, count=1 << number, values={"w": one}, is_called=True) for number, one in enumerate(values)]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_a_copy_is_at_fault_where_it_is_written(here: Any, there: Any, writes: A
 
 
 def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_is() -> None:
-    def teacher(*values: int) -> list[StateHeld]:
-        return [replace(one, copies=False, other=True) for one in looks(*values)]
+    def teacher(*values: int) -> list[UnwrappedModel]:
+        return [replace(one, is_copy=False, is_independent=True) for one in looks(*values)]
 
     findings = judge_copied_states([teacher(1, 1), teacher(2, 2)])
     assert_says(findings, "DDP306 ... ('ema',) ... at train.py:9 ... no wrapper")
@@ -61,8 +61,10 @@ def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_i
     assert not judge_copied_states([teacher(1), teacher(2)])
 
 
-def use(digest: int, **more: Any) -> StateUsed:
-    return replace(StateUsed(12, "ema", ("train.py:60",), digest, wrapped=False, loaded=False, location=MADE), **more)
+def use(digest: int, **more: Any) -> EvaluationCall:
+    return replace(
+        EvaluationCall(12, "ema", ("train.py:60",), digest, wrapped=False, loaded=False, location=MADE), **more
+    )
 
 
 def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
@@ -84,7 +86,7 @@ def test_statistics_that_each_rank_has_estimated_on_its_own_part() -> None:
 
 
 def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
-    written: list[StateUsed] = []
+    written: list[EvaluationCall] = []
     run = Recording(written.append)
     recorder = UseRecorder(run, list)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -121,7 +123,7 @@ def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
         ([use(3, wrapped=True)], [use(1, wrapped=True)]),  # training has left it so: another finding, if any
     ],
 )
-def test_uses_that_are_no_fault(here: list[StateUsed], there: list[StateUsed]) -> None:
+def test_uses_that_are_no_fault(here: list[EvaluationCall], there: list[EvaluationCall]) -> None:
     assert not judge_uses([here, there], [[], []])
 
 
@@ -132,7 +134,7 @@ def test_a_wrapped_module_into_which_what_was_kept_is_put_back() -> None:
 
 
 def test_the_uses_of_a_copy_that_are_written_down() -> None:
-    written: list[StateUsed] = []
+    written: list[EvaluationCall] = []
     run, held = Recording(written.append), list[torch.Tensor]()
     recorder = UseRecorder(run, lambda: held)
     copy = nn.Linear(2, 1)

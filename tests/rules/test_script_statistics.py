@@ -55,7 +55,7 @@ def samples(start: float) -> list[RunningStatistic]:
 
 
 def moved(*values: float, unexplained: int) -> list[RunningStatistic]:
-    return [replace(one, moves=4, unexplained=unexplained) for one in looks(*values)]
+    return [replace(one, moves=4, unexplained_moves=unexplained) for one in looks(*values)]
 
 
 @pytest.mark.parametrize(
@@ -392,4 +392,4 @@ def test_a_statistic_that_a_collective_is_given() -> None:
             recorder.note_collective(call, {"tensor": torch.randn(9)})
             recorder.note_collective(call, {"tensor": sums})
         module((x - running.mean) / running.var.sqrt())
-    assert [one.exchanged for one in found] == [0, 0, 0, 1, 1]
+    assert [one.collectives for one in found] == [0, 0, 0, 1, 1]

@@ -40,7 +40,7 @@ def passes(
         for number, taken in enumerate(batches):
             last = number == len(batches) - 1
             one = LossDifferentiated(step, number, (ScaledTerm(kind, weight, 4),), BACKWARD, MADE, batches=taken)
-            one = replace(one, wrappers=(0,)) if last or not put_off else replace(one, put_off=(0,))
+            one = replace(one, wrappers=(0,)) if last or not put_off else replace(one, deferred_wrappers=(0,))
             found.append(one if again or last else replace(one, location=OTHER))
     return found
 
@@ -62,8 +62,8 @@ def windows(terms: Sequence[ScaledTerm], batches: Sequence[int] = (0, 0, 0)) -> 
         (passes(1.0, again=False), []),  # a loss on real samples, and one on made ones
         (passes(1.0, kind="sum"), []),
         (passes(0.0625, kind="sum"), []),
-        ([replace(one, weighed=(1.0,)) for one in passes(0.9)], ["DDP514"]),  # of smoothed labels
-        ([replace(one, weighed=(0.25,)) for one in passes(1.0)], []),  # with a penalty of another weight
+        ([replace(one, target_weights=(1.0,)) for one in passes(0.9)], ["DDP514"]),  # of smoothed labels
+        ([replace(one, target_weights=(0.25,)) for one in passes(1.0)], []),  # with a penalty of another weight
         (passes(1.0, batches=(1,)), []),
         (windows(KD, batches=(5, 9, 13)), ["DDP514"]),  # a trainer takes all batches of a step before the first pass
         (windows(KD, batches=(2, 3, 4)), []),  # several losses of one batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.loop import GradientsTaken
+from ddpcheck.findings.evidence.loop import AutogradGradCalled
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.record.loss.loss_recorder import LossRecorder
@@ -21,10 +21,12 @@ from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_autograd_call
 LINE = Location("train.py", 8)
 
 
-def _taken(values: list[int], *, gradient: float = 0.0, **named: Any) -> list[GradientsTaken]:
+def _taken(values: list[int], *, gradient: float = 0.0, **named: Any) -> list[AutogradGradCalled]:
     """Of one rank: the fingerprints of a parameter at each look."""
     return [
-        GradientsTaken(0, count, LINE, gradients={"weight": [1.0 + gradient]}, parameters={"weight": value}, **named)
+        AutogradGradCalled(
+            0, count, LINE, gradients={"weight": [1.0 + gradient]}, parameters={"weight": value}, **named
+        )
         for count, value in enumerate(values)
     ]
 
@@ -67,7 +69,7 @@ def test_what_is_taken_for_the_parameters_of_a_wrapper(monkeypatch: pytest.Monke
     watch: Any = Watch(
         number=0, parameters=dict(layer.named_parameters()), step=0, has_unreduced=False, called_in=(None, None)
     )
-    found: list[GradientsTaken] = []
+    found: list[AutogradGradCalled] = []
     run: Any = Recording(found.append)
     run.watches.add(watch)
     recorder = AutogradGradRecorder(run)
@@ -79,7 +81,7 @@ def test_what_is_taken_for_the_parameters_of_a_wrapper(monkeypatch: pytest.Monke
     take(layer(x).sum(), x)  # a penalty on inputs
     take(other(x).sum(), list(other.parameters()))
     layer(x).sum().backward()
-    assert not any(isinstance(one, GradientsTaken) for one in found)
+    assert not any(isinstance(one, AutogradGradCalled) for one in found)
     found.clear()
     for _ in range(4):
         take(layer(x).sum(), [layer.weight, layer.bias])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
+from ddpcheck.findings.evidence.loop import PendingTensorWritten, WorkAwaited, WorkDropped
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.collectives.ddp408_result_not_awaited import judge_async_handles
@@ -22,15 +22,15 @@ def test_a_handle_that_is_dropped_on_some_ranks() -> None:
 
 def test_the_last_handle_of_a_line_that_waits_for_the_others_may_be_left() -> None:
     gone = WorkDropped("all_reduce", LINE, False)
-    assert not judge_async_handles(AsyncHandles([[gone], [gone]], [[WorkUsed(LINE)], [WorkUsed(LINE)]], [[], []]))
-    assert judge_async_handles(AsyncHandles([[gone], [gone]], [[WorkUsed(OTHER)], []], [[], []]))
+    assert not judge_async_handles(AsyncHandles([[gone], [gone]], [[WorkAwaited(LINE)], [WorkAwaited(LINE)]], [[], []]))
+    assert judge_async_handles(AsyncHandles([[gone], [gone]], [[WorkAwaited(OTHER)], []], [[], []]))
 
 
 @pytest.mark.parametrize("of_gradients", [False, True])
 def test_a_tensor_that_is_written_too_early_explains_steps_that_use_it(of_gradients: bool) -> None:
-    written = TensorOfWorkWritten("all_reduce", LINE, of_gradients, OTHER)
-    early = TensorOfWorkWritten("all_reduce", LINE, False, OTHER)  # before its optimizer was known
-    found = judge_async_handles(AsyncHandles([[], []], [[WorkUsed(LINE)]] * 2, [[early, written]] * 2))
+    written = PendingTensorWritten("all_reduce", LINE, of_gradients, OTHER)
+    early = PendingTensorWritten("all_reduce", LINE, False, OTHER)  # before its optimizer was known
+    found = judge_async_handles(AsyncHandles([[], []], [[WorkAwaited(LINE)]] * 2, [[early, written]] * 2))
     assert len(found) == 1 and found[0].ranks == () and "before the wait() at train.py:20" in found[0].message
     apart = Finding("DDP306", ("head.weight",), "It differs.", found[0].severity)
     told = find_causes([*found, apart]).findings

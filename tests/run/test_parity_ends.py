@@ -18,7 +18,7 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.cli import run as command
-from ddpcheck.findings.evidence.parity import ParityEnded, ParityStep, PassTaken
+from ddpcheck.findings.evidence.parity import ParityEnded, ParityPass, ParityStep
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.parity_run import ParityRuns, SingleRun
@@ -38,7 +38,7 @@ STEP = ParityStep(0, 0, None, (1.0,), (1.0,), (), (0.1,), ())
 
 
 def ranks(*, size: int = 2, full: str = "", full_at: int = 0) -> list[RankTrace]:
-    entries = [PassTaken("a.py:1", 17, 20, True, 3), PassTaken("a.py:4", 5, 5, False, 1), STEP]
+    entries = [ParityPass("a.py:1", 17, 20, True, 3), ParityPass("a.py:4", 5, 5, False, 1), STEP]
     end = ParityEnded(2, 2, full_at=full_at, why_full=full)
     return [RankTrace(RankStarted(rank, size, "gloo"), [*entries, end], []) for rank in range(size)]
 

@@ -67,7 +67,7 @@ def test_what_needs_all_ranks_is_judged_where_all_are_here(
 
 def test_what_a_rank_has_found_by_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = (LoopEvent("forward", synchronises=True), LoopEvent("backward"), LoopEvent("backward"))
-    own = StepsReported(0, RankReport(StepEvidence(3, 0, {}), events=passes), alone=True)
+    own = StepsReported(0, RankReport(StepEvidence(3, 0, {}), events=passes), is_conclusive=True)
     report = report_on_script("train.py", Ending(), [rank_log(3, (0, 1, 2, 3), own)])
     assert [one.code for one in report.findings] == ["DDP509"]
 

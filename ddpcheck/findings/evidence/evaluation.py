@@ -57,8 +57,8 @@ class SumsReduced(Entry, frozen=True):
     """Consecutive all_reduces at one line, whose inputs are never below the previous outputs."""
 
     location: Location | None  # line of the calls
-    given: tuple[tuple[float, ...], ...]  # numbers of this rank, by call
-    left: tuple[tuple[float, ...], ...]  # sums over all ranks, by call
+    inputs: tuple[tuple[float, ...], ...]  # numbers of this rank, by call
+    outputs: tuple[tuple[float, ...], ...]  # sums over all ranks, by call
 
 
 class RowsCompared(Entry, frozen=True):
@@ -66,8 +66,8 @@ class RowsCompared(Entry, frozen=True):
 
     round: int  # evaluation round of the preceding gather
     location: Location | None  # line of the script
-    one: tuple[float, ...]  # numbers of the first tensor, in order
-    other: tuple[float, ...]  # numbers of the second tensor, in order
+    first: tuple[float, ...]  # numbers of the first tensor, in order
+    second: tuple[float, ...]  # numbers of the second tensor, in order
 
 
 class ShownNumber(Struct, frozen=True):

@@ -32,7 +32,7 @@ class ModuleChanged(Entry, frozen=True):
 class ScheduleState(Struct, frozen=True):
     """Learning rate schedule of an optimizer."""
 
-    made: Location | None  # line that constructs the schedule
+    constructed_at: Location | None  # line that constructs the schedule
     steps: int = 0  # number of steps
     location: Location | None = None  # line of the first step
     by_package: bool = False  # True if an installed package steps the schedule, not the script
@@ -47,7 +47,7 @@ class FunctionCompiled(Entry, frozen=True):
     """Compilation of a function on a rank, or torch's decision to stop compiling it."""
 
     function: str  # qualified name; after a graph break, torch's name for the rest of the function
-    defined: Location  # line of the definition
+    defined_at: Location  # line of the definition
     # line that reads the changed value, if torch reports the line; else the script line that calls the function
     location: Location | None = None
     step: int = 0  # optimizer steps before
@@ -58,7 +58,7 @@ class FunctionCompiled(Entry, frozen=True):
     guard: str = ""
     reason: str = ""  # failed guard in torch's words
     # True if the recompile limit was reached: from now on the function runs eagerly, except in cases compiled before
-    given_up: bool = False
+    hit_limit: bool = False
     inputs: int = 0  # fingerprint of shapes and dtypes of the input tensors
     # number of compiled differentiable operations, by name
     operations: Mapping[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class StepDraw(Entry, frozen=True):
     after: int  # digest of the generator state after the call
     in_forward: bool = False  # True if called in the forward pass of a wrapper
     location: Location | None = None  # line of the script
-    seeded: Location | None = None  # line that last seeded the generator, or restored the state
+    seeded_at: Location | None = None  # line that last seeded the generator, or restored the state
     restored_by: str = ""  # function that restored the state at `seeded`; "" if seeded
 
 
@@ -89,7 +89,7 @@ class GatheredConstant(Entry, frozen=True):
     names: tuple[str, ...] = ()  # parameters used only through the gathered rows, without gradient from the loss
 
 
-class OwnPartPutBack(Entry, frozen=True):
+class OwnRowsReinserted(Entry, frozen=True):
     """Loss on gathered features, of which only this rank's part carries a gradient.
 
     If every rank computes the whole loss, the gradients of the own parts add up over the ranks.
@@ -100,11 +100,11 @@ class OwnPartPutBack(Entry, frozen=True):
     location: Location | None = None  # line of the collective, or of `backward` if in a Function of the script
     # sketch of the gradient of the whole gathered tensor in backward; empty if unknown, if zero except for the own
     # part, or if gathered in a subgroup
-    arrived: tuple[float, ...] = ()
+    gathered_gradient: tuple[float, ...] = ()
     # gradient of the own features over the gradient of the own part of the gathered tensor; 0 if not a multiple
     factor: float = 0.0
     by_function: bool = False  # True if a Function of the script, with a `backward`, gathers
-    besides: bool = False  # True if the loss also uses the own features directly
+    uses_own_rows: bool = False  # True if the loss also uses the own features directly
 
 
 class GradientsChanged(Entry, frozen=True):
@@ -115,7 +115,7 @@ class GradientsChanged(Entry, frozen=True):
     by: str  # function that clips the gradients, or ""
     factor: float  # gradient norm of the wrapper after the change over the norm before
     location: Location | None  # line of the call, else of the next backward pass
-    put_off: bool  # True if the gradients were local, to be reduced in a later backward pass
+    is_unreduced: bool  # True if the gradients were local, to be reduced in a later backward pass
 
 
 class HookedGradient(Struct, frozen=True):
@@ -138,14 +138,14 @@ class GradientsHooked(Entry, frozen=True):
     factors: Mapping[str, float] = field(default_factory=dict)  # factor of a module's backward hooks, by module name
 
 
-class GradientsTaken(Entry, frozen=True):
+class AutogradGradCalled(Entry, frozen=True):
     """Gradients of wrapped parameters from `torch.autograd.grad`, which bypasses DDP hooks."""
 
     wrapper: int  # number of the wrapper
     count: int  # earlier calls for the wrapper's parameters
     location: Location | None  # line of the call
     reductions: int = 0  # averaged backward passes of the wrapper before
-    put_off: bool = False  # True if the wrapper has gradients of a backward pass that was not averaged
+    is_unreduced: bool = False  # True if the wrapper has gradients of a backward pass that was not averaged
     # sketch of each gradient; empty at the end of the script
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters of the wrapper
@@ -183,14 +183,14 @@ class StaleGradients(Entry, frozen=True):
 
     optimizer: int  # number of the optimizer
     own: bool  # True if the same optimizer used the gradients before; else left by the loss of another optimizer
-    made: Location | None  # line of the backward pass that left the gradients
-    added: Location | None  # line of the backward pass that added to the gradients
+    backward_at: Location | None  # line of the backward pass that left the gradients
+    accumulated_at: Location | None  # line of the backward pass that added to the gradients
     location: Location | None  # line of the step
     names: tuple[str, ...] = ()  # parameters with stale gradients, if the gradients of others were zeroed
     in_a_row: int = 0  # steps in a row on stale gradients, with this one; 0 in older logs
 
 
-class WorkUsed(Entry, frozen=True):
+class WorkAwaited(Entry, frozen=True):
     """Asynchronous collective whose handle was polled or waited on."""
 
     location: Location  # line that starts the collective
@@ -204,7 +204,7 @@ class WorkDropped(Entry, frozen=True):
     of_gradients: bool  # True if the input has gradients of an optimizer's parameters
 
 
-class TensorOfWorkWritten(Entry, frozen=True):
+class PendingTensorWritten(Entry, frozen=True):
     """Tensor written between the start of its asynchronous collective and the wait."""
 
     operation: str  # the collective

@@ -13,12 +13,12 @@ IN_TURN = "each step has world-size times as many micro-batches"
 """Reason to stop a single process that would have to take the batches of all ranks in turn."""
 
 
-class PassTaken(Entry, frozen=True):
+class ParityPass(Entry, frozen=True):
     """Completed pass over a data loader."""
 
     loader: str  # line that constructs the loader, and the pass
     rows: int  # of all batches
-    chosen: int  # samples per pass according to the sampler of this process; negative if unknown
+    num_samples: int  # samples per pass according to the sampler of this process; negative if unknown
     trains: bool  # True if a backward pass began during the pass
     batches: int = 0
 
@@ -103,4 +103,4 @@ class ParityEnded(Entry, frozen=True):
     why_full: str = ""  # why no more samples were recorded; "" if all were recorded
     batch: int = 0  # maximum samples per batch, if loaders of the script have larger batches
     steps_schedules: bool = False  # True if accelerate steps schedules once per rank
-    scaled: tuple[str, ...] = ()  # variables of the script with the batch size of all ranks
+    scaled_variables: tuple[str, ...] = ()  # variables of the script with the batch size of all ranks

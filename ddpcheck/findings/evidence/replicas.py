@@ -50,17 +50,17 @@ class PartStep(Entry, frozen=True):
     optimizer: int  # number among the optimizers that have stepped
     count: int  # earlier steps of the optimizer
     location: Location | None  # line of the script
-    made: Location | None = None  # line that constructs the optimizer
+    constructed_at: Location | None = None  # line that constructs the optimizer
     split: tuple[str, ...] = ()  # split parameters in the optimizer
-    unheld: tuple[str, ...] = ()  # split parameters in no optimizer
+    unoptimized: tuple[str, ...] = ()  # split parameters in no optimizer
     norms: Mapping[str, float] = field(default_factory=dict)  # gradient norm of each parameter, or of this rank's part
     values: Mapping[str, int] = field(default_factory=dict)  # fingerprints of replicated (not split) parameters
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # gradient sketches of these parameters
     sharded: tuple[str, ...] = ()  # parameters with a shard on this rank, across ranks of other models
     random: int = 0  # fingerprint of the state of torch's generator
-    seeded: Location | None = None  # line that last seeded torch's generator
+    seeded_at: Location | None = None  # line that last seeded torch's generator
     norm_at: Location | None = None  # line that takes a norm of gradients, in the functions that lead to the step
-    parts_given: bool = False  # True if each rank gives a module a part of the input, such as a part of a sequence
+    splits_inputs: bool = False  # True if each rank gives a module a part of the input, such as a part of a sequence
 
 
 class RunningStatistic(Entry, frozen=True):
@@ -75,12 +75,12 @@ class RunningStatistic(Entry, frozen=True):
     # the samples; 0 if not shown this time
     equations: int
     location: Location | None  # line that updates the variable
-    exchanged: int = 0  # number of collectives on the variable so far
+    collectives: int = 0  # number of collectives on the variable so far
     moves: int = 0  # changes of the variable since the last such call; 0 in older logs
-    unexplained: int = 0  # changes that were not towards the mean of the samples
+    unexplained_moves: int = 0  # changes that were not towards the mean of the samples
 
 
-class StateUsed(Entry, frozen=True):
+class EvaluationCall(Entry, frozen=True):
     """Call of a wrapped or similar module, in evaluation mode or without gradients."""
 
     step: int  # optimizer steps before

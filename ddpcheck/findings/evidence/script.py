@@ -48,39 +48,41 @@ class LoaderPass(Entry, frozen=True):
     # digests of states of random generators before and after the samples of a batch, if changed
     draws: Mapping[int, int] = field(default_factory=dict)
     worker_seed: int = -1  # base seed of workers; negative if no workers, or seeded in another way
-    chooses: bool = False  # True if the sampler draws from a list of indices of some samples
+    draws_from_list: bool = False  # True if the sampler draws from a list of indices of some samples
     wrappers: int = 0  # number of wrappers when the pass ended; `fully_shard` counts from the first forward pass on
     data: int = 0  # number of the dataset, in order of first use
-    made: Location | None = None  # line that constructs the innermost sampler, or the loader if unknown
-    split: Location | None = None  # line that makes the `Subset`
-    seeded: Location | None = None  # line that last seeded the generator of the samples
+    constructed_at: Location | None = None  # line that constructs the innermost sampler, or the loader if unknown
+    subset_at: Location | None = None  # line that makes the `Subset`
+    seeded_at: Location | None = None  # line that last seeded the generator of the samples
     # fingerprints of all samples in order, without labels; empty if too many, or not tensors on the CPU
     rows: tuple[int, ...] = ()
     labels: tuple[int, ...] = ()  # fingerprints of integer label tensors, one per sample, in the same order
     classes: tuple[int, ...] = ()  # integer labels, if each sample has exactly one
-    whole: int = 0  # rows of the array of which the dataset has a part; -1 for file names or texts
+    base_rows: int = 0  # rows of the array of which the dataset has a part; -1 for file names or texts
     # fingerprints of the first samples, by attribute of the dataset
     samples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    drawn: int = 0  # digest of earlier global random draws at construction of the loader or sampler; 0 if unknown
+    earlier_draws: int = (
+        0  # digest of earlier global random draws at construction of the loader or sampler; 0 if unknown
+    )
     replicas: int = 0  # number of ranks that torch's sampler splits the data between
     # digests of plain attributes of the dataset in this process when the pass begins
     state: Mapping[str, int] = field(default_factory=dict)
     persistent: bool = False  # True if workers persist between passes
     epoch: int = -1  # of the sampler; negative if unknown
-    told: Location | None = None  # line that last set the epoch of the sampler
+    epoch_set_at: Location | None = None  # line that last set the epoch of the sampler
     restored: Restored | None = None  # optimizer state restored since the last training pass
     steps: int = 0  # optimizer steps during the pass
     workers: int = 0  # worker processes of the loader
     targets: tuple[float, ...] = ()  # floating-point labels, if each sample has exactly one
-    held: tuple[int, ...] = ()  # keys of `draws` that are states of generators of the dataset
-    held_at: Location | None = None  # line that assigns the first generator of the dataset
+    dataset_draws: tuple[int, ...] = ()  # keys of `draws` that are states of generators of the dataset
+    dataset_generator_at: Location | None = None  # line that assigns the first generator of the dataset
     restored_by: str = ""  # function that restored a generator state at `seeded`; "" if seeded
     holds_samples: bool = False  # True if some `samples` are whole samples: rows of many numbers, or existing files
-    stay_at: Location | None = None  # line that makes the workers persistent
+    persistent_at: Location | None = None  # line that makes the workers persistent
     outdated: bool = False  # True if the samples of the dataset changed since persistent workers were started
     epochs_at: Location | None = None  # head of the loop that begins the pass
-    dealt: int = 0  # `total_size` of the sampler, divided among the ranks
-    part: int = 0  # number of samples according to the sampler
+    total_size: int = 0  # `total_size` of the sampler, divided among the ranks
+    num_samples: int = 0  # number of samples according to the sampler
 
 
 class Inputs(Entry, frozen=True):
@@ -91,10 +93,10 @@ class Inputs(Entry, frozen=True):
     samples: tuple[int, ...]  # fingerprint of each sample, or one of all tensors if batch sizes differ
     location: Location | None  # line that calls forward
     parts: tuple[tuple[int, int], ...] = ()  # (fingerprint, number of elements) of each tensor
-    added: tuple[float, ...] = ()  # sketch of data added to samples of a loader; empty if none, or unknown
+    noise: tuple[float, ...] = ()  # sketch of data added to samples of a loader; empty if none, or unknown
 
 
-class Evaluated(Entry, frozen=True):
+class EvaluationInputs(Entry, frozen=True):
     """Inputs of one of a wrapper's first forward passes without gradients."""
 
     wrapper: int  # number of the wrapper
@@ -121,20 +123,24 @@ class OptimizerStep(Entry, frozen=True):
     # class and group options, without parameters (which differ if sharded)
     options: Mapping[str, str]
     location: Location | None  # line of the script
-    held: tuple[str, ...] = ()  # wrapped parameters in the optimizer, with the number of the wrapper ("0/head.weight")
+    wrapped_params: tuple[
+        str, ...
+    ] = ()  # wrapped parameters in the optimizer, with the number of the wrapper ("0/head.weight")
     reductions: int = -1  # averaged backward passes of the wrappers in `held`; negative if `held` is empty
     averaged: bool = False  # True if backward ran since the last step, and every pass was averaged
     unaveraged: tuple[str, ...] = ()  # parameters in wrappers that averaged nothing since the last step
     norms: Mapping[str, float] = field(default_factory=dict)  # gradient norm of each wrapped parameter, by name
     states: Mapping[str, float] = field(default_factory=dict)  # norms of optimizer state, by parameter name and key
-    alone: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters in no wrapper, by name
+    unwrapped_params: Mapping[str, int] = field(
+        default_factory=dict
+    )  # fingerprints of parameters in no wrapper, by name
     # gradient sketches of parameters in no wrapper; empty without gradient
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     marks: tuple[int, ...] = ()  # fingerprint of the smallest of `alone` at each step since the last entry
-    unknown: tuple[str, ...] = ()  # parameters in no wrapper and no module
+    unregistered_params: tuple[str, ...] = ()  # parameters in no wrapper and no module
     collectives: int = 0  # earlier collectives of all ranks on this rank
-    idle: tuple[str, ...] = ()  # parameters of the same wrappers in optimizers that have not stepped yet
-    made: Location | None = None  # line that constructs the optimizer
+    idle_params: tuple[str, ...] = ()  # parameters of the same wrappers in optimizers that have not stepped yet
+    constructed_at: Location | None = None  # line that constructs the optimizer
     # line that decides the learning rate after construction: of the schedule, or the only line that assigns a rate
     rate: Location | None = None
     schedule: ScheduleState | None = None  # of the learning rate
@@ -154,7 +160,7 @@ class OptimizerStep(Entry, frozen=True):
     # growth factor of the gradient norm of each shard since reduction, if known
     shard_scales: Mapping[str, float] = field(default_factory=dict)
     in_fsdp1: int = 0  # number of parameters in a `FullyShardedDataParallel`
-    made_with: str = ""  # digest of the learning rates at construction; "" if unknown
+    initial_rates: str = ""  # digest of the learning rates at construction; "" if unknown
     # norms of this rank's part of the state, and step counts, by name of the sharded parameter and key
     shard_states: Mapping[str, float] = field(default_factory=dict)
     changed_at: Location | None = None  # the only line that writes gradients between backward and the step, if unique
@@ -165,14 +171,14 @@ class OptimizerStep(Entry, frozen=True):
     scale_at: Location | None = None  # line that loaded the scale
     # seed of torch's generator when the first parameter was made, if known, and the line that set the seed
     seed: int | None = None
-    seeded: Location | None = None
+    seeded_at: Location | None = None
     # without a wrapper: fingerprint of the input of each all_reduce of all ranks in the step, if the number of elements
     # equals the number of gradient elements
-    given: tuple[int, ...] = ()
+    allreduce_inputs: tuple[int, ...] = ()
     # parameters of this rank only (experts, tables) whose gradient was all_reduced over all ranks several times, and
     # the line of the last call
-    parts_reduced: tuple[str, ...] = ()
-    parts_reduced_at: Location | None = None
+    own_params_reduced: tuple[str, ...] = ()
+    own_params_reduced_at: Location | None = None
 
 
 class OptimizerEnd(Entry, frozen=True):
@@ -185,7 +191,7 @@ class OptimizerEnd(Entry, frozen=True):
     schedule: ScheduleState | None = None
 
 
-class StateHeld(Entry, frozen=True):
+class UnwrappedModel(Entry, frozen=True):
     """Model that is in no wrapper and no optimizer, before an optimizer step."""
 
     optimizer: int  # number of the optimizer
@@ -194,11 +200,11 @@ class StateHeld(Entry, frozen=True):
     kind: str  # class of the model
     values: Mapping[str, int]  # fingerprints, by name
     # True for parameters of a copy of a wrapped module, False for buffers of a module that backward passes through
-    copies: bool
-    used: bool  # True if forward was called
+    is_copy: bool
+    is_called: bool  # True if forward was called
     location: Location | None  # line that assigns the variable
-    together: int = 0  # number of times that collectives synchronised every tensor of the model
-    other: bool = False  # True for parameters of a module that is called and is no copy
+    synchronisations: int = 0  # number of times that collectives synchronised every tensor of the model
+    is_independent: bool = False  # True for parameters of a module that is called and is no copy
 
 
 class ScaledTerm(Struct, frozen=True):
@@ -207,7 +213,7 @@ class ScaledTerm(Struct, frozen=True):
     kind: str  # "sum" or "mean"
     factor: float  # gradient of the term in backward, the factor in the loss
     count: int  # number of elements
-    chosen: bool = False  # True if the elements are selected from a tensor by an index or a mask
+    is_selected: bool = False  # True if the elements are selected from a tensor by an index or a mask
     divisors: tuple[float, ...] = ()  # divisors on the way to the loss
     multipliers: tuple[float, ...] = ()  # multipliers on the way to the loss
     location: Location | None = None  # line of a variable with the term and fewer other terms than the loss
@@ -238,18 +244,20 @@ class LossDifferentiated(Entry, frozen=True):
     number: int  # number of the backward pass in the step, from 0
     terms: tuple[ScaledTerm, ...]  # of the loss
     location: Location | None  # line that calls backward
-    made: Location | None = None  # line that computes the loss, or reduces the loss to one number
-    scaled: Location | None = None  # line that multiplies or divides the loss by the world size, or None
+    computed_at: Location | None = None  # line that computes the loss, or reduces the loss to one number
+    scaled_at: Location | None = None  # line that multiplies or divides the loss by the world size, or None
     wrappers: tuple[int, ...] = ()  # numbers of the wrappers that averaged the gradients
-    put_off: tuple[int, ...] = ()  # numbers of the wrappers that average the gradients in a later backward pass
+    deferred_wrappers: tuple[
+        int, ...
+    ] = ()  # numbers of the wrappers that average the gradients in a later backward pass
     batches: int = 0  # batches taken from the current loaders; 0 without a loader
-    reduced: tuple[NumberReduced, ...] = ()  # inputs of all_reduce in the step so far
-    hooked: bool = False  # True if numbers are reduced and parameters have hooks of the script, which may scale
+    allreduce_inputs: tuple[NumberReduced, ...] = ()  # inputs of all_reduce in the step so far
+    has_hooks: bool = False  # True if numbers are reduced and parameters have hooks of the script, which may scale
     targets: tuple[LossTarget, ...] = ()  # empty if ranks gathered or broadcast something for the step
     # total weight of the targets of each cross entropy, with weight 1 per target, even for smoothed or mixed labels
-    weighed: tuple[float, ...] = ()
+    target_weights: tuple[float, ...] = ()
     # function that calls the model and ignores the number of items of the step passed by a trainer
-    uncounted: Location | None = None
+    uncounted_at: Location | None = None
 
 
 class MetricUsed(Entry, frozen=True):
@@ -300,7 +308,7 @@ class ReducedInPlace(Entry, frozen=True):
     is_average: bool = False  # True for an average
 
 
-class FilesLeft(Entry, frozen=True):
+class FileSizes(Entry, frozen=True):
     """Sizes in bytes of written files, by path, at removal or script end."""
 
     sizes: Mapping[str, int]
@@ -316,10 +324,10 @@ class FileUsed(Entry, frozen=True):
     location: Location | None  # line of the script
     devices: tuple[str, ...] = ()  # of the tensors that were read
     device: str = ""  # current device of this rank
-    mapped: bool = False  # True if `map_location` was passed
+    maps_location: bool = False  # True if `map_location` was passed
     # True if the rank waited for others since the last collective of all ranks: in a receive, in a collective of a
     # subgroup, at the store
-    waited: bool = False
+    has_waited: bool = False
     # True for a file of `torch.save`. Other files are recorded if opened for writing, for reading soon after a write,
     # or, with `waited`, to test for existence (a lock, a mark)
     by_torch: bool = True

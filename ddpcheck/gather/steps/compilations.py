@@ -89,7 +89,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
                 trains=trains and self._trains(),
                 guard=_VALUES.sub("", reason).strip()[:_LONGEST],
                 reason=reason[:_LONGEST],
-                given_up=given_up,
+                hit_limit=given_up,
                 inputs=zlib.crc32(repr([_shape_of(node) for node in nodes if node.op == "placeholder"]).encode()),
                 operations=Counter(str(getattr(n.target, "__name__", n.target)) for n in nodes if _has_gradient(n)),
             )

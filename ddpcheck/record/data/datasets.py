@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from ddpcheck.findings.evidence.script import Evaluated, Inputs
+from ddpcheck.findings.evidence.script import EvaluationInputs, Inputs
 from ddpcheck.findings.program_blocks import blocks_around
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
@@ -300,7 +300,7 @@ _MOST_EVALUATED = 64  # max forward passes without gradients
 class InputRecorder(Recorder, subjects=("data",)):
     """Recorder of fingerprints of a wrapper's forward inputs."""
 
-    _sink: Callable[[Inputs | Evaluated], object]
+    _sink: Callable[[Inputs | EvaluationInputs], object]
     _wrapper_number: int  # number of the wrapper
     _samples: Callable[[], Sequence[torch.Tensor]]  # returns the last samples from a loader
     _evaluated = 0
@@ -316,7 +316,7 @@ class InputRecorder(Recorder, subjects=("data",)):
         if self._evaluated < _MOST_EVALUATED:
             self._evaluated += 1
             if samples := _input_samples(inputs):
-                self._sink(Evaluated(self._wrapper_number, step, samples))
+                self._sink(EvaluationInputs(self._wrapper_number, step, samples))
 
 
 def _input_samples(inputs: Any) -> tuple[int, ...]:

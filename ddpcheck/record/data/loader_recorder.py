@@ -198,26 +198,26 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             shuffles=isinstance(sampler, data.RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, data.WeightedRandomSampler))),
             has_epoch=hasattr(sampler, "set_epoch"),
-            chooses=_selects_subset(sampler, size),
+            draws_from_list=_selects_subset(sampler, size),
             wrappers=self._run.wrappers,
             data=self._number_of(loader.dataset),
             subset=tuple(map(int, subset[:_MOST_INDICES])) if len(subset) else (),
-            made=construction_line(sampler) or construction_line(loader),
-            split=construction_line(loader.dataset) or construction_line(base),
-            whole=sliced_array_rows(base) if not number else 0,
+            constructed_at=construction_line(sampler) or construction_line(loader),
+            subset_at=construction_line(loader.dataset) or construction_line(base),
+            base_rows=sliced_array_rows(base) if not number else 0,
             samples=samples,
             holds_samples=has_samples,
-            drawn=next(filter(None, map(digest_before, (base, loader.dataset, sampler, loader))), 0),
+            earlier_draws=next(filter(None, map(digest_before, (base, loader.dataset, sampler, loader))), 0),
             replicas=sampler.num_replicas if isinstance(sampler, data.DistributedSampler) else 0,
             state=state,
             persistent=persistent,
-            stay_at=persistent_workers_line(line) if persistent and (line := construction_line(loader)) else None,
+            persistent_at=persistent_workers_line(line) if persistent and (line := construction_line(loader)) else None,
             outdated=persistent and map_style and self._is_outdated(loader.dataset, counts[0], state, size),
             epochs_at=epoch_line(),
-            part=length_of(sampler),
-            dealt=dealt if type(dealt := getattr(sampler, "total_size", 0)) is int else 0,
+            num_samples=length_of(sampler),
+            total_size=dealt if type(dealt := getattr(sampler, "total_size", 0)) is int else 0,
             epoch=epoch_of(sampler),
-            told=self._resumes.epoch_line(sampler),
+            epoch_set_at=self._resumes.epoch_line(sampler),
             restored=self._resumes.restored,
             workers=int(getattr(loader, "num_workers", 0)),
         )
@@ -302,9 +302,16 @@ def _note_batch(pass_: _Pass, batch: Any) -> None:
     if source is not None and (drawn := source.batch_states(entry.batches)):
         name = next((name for name in drawn if name != HELD), "")
         line, by = (source.seeded, "") if source.seeded else (seed_line(name), restored_by(name))
-        states = *entry.held, *(drawn[name][0] for name in drawn if name == HELD)
+        states = *entry.dataset_draws, *(drawn[name][0] for name in drawn if name == HELD)
         draws = {**entry.draws, **dict(drawn.values())}
-        pass_.entry = replace(entry, draws=draws, seeded=line, restored_by=by, held=states, held_at=source.held_at)
+        pass_.entry = replace(
+            entry,
+            draws=draws,
+            seeded_at=line,
+            restored_by=by,
+            dataset_draws=states,
+            dataset_generator_at=source.held_at,
+        )
     batch_number = pass_.entry.batches
     if batch_number >= len(pass_.batches):
         return

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
-from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
+from ddpcheck.findings.evidence.loop import GatheredConstant, OwnRowsReinserted
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, relative_path, variables_of
@@ -140,7 +140,9 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
             digest = digest if parts.spans_world else ()
             inside = parts.node is not None
             if not inside or abs(factor - 1) < _PARALLEL:  # a backward that sums over ranks changes the factor
-                self._run.add(OwnPartPutBack(self._step, parts.operation, source_line, digest, factor, inside, besides))
+                self._run.add(
+                    OwnRowsReinserted(self._step, parts.operation, source_line, digest, factor, inside, besides)
+                )
 
         captured: list[torch.Tensor | None] = []  # copies: a custom backward may reduce in place
         handles = [node.register_prehook(UnpickledHook(keep_gradients, self))]

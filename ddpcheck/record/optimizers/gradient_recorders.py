@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsTaken, StaleGradients
+from ddpcheck.findings.evidence.loop import AutogradGradCalled, GradientsChanged, StaleGradients
 from ddpcheck.findings.evidence.script import GradientsClipped, GradientsZeroed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
@@ -417,12 +417,12 @@ class AutogradGradRecorder(Recorder, subjects=("loop",)):
     ) -> None:
         params = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
         self._run.add(
-            GradientsTaken(
+            AutogradGradCalled(
                 watch.number,
                 followed.calls,
                 where,
                 reductions=watch.step,
-                put_off=watch.has_unreduced,
+                is_unreduced=watch.has_unreduced,
                 gradients={name: tuple(sketch(dense(g.detach())).tolist()) for name, g in gradients.items()},
                 parameters={name: fingerprint(p) for name, p in params.items()},
                 marks=tuple(followed.marks),

@@ -114,7 +114,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         full_at = self._backwards_until_full if full else 0
         entry = ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, full, batch)
         scaled = (*sorted(self.samples.scaled),)
-        self.write(replace(entry, steps_schedules=self._frameworks.steps_schedules, scaled=scaled))
+        self.write(replace(entry, steps_schedules=self._frameworks.steps_schedules, scaled_variables=scaled))
 
     def write(self, entry: Entry) -> None:
         if os.getpid() == self._process:

@@ -25,7 +25,7 @@ from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddpcheck.findings.evidence.parity import NotReplayed, PassTaken
+from ddpcheck.findings.evidence.parity import NotReplayed, ParityPass
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.parity.sample_store import (
@@ -332,7 +332,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self.note_evaluation()
         self.keep(f"{pass_.key} ended", (pass_.batches, pass_.rows))
         trains = pass_.began < self.backwards
-        self._sink(PassTaken(pass_.key, pass_.rows, pass_.process_rows, trains, pass_.batches))
+        self._sink(ParityPass(pass_.key, pass_.rows, pass_.process_rows, trains, pass_.batches))
 
     def note_evaluation(self) -> None:
         """Record that the script evaluates until the next backward pass."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
+from ddpcheck.findings.evidence.script import FileSizes, FileUsed
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, location_of, user_location
 from ddpcheck.gather.ddp.sharding import shard_position
@@ -65,7 +65,7 @@ class FileRecorder(Recorder, subjects=("files",)):
         for name in self._sizes:
             self._keep_size(name)
         if sizes := {name: size for name, size in self._sizes.items() if size >= 0}:
-            self._log.add(FilesLeft(sizes))
+            self._log.add(FileSizes(sizes))
 
     def _record_save(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
@@ -109,21 +109,21 @@ class FileRecorder(Recorder, subjects=("files",)):
                 user_location(),
                 devices=tuple(sorted(devices)),
                 device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu",
-                mapped=mapped,
-                waited=before[1],
+                maps_location=mapped,
+                has_waited=before[1],
                 shard=shard,
             )
         )
 
     def _write_once(self, use: FileUsed) -> None:
-        key = use.path, use.writes, use.location, use.began, use.ended, use.waited
+        key = use.path, use.writes, use.location, use.began, use.ended, use.has_waited
         if key not in self._written_keys and len(self._written_keys) < _MOST_USES:
             self._written_keys.add(key)
             self._log.add(use)
 
     def _write_use(self, path: str, line: Location | None, *, waited: bool, writes: bool = False) -> None:
         now = self._log.collectives
-        self._write_once(FileUsed(path, writes, now, now, line, waited=waited, by_torch=False))
+        self._write_once(FileUsed(path, writes, now, now, line, has_waited=waited, by_torch=False))
 
     def _record_lock(self) -> None:
         self._collectives_at_lock = self._log.collectives

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.endings import PeerWait
 from ddpcheck.findings.evidence.evaluation import SumsReduced
-from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
+from ddpcheck.findings.evidence.loop import PendingTensorWritten, WorkAwaited, WorkDropped
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
@@ -128,7 +128,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         pending = self._pending.pop(id(work), None)
         if pending is None:
             return
-        self._add(WorkUsed(pending.location))
+        self._add(WorkAwaited(pending.location))
         yield  # after wait(), the backend has finished its own writes
         written = [
             ref
@@ -138,7 +138,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         if written and self._count_check(pending):
             waits_at = user_location(sys._getframe(CALLER))
             of_gradients = self._are_gradients(pending.places)
-            self._add(TensorOfWorkWritten(pending.operation, pending.location, of_gradients, waits_at))
+            self._add(PendingTensorWritten(pending.operation, pending.location, of_gradients, waits_at))
 
     def _record_drop(self, number: int, _handle: object) -> None:
         """Report a dropped handle if its CPU tensors are gradients or still referenced."""

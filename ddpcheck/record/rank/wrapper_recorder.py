@@ -305,7 +305,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     def report_now(self, report: RankReport) -> None:
         if any(event.kind in BYPASSING_EVENTS for event in report.events) and report.events[-1].kind == "step":
             self._recorder.bypass.close()  # its line is not needed any more
-        self._log.add(StepsReported(self.number, report, alone=True))
+        self._log.add(StepsReported(self.number, report, is_conclusive=True))
 
     def left_out(self, step: int) -> None:
         """Write a report now, since the next forward pass may raise."""
@@ -313,7 +313,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
 
     def absent(self, report: RankReport) -> None:
         """Write a report now, since the reduction may abort this process."""
-        self._log.add(StepsReported(self.number, report, begun=True))
+        self._log.add(StepsReported(self.number, report, is_unfinished=True))
 
     def reduced(self, ended: EndedStep) -> None:
         """Write the report, replica and forward inputs if due, and count the step."""

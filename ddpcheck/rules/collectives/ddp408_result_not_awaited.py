@@ -26,13 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped
+from ddpcheck.findings.evidence.loop import PendingTensorWritten, WorkDropped
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding, ranks_or_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.collectives import ON_GRADIENTS, AsyncHandles
 
-HandleEntry = WorkDropped | TensorOfWorkWritten
+HandleEntry = WorkDropped | PendingTensorWritten
 
 
 @rule
@@ -53,7 +53,7 @@ def judge_async_handles(handles: AsyncHandles) -> list[Finding]:
 def _unawaited_finding(entries: Sequence[tuple[int, HandleEntry]], world_size: int) -> Finding:
     _, entry = entries[0]
     call = f"{entry.operation}(async_op=True)"
-    if isinstance(entry, TensorOfWorkWritten):
+    if isinstance(entry, PendingTensorWritten):
         at = f" at {entry.waits_at}" if entry.waits_at else ""
         message = f"The tensor of {call} is written before the wait(){at}: the collective may be reading or writing it."
     else:

@@ -57,7 +57,7 @@ def judge_recompilations(functions: Iterable[CompilationsByRank]) -> list[Findin
     """Detect functions that some ranks recompile repeatedly or give up compiling."""
     findings = []
     for by_rank in functions:
-        given_up = {rank for rank, entries in enumerate(by_rank) if any(entry.given_up for entry in entries)}
+        given_up = {rank for rank, entries in enumerate(by_rank) if any(entry.hit_limit for entry in entries)}
         for guard in dict.fromkeys(entry.guard for entries in by_rank for entry in entries if entry.guard):
             counts = [sum(entry.guard == guard for entry in entries) for entries in by_rank]
             repeated = {rank for rank, count in enumerate(counts) if count >= MIN_FAILURES}
@@ -93,7 +93,7 @@ def judge_graphs(compiled: CompilationsByRank) -> list[Finding]:
 
 def recompilation_finding(by_rank: CompilationsByRank, guard: str, ranks: Sequence[int], *, gives_up: bool) -> Finding:
     failures = [entry for rank in ranks for entry in by_rank[rank] if entry.guard == guard]
-    counts = {rank: sum(not entry.given_up for entry in entries) for rank, entries in enumerate(by_rank)}
+    counts = {rank: sum(not entry.hit_limit for entry in entries) for rank, entries in enumerate(by_rank)}
     others = [rank for rank in counts if rank not in ranks]
     name, times, other_times = _func_name(failures[0]), _times_in_words(counts, ranks), _times_in_words(counts, others)
     end = "The others wait for each compilation."
@@ -107,11 +107,11 @@ def recompilation_finding(by_rank: CompilationsByRank, guard: str, ranks: Sequen
     return make_finding(
         "DDP522",
         (name,),
-        f"{name} ({failures[0].defined}) is compiled {times} on {format_ranks(ranks)}, and {other_times} on "
+        f"{name} ({failures[0].defined_at}) is compiled {times} on {format_ranks(ranks)}, and {other_times} on "
         f"{format_ranks(others)}. {end}",
         ranks=ranks,
         steps=sorted({entry.step for entry in failures}),
-        location=failures[0].location or failures[0].defined,
+        location=failures[0].location or failures[0].defined_at,
         evidence=evidence,
         fix="Pad batches to one shape on every rank, and drop a shorter last one (`drop_last=True`); or have code for "
         "any size compiled: `torch.compile(model, dynamic=True)`, or `torch._dynamo.mark_dynamic(x, dim)`."
@@ -133,10 +133,10 @@ def graph_finding(entry: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) 
     return make_finding(
         "DDP522",
         (_func_name(entry),),
-        f"For inputs of the same shapes, {_func_name(entry)} ({entry.defined}) is compiled to different operations "
+        f"For inputs of the same shapes, {_func_name(entry)} ({entry.defined_at}) is compiled to different operations "
         f"on some ranks: they have a different number of {join_names(names)}.",
         ranks=ranks,
-        location=entry.defined,
+        location=entry.defined_at,
         tags=("of graphs",),
         evidence=[
             f"rank {rank}: {', '.join(f'{graph.get(name, 0)} {name}' for name in names[:MAX_OPERATIONS])}"

@@ -35,7 +35,7 @@ from types import MappingProxyType
 
 from ddpcheck.findings import wording
 from ddpcheck.findings.evidence.loop import StepDraw
-from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass, LossDifferentiated
+from ddpcheck.findings.evidence.script import EvaluationInputs, Inputs, LoaderPass, LossDifferentiated
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import format_steps, new_finding, plural
@@ -114,7 +114,7 @@ def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[
         first[0],
         f"The ranks share {shared} of the {'' if whole else 'first '}{size} samples that each takes from the loader"
         f"{' in an epoch' * whole}, each in a different order{in_others}.",
-        line=next((p.told for p in first if p.told), None) if by_epoch else None,
+        line=next((p.epoch_set_at for p in first if p.epoch_set_at), None) if by_epoch else None,
         severity=Severity.WARNING,
         evidence=[
             f"the epoch of the sampler: {'; '.join(wording.group_by_value([p.epoch for p in first]))}" * by_epoch,
@@ -263,7 +263,7 @@ def judge_same_targets(
                 or sum(distinct.values()) < FEWEST_TARGET_BITS
             ):
                 continue
-            loss_at, forward_location = passes[0][0].made or passes[0][0].location, steps[0][0].location
+            loss_at, forward_location = passes[0][0].computed_at or passes[0][0].location, steps[0][0].location
             noise = usable[0].rows < usable[0].elements and usable[0].elements in elements  # as in diffusion training
             return new_finding(
                 "DDP505",
@@ -288,7 +288,7 @@ def judge_same_targets(
 def judge_streams(
     draws: Mapping[int, Sequence[StepDraw]],
     inputs: Mapping[int, Sequence[Inputs]],
-    evaluated: Mapping[int, Sequence[Evaluated]],
+    evaluated: Mapping[int, Sequence[EvaluationInputs]],
 ) -> list[Finding]:
     """DDP505: a rank that trains on samples that another rank has used for evaluation.
 
@@ -356,7 +356,7 @@ def _shared_seed_line(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]
     """Return the line that seeds, else uses, a generator whose state both ranks had."""
     states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
     shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)
-    return next((line for draw in shared if (line := draw.seeded or draw.location) is not None), None)
+    return next((line for draw in shared if (line := draw.seeded_at or draw.location) is not None), None)
 
 
 def judge_rows(loader: Loader) -> list[Finding]:
@@ -396,8 +396,8 @@ def judge_workers(loader: Loader) -> list[Finding]:
 
 def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) -> list[Finding]:
     """Detect gradients that are equal on all ranks before the script averages them (DDP505)."""
-    known = [step for step in steps if all(entry.given for entry in step)]
-    inputs = [{entry.given for entry in step} for step in known]
+    known = [step for step in steps if all(entry.allreduce_inputs for entry in step)]
+    inputs = [{entry.allreduce_inputs for entry in step} for step in known]
     if len(known) < MIN_TAKEN_STEPS or max(map(len, inputs)) > 1 or len(set.union(*inputs)) < 2 or len(known[0]) < 2:
         return []
     return new_finding(

@@ -56,7 +56,7 @@ def judge_epoch_order(loader: Loader) -> list[Finding]:
         "DDP506",
         first,
         f"{first.sampler} shuffles, and all {epochs} epochs have the same order.",
-        line=first.told or (first.epochs_at if first.has_epoch or first.epoch >= 0 else None),
+        line=first.epoch_set_at or (first.epochs_at if first.has_epoch or first.epoch >= 0 else None),
         evidence=[f"every epoch begins with samples {first_training_indices(first.indices)} on rank 0"],
         fix=""
         if first.has_epoch
@@ -86,7 +86,7 @@ def judge_stale_workers(loader: Loader) -> list[Finding]:
         loader.first[0],
         f"The program changes {join_names(sorted(changed))} of the dataset from epoch to epoch, but the persistent "
         "workers of the loader keep their first copy: every epoch has the samples of the first.",
-        line=loader.first[0].stay_at,
+        line=loader.first[0].persistent_at,
         evidence=["persistent_workers=True: workers are started once, and the dataset is copied to them then"],
         fix="Set persistent_workers=False, or keep the epoch in shared memory: a tensor after share_memory_().",
     )
@@ -105,7 +105,7 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         f"An epoch is resumed in a different order: of the samples of the first "
         f"{plural(loader.skipped, 'batch')}, which the loop skips, {untrained} had not been trained on. "
         "Others are trained on again.",
-        line=loader.told or loader.epochs_at,
+        line=loader.epoch_set_at or loader.epochs_at,
         evidence=["the previous pass began with samples that differ from the skipped ones"],
         fix="Before the loop that resumes, call set_epoch of the sampler with the epoch that is resumed; or restore "
         "the state of the generator from which the loader shuffles.",
@@ -159,7 +159,7 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         loader,
         f"Training continues after {far}, and {loader.sampler} is at epoch 0 again: the epochs repeat the orders of "
         "the first ones.",
-        line=loader.told or loader.epochs_at,
+        line=loader.epoch_set_at or loader.epochs_at,
         evidence=[f"an optimizer was restored at {restored.location}"],
         fix="Continue to count epochs from that of the checkpoint, and call set_epoch with the number before each.",
     )

@@ -62,7 +62,7 @@ def judge_shared_draws(loader: Loader) -> list[Finding]:
     draws = [{before: after for p in loaders for before, after in p.draws.items()} for loaders in loader.passes]
     shared, last = set.intersection(*map(set, draws)), loader.passes[-1]
     equal = all(len({states[state] for states in draws}) == 1 for state in shared)
-    batches = [state for p in last for state in p.held if state in shared]
+    batches = [state for p in last for state in p.dataset_draws if state in shared]
     local = bool(batches) and shared <= set(batches)
     # workers have copies of a generator that the dataset holds
     several = len(shared) >= FEWEST_DRAWS or (local and equal and len(batches) >= FEWEST_DRAWS)
@@ -86,7 +86,7 @@ def judge_shared_draws(loader: Loader) -> list[Finding]:
         p,
         f"The dataset draws random numbers for its samples{', in workers' if p.workers else ''}, and every rank draws "
         "the same ones.",
-        line=(p.held_at if local else p.seeded) or p.location,
+        line=(p.dataset_generator_at if local else p.seeded_at) or p.location,
         evidence=[
             f"{'before and after' if equal else 'before'} the batches that were looked at, "
             f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} states of {generators} are equal "
@@ -133,13 +133,13 @@ def judge_step_draws(
         ("training step",),
         "The training step draws random numbers for its samples, and every rank draws the same ones for different "
         f"samples, in {plural(len({draw.step for draw in repeated}), 'step')} that were looked at.",
-        location=draw.seeded or draw.location or compared[0][0][0].location,
+        location=draw.seeded_at or draw.location or compared[0][0][0].location,
         evidence=[
             "before and after these draws the random generators have the same state on every rank",
             f"they are drawn at {', '.join(unique_lines[:3])}" if unique_lines else "",
             f"{draw.restored_by} has restored the same state of the generator ({draw.generator}) on every rank"
             if draw.restored_by
-            else f"the generator ({draw.generator}) was last seeded at {draw.seeded}" * (draw.seeded is not None),
+            else f"the generator ({draw.generator}) was last seeded at {draw.seeded_at}" * (draw.seeded_at is not None),
         ],
         fix=f"{_FIX_OF_RESTORED.format(draw.restored_by)}." if draw.restored_by else _FIX,
     )
@@ -151,7 +151,7 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
     Noise that is computed from the samples is not reported: it differs between ranks as much as between steps.
     """
     for steps in common_steps(inputs):
-        noise = [[call.added for call in step] for step in steps if all(call.added for call in step)]
+        noise = [[call.noise for call in step] for step in steps if all(call.noise for call in step)]
         if len(inputs) < 2 or len(noise) < FEWEST_NOISE_STEPS or not all_inputs_differ(steps):
             continue
         similarity = min(_cosine(vector, vectors[0]) for vectors in noise for vector in vectors[1:])

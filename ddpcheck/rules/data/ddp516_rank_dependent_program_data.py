@@ -75,7 +75,7 @@ def judge_split(loader: Loader) -> list[Finding]:
         f"{wording.plural(len(subsets[0]), 'sample')} of rank 0's part are not in the part of every other "
         "rank, so one rank trains on samples that another one holds "
         "out.",
-        line=first[0].split or first[0].location,
+        line=first[0].subset_at or first[0].location,
         ranks=wording.minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
         evidence=[f"rank {r} begins with samples {first_training_indices(p.subset)}" for r, p in enumerate(first)],
         fix="Draw the split from a generator with the same seed on every rank: "
@@ -94,7 +94,7 @@ def judge_differing_order(loader: Loader) -> list[Finding]:
         first[0],
         f"The ranks share {shared} of the {min(len(p.rows) for p in first)} samples that each takes from the loader in "
         "an epoch: each rank has built its part from a different order or split of the data.",
-        line=first[0].split,
+        line=first[0].subset_at,
         severity=Severity.WARNING,
         evidence=["the datasets of the ranks have different samples, or a different order"] * differ,
         fix="Sort the listed items, and shuffle or split with the same seed on every rank, before each rank takes its "
@@ -118,7 +118,7 @@ def judge_labels(loader: Loader) -> list[Finding]:
         "DDP516",
         loader.first[0],
         f"The same samples have different labels on different ranks: {len(diffs)} of {len(common)} that were compared.",
-        line=loader.first[0].split,
+        line=loader.first[0].subset_at,
         evidence=["each label of one rank corresponds to one different label of the other"],
     )
 
@@ -305,7 +305,7 @@ def judge_model_batches(
     location: Location | None
     if differs:
         loader = trained[0]
-        subject, location = loader.dataset, loader.made or loader.location
+        subject, location = loader.dataset, loader.constructed_at or loader.location
         evidence = [
             f"rank {rank} begins with samples {', '.join(map(str, loader.indices[:6]))} ..."
             for rank, loader in zip(ranks, trained, strict=True)

@@ -51,7 +51,7 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
     split_twice = all(_takes_at_most_half(p) for epoch in epochs for p in epoch)
     if len(epochs) < 2 or size < 1 or not (split_twice or loader.has_same_data):
         return []
-    if any(p.subset or p.chooses or p.size != size for p in first):  # the other samples are a held-out set
+    if any(p.subset or p.draws_from_list or p.size != size for p in first):  # the other samples are a held-out set
         return []
     if any(not is_complete_pass(p) or p.replaces for epoch in epochs for p in epoch):
         return []
@@ -67,7 +67,7 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
         f"{missing} of the {size} samples of the dataset are on no rank in {'each' if split_twice else 'any'} of "
         f"{len(epochs)} epochs.",
         evidence=[
-            f"{p.sampler} gives each rank {p.part} samples, and the rank takes only {len(p.indices)} of them: they are "
+            f"{p.sampler} gives each rank {p.num_samples} samples, and the rank takes only {len(p.indices)} of them: they are "
             "split a second time"
             if split_twice
             else f"each rank takes {len(p.indices)} samples, by {p.sampler}"
@@ -78,13 +78,13 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
 
 def _takes_at_most_half(p: LoaderPass) -> bool:
     """Return True if a pass takes at most (sampler's samples + batch) / 2."""
-    return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.part + p.batch_size
+    return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.num_samples + p.batch_size
 
 
 def judge_sharded_twice(loader: Loader) -> list[Finding]:
     """DDP519: a distributed sampler over datasets that are already split by rank."""
     first = loader.first
-    if len(first) < 2 or any(p.replaces or p.chooses or not p.indices for p in first):
+    if len(first) < 2 or any(p.replaces or p.draws_from_list or not p.indices for p in first):
         return []
     if not _split_same_positions(first) or not _are_disjoint_parts(loader.passes):
         return []
@@ -129,8 +129,8 @@ def _are_disjoint_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
         return False
     names = set.intersection(*(set(loader.samples) for loader in first))
     disjoint = bool(names) and all(are_disjoint([loader.samples[name] for loader in first]) for name in names)
-    of_whole = all(loader.whole and (loader.whole < 0 or is_one_share(loader, len(first))) for loader in first)
-    drawn_alike = first[0].drawn and len({loader.drawn for loader in first}) == 1
+    of_whole = all(loader.base_rows and (loader.base_rows < 0 or is_one_share(loader, len(first))) for loader in first)
+    drawn_alike = first[0].earlier_draws and len({loader.earlier_draws for loader in first}) == 1
     return (
         bool(of_whole or drawn_alike)
         and are_disjoint([p.rows for p in first])

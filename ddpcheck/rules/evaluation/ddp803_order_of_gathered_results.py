@@ -192,7 +192,7 @@ def _comparison_line(evals: Sequence[RankEvaluation], pairs: Sequence[tuple[Row,
     """Return the line at which the script compares the pairs, perhaps scaled, or None."""
     rows, labels = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
     for comparison in chain.from_iterable(ev.compared for ev in evals):
-        for a, b in ((comparison.one, comparison.other), (comparison.other, comparison.one)):
+        for a, b in ((comparison.first, comparison.second), (comparison.second, comparison.first)):
             if _is_scaled(a, rows) and _is_scaled(b, labels):
                 return comparison.location
     return None

@@ -39,10 +39,10 @@ def judge_repeated_sums(evaluations: Evaluations) -> list[Finding]:
     findings = []
     for first in evaluations.sums[0] if evaluations.sums else ():
         at_line = [sums for rank_sums in evaluations.sums for sums in rank_sums if sums.location == first.location]
-        if len(at_line) < len(evaluations.sums) or any(sums.left != first.left for sums in at_line):
+        if len(at_line) < len(evaluations.sums) or any(sums.outputs != first.outputs for sums in at_line):
             continue
-        if any(all(_adds_to_previous_sum(sums, number) for sums in at_line) for number in range(len(first.left[0]))):
-            results = ", ".join(f"{result[0]:.6g}" for result in first.left)
+        if any(all(_adds_to_previous_sum(sums, number) for sums in at_line) for number in range(len(first.outputs[0]))):
+            results = ", ".join(f"{result[0]:.6g}" for result in first.outputs)
             findings += new_finding(
                 "DDP806",
                 ("all_reduce",),
@@ -51,7 +51,7 @@ def judge_repeated_sums(evaluations: Evaluations) -> list[Finding]:
                 location=first.location,
                 evidence=[
                     f"the sums were {results}",
-                    f"before the second all_reduce, this rank had {first.given[1][0]:.6g}",
+                    f"before the second all_reduce, this rank had {first.inputs[1][0]:.6g}",
                 ],
             )
     return findings
@@ -59,5 +59,5 @@ def judge_repeated_sums(evaluations: Evaluations) -> list[Finding]:
 
 def _adds_to_previous_sum(sums: SumsReduced, number: int) -> bool:
     """Return True if each call adds a similar amount to the previous sum."""
-    added = [inputs[number] - result[number] for inputs, result in zip(sums.given[1:], sums.left, strict=False)]
-    return min(sums.left[0][number], *added) > 0 and max(added) <= LARGEST_RATIO * min(added)
+    added = [inputs[number] - result[number] for inputs, result in zip(sums.inputs[1:], sums.outputs, strict=False)]
+    return min(sums.outputs[0][number], *added) > 0 and max(added) <= LARGEST_RATIO * min(added)

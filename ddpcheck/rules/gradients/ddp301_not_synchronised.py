@@ -176,7 +176,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
     """Report gradients of unwrapped parameters that differ only by a factor per rank (DDP301)."""
     for by_rank in steps:
-        names = [name for name in by_rank[0].alone if gradients_differ(by_rank, name)]
+        names = [name for name in by_rank[0].unwrapped_params if gradients_differ(by_rank, name)]
         if len(names) < 2 or len(are_scaled(names, by_rank)) < len(names):
             continue
         sizes = [math.hypot(*step.gradients[names[0]]) for step in by_rank]
@@ -341,7 +341,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         return []
     rank_steps, names = mismatches[0]
     draws_differ = _generators_differ(steps)
-    seeded = next((step.seeded for step in rank_steps if step.seeded is not None), None) if draws_differ else None
+    seeded = next((step.seeded_at for step in rank_steps if step.seeded_at is not None), None) if draws_differ else None
     message = (
         f"The {plural_verb('gradient', 'gradients', names)} of {join_names(names)} "
         f"{plural_verb('differs', 'differ', names)} between {format_ranks(ranks)}, which compute one model together "

@@ -84,7 +84,7 @@ def judge_partial_changes(changes: GradientChanges) -> list[Finding]:
     if changes.local_clips or not changes.partial_changes:
         return []
     first = changes.partial_changes[0]
-    is_local, by = first[0].put_off, first[0].by
+    is_local, by = first[0].is_unreduced, first[0].by
     when = "by its own factor on each rank, before they are averaged" if is_local else "before the step has all"
     return new_finding(
         "DDP310",

@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.loop import GradientsTaken
+from ddpcheck.findings.evidence.loop import AutogradGradCalled
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, join_names, new_finding, plural, plural_verb, ranks_or_all
@@ -171,7 +171,7 @@ def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged
         names = [name for name in names if name not in averaged] or names
     if averaged_by == "step":
         names = [name for name in names if all(gradients_differ(step, name) for step in steps)] or names
-    line = steps[-1][0].reduced_at if averaged_by in ("step", "collectives") else first.made
+    line = steps[-1][0].reduced_at if averaged_by in ("step", "collectives") else first.constructed_at
     cause, fix = _CAUSES_AND_FIXES[averaged_by]
     words = {"is_are": plural_verb("is", "are", names), "has": plural_verb("has", "have", names)}
     return new_finding(
@@ -192,7 +192,7 @@ def judge_autograd_grad(loop: Loop) -> list[Finding]:
     return next(filter(None, map(judge_autograd_calls, loop.taken)), [])
 
 
-def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
+def judge_autograd_calls(calls: Sequence[Sequence[AutogradGradCalled]]) -> list[Finding]:
     """Detect wrapped parameters updated by unaveraged `torch.autograd.grad` gradients (DDP501).
 
     Parameters are equal on all ranks at the first call and diverge later, so nothing averages gradients or parameters.
@@ -203,10 +203,10 @@ def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Find
     is_paired = len(all_calls) == sum(map(len, calls)) and all(len({call.count for call in row}) == 1 for row in rows)
     if len(rows) < MIN_TAKEN_STEPS or not is_paired:
         return []
-    if any(call.reductions or call.put_off for call in all_calls):
+    if any(call.reductions or call.is_unreduced for call in all_calls):
         return []  # the wrapper averages backward passes, now or later
 
-    def is_equal(row: Sequence[GradientsTaken], name: str) -> bool:
+    def is_equal(row: Sequence[AutogradGradCalled], name: str) -> bool:
         return len({call.parameters.get(name) for call in row}) == 1
 
     marks = zip(*([mark for call in rank_calls for mark in call.marks] for rank_calls in calls), strict=False)

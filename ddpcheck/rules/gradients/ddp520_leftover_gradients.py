@@ -55,7 +55,7 @@ def judge_stale_gradients(loop: Loop) -> list[Finding]:
         else:
             message = (
                 f"An optimizer steps on gradients{suffix} that another loss has left in .grad (the backward at "
-                f"{entry.made}): they are not zeroed before its own backward pass at {entry.added}."
+                f"{entry.backward_at}): they are not zeroed before its own backward pass at {entry.accumulated_at}."
             )
             fix = (
                 "Call zero_grad of this optimizer before the backward pass of the loss that it minimises, or freeze "
@@ -65,7 +65,7 @@ def judge_stale_gradients(loop: Loop) -> list[Finding]:
             "DDP520",
             names or ("zero_grad",),
             message,
-            location=entry.location if entry.own else entry.added,
+            location=entry.location if entry.own else entry.accumulated_at,
             evidence=["in several steps, one after the other"],
             fix=fix,
         )

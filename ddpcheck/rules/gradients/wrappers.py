@@ -123,8 +123,8 @@ def _group_reports(wrapper: WrapperTrace) -> _Reports:
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.events(StepsReported), strict=True):
         for entry in entries:
-            is_final = not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step
-            if is_final and not entry.closing and not entry.alone:
+            is_final = not entry.is_unfinished or rank.counts[wrapper.number][1] <= entry.report.step
+            if is_final and not entry.closing and not entry.is_conclusive:
                 reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
     return reports
 
@@ -165,7 +165,7 @@ def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -
             reported.add(select_findings(judge_reports(closing, info.context, settled=True)), locate)
         reported.add(select_findings(judge_local_sgd(wrapper.events(LocalSgdEnd))), locate)
     for entry in entries:
-        if entry.alone and not entry.closing:
+        if entry.is_conclusive and not entry.closing:
             reported.add(select_findings(judge_reports([entry.report], info.context, settled=False)), locate)
     return reported, more_buffers
 
@@ -173,7 +173,8 @@ def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -
 def _optimizer_step_line(facts: ScriptFacts, name: str) -> Location | None:
     """Return the line that calls `step` of the optimizer of a parameter."""
     return next(
-        (opt.steps[0][0].location for opt in facts.optimizers if opt.steps and name in opt.steps[0][0].held), None
+        (opt.steps[0][0].location for opt in facts.optimizers if opt.steps and name in opt.steps[0][0].wrapped_params),
+        None,
     )
 
 

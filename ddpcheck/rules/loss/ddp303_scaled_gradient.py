@@ -74,7 +74,9 @@ SCALING_METHODS = (  # of a module sharded by fully_shard
 def judge_second_sum(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
     """Detect gradients that an all_reduce sums after DDP has averaged them (DDP303)."""
     summed = [
-        by_rank for by_rank in steps if all(step.averaged and set(step.summed) & set(step.held) for step in by_rank)
+        by_rank
+        for by_rank in steps
+        if all(step.averaged and set(step.summed) & set(step.wrapped_params) for step in by_rank)
     ]
     if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
         return []
@@ -211,7 +213,7 @@ def judge_rescaled(
     world size, and optimizers invariant to gradient scale, are left out.
     """
     all_losses = [loss for rank_losses in losses for loss in rank_losses]
-    if size < 2 or not all(used) or not all_losses or any(loss.scaled for loss in all_losses):
+    if size < 2 or not all(used) or not all_losses or any(loss.scaled_at for loss in all_losses):
         return []
     first = used[0][0][0]
     if first.rescaled_at is None or first.options.get("class", "").startswith(SCALE_FREE):
@@ -348,7 +350,7 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
     """Report a mean scaled by the number of ranks, replicas or ranks per model."""
     losses = [loss for by_rank in passes for loss in by_rank]
     kinds = {term.kind for loss in losses for term in loss.terms}
-    if not kinds or not all(loss.scaled and loss.terms for loss in losses):
+    if not kinds or not all(loss.scaled_at and loss.terms for loss in losses):
         return []
     kind = "mean" if "mean" in kinds else "sum"
     scales = {
@@ -371,7 +373,7 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
         ("loss",),
         f"The loss is a mean that is {verb} by {words}, and DDP averages its gradients over the ranks: they are "
         f"{times} those of the mean.",
-        location=losses[0].scaled,
+        location=losses[0].scaled_at,
         evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
         severity=Severity.WARNING,
         fix="Do not scale the loss: DDP averages gradients, which gives the gradient of the mean over all ranks.",
@@ -428,7 +430,7 @@ def _judge_counted_twice(passes: Passes, losses: Losses) -> list[Finding]:
         ("loss",),
         f"The loss is a sum, divided by {ratios[0]:.3g} times the number of its elements in all replicas{note}: "
         f"gradients are 1/{factor} of those of the mean.",
-        location=first.scaled or first.made or first.location,
+        location=first.scaled_at or first.computed_at or first.location,
         evidence=[
             f"in all {len(compared)} backward passes that were compared",
             f"{together} ranks compute one model together, and have the same elements",

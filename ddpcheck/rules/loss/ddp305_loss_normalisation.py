@@ -195,7 +195,7 @@ def _counts_finding(passes: Passes, all_counts: Sequence[list[float]], unequal: 
         ("loss",),
         f"The loss of each rank is divided by {number}, and the numbers differ, so the average over ranks is a mean of "
         "means and not that of all elements of the step.",
-        location=line or _line_of_counts(passes) or passes[0][0].made or passes[0][0].location,
+        location=line or _line_of_counts(passes) or passes[0][0].computed_at or passes[0][0].location,
         evidence=[
             f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
             + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
@@ -207,7 +207,9 @@ def _counts_finding(passes: Passes, all_counts: Sequence[list[float]], unequal: 
 
 def _line_of_sums(losses: Sequence[LossDifferentiated], counts: Sequence[float]) -> Location | None:
     """Return the line of the all_reduce over some ranks that yields each rank's divisor."""
-    for numbers in zip(*([number for number in loss.reduced if number.members] for loss in losses), strict=False):
+    for numbers in zip(
+        *([number for number in loss.allreduce_inputs if number.members] for loss in losses), strict=False
+    ):
         sums = [sum(number.value for r, number in enumerate(numbers) if r in reduced.members) for reduced in numbers]
         line: Location | None = numbers[0].location
         if all(map(is_near, counts, sums)):
@@ -242,7 +244,7 @@ def judge_rank_weights(passes: Passes) -> list[Finding]:
             ("loss",),
             "Each rank multiplies a term of the loss by a different number, which it keeps from step to step: samples "
             "of one rank count more than those of another.",
-            location=first.location or first_loss.scaled or first_loss.made or first_loss.location,
+            location=first.location or first_loss.scaled_at or first_loss.computed_at or first_loss.location,
             evidence=[f"in all {len(passes)} backward passes that were compared; in the last of them {text}"],
             severity=Severity.WARNING,
             fix="all_reduce the number, or the values that it is computed from, so that it is the same on every rank.",
@@ -351,7 +353,7 @@ def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
     """Return a sum's divisor, or a mean's relative to `factor`; 0 if unknown."""
     if term.kind == "mean":
-        return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
+        return term.count * abs(factor / term.factor) if term.is_selected and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0
 
 

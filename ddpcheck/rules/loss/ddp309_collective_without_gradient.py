@@ -29,7 +29,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ddpcheck.findings.evidence.loop import OwnPartPutBack
+from ddpcheck.findings.evidence.loop import OwnRowsReinserted
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import join_names, new_finding, plural, plural_verb
@@ -123,7 +123,7 @@ def _step_text(losses: Losses) -> str:
     return f"in {plural(len(losses.local_parts), 'compared step')}"
 
 
-def _fix_of_gather(part: OwnPartPutBack) -> str:
+def _fix_of_gather(part: OwnRowsReinserted) -> str:
     advice = "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks"
     if part.by_function:
         return f"{advice}; or do so in the backward of the script's own function."

@@ -98,15 +98,15 @@ def judge_accumulated(losses: LossesByRank) -> list[Finding]:
         ("loss",),
         f"The losses of {len(first)} micro-batches, each a mean, are added up and not divided by their number: the "
         f"gradient of a step is {len(first)} times that of the same samples in one batch.",
-        location=first[0].uncounted or first[0].made or first[0].location,
+        location=first[0].uncounted_at or first[0].computed_at or first[0].location,
         evidence=[
             f"nothing divides the means by {len(first)}, in all {len(undivided)} optimizer steps that were compared",
-            "the function is given num_items_in_batch, and does not read it" if first[0].uncounted else "",
+            "the function is given num_items_in_batch, and does not read it" if first[0].uncounted_at else "",
         ],
         severity=Severity.WARNING,
         fix="Divide sums over items by num_items_in_batch; or let the trainer divide by the number of micro-batches "
         "(model_accepts_loss_kwargs = False)."
-        if first[0].uncounted
+        if first[0].uncounted_at
         else "Divide the loss by the number of micro-batches of the step before backward.",
     )
 
@@ -120,15 +120,15 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
     kinds = {tuple(term.kind for term in loss.terms) for loss in passes}
     if not wrappers or len({loss.location for loss in passes}) > 1 or len(kinds) > 1:
         return False
-    is_wrapped = all(not wrappers.isdisjoint((*loss.put_off, *loss.wrappers)) for loss in passes)
+    is_wrapped = all(not wrappers.isdisjoint((*loss.deferred_wrappers, *loss.wrappers)) for loss in passes)
     takes_batches = all(earlier.batches < later.batches for earlier, later in itertools.pairwise(passes))
-    put_off = all(not wrappers.isdisjoint(loss.put_off) for loss in passes[:-1])
+    put_off = all(not wrappers.isdisjoint(loss.deferred_wrappers) for loss in passes[:-1])
     prefetched = put_off and (last.batches < before or last.batches - before >= len(passes))  # before the first pass
     if not is_wrapped or not (takes_batches or prefetched if last.batches else put_off):
         return False
-    weights = [max(loss.weighed or map(abs, map(total_factor, loss.terms)), default=0.0) for loss in passes]
+    weights = [max(loss.target_weights or map(abs, map(total_factor, loss.terms)), default=0.0) for loss in passes]
     scales = {tuple(map(_scales_of_mean, loss.terms)) for loss in passes}
-    divided = any(is_near(1 / len(passes), weight) for loss in passes for weight in loss.weighed)
+    divided = any(is_near(1 / len(passes), weight) for loss in passes for weight in loss.target_weights)
     return all(abs(weight - 1.0) < SCALE_TOLERANCE for weight in weights) or (
         not divided
         and len(scales) == 1

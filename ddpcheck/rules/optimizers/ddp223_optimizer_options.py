@@ -52,10 +52,10 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
         for finding in judge_options("DDP223", options, "The optimizer"):
             if number and first.reductions < 0 and len({step.collectives for step in rank_steps}) > 1:
                 return judge_schedule_steps(rank_steps)
-            was_equal = bool(number or (first.made_with and len({step.made_with for step in rank_steps}) == 1))
+            was_equal = bool(number or (first.initial_rates and len({step.initial_rates for step in rank_steps}) == 1))
             if was_equal and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
                 return explain_by_schedule(rank_steps, finding)
-            return [locate_options(finding, rank_steps, first.made)]
+            return [locate_options(finding, rank_steps, first.constructed_at)]
     return []
 
 
@@ -70,7 +70,10 @@ def judge_parts(first: Steps) -> list[Finding]:
 
     A manually sharded optimizer also holds different parameters, but sends the updated parameters to the other ranks.
     """
-    params = [{"its parameters": ", ".join(sorted(map(param_name, step.held)))} for step in first]
-    if not all(step.held for step in first):
+    params = [{"its parameters": ", ".join(sorted(map(param_name, step.wrapped_params)))} for step in first]
+    if not all(step.wrapped_params for step in first):
         return []
-    return [replace(finding, location=first[0].made) for finding in judge_options("DDP223", params, "The optimizer")]
+    return [
+        replace(finding, location=first[0].constructed_at)
+        for finding in judge_options("DDP223", params, "The optimizer")
+    ]

@@ -42,7 +42,7 @@ _ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
     """DDP504: an optimizer of tensors in no module, while wrapped parameters never change."""
-    unknown = steps[-1][0].unknown if steps else ()
+    unknown = steps[-1][0].unregistered_params if steps else ()
     idle = [name for name, changes in moved.items() if not changes and name not in param_names]
     if not unknown or not idle:
         return []
@@ -51,7 +51,7 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: 
         [param_name(name) for name in idle],
         f"{join_names([param_name(name) for name in idle])} {plural_verb('is', 'are', idle)} in no optimizer and never "
         f"{plural_verb('moves', 'move', idle)}, and the optimizer holds {len(unknown)} tensors that no module has.",
-        location=steps[0][0].made or steps[0][0].location,
+        location=steps[0][0].constructed_at or steps[0][0].location,
         related={"optimizer steps": steps[0][0].location},
     )
 
@@ -90,7 +90,9 @@ def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapp
         return []
     first, options = steps[0][0], [rank_steps[0].options for rank_steps in steps]
     rates = {name for step_options in options for name in step_options if name.endswith(" lr")}
-    counts = Counter(name for by_rank in steps for name in first.held if all(step.norms.get(name) for step in by_rank))
+    counts = Counter(
+        name for by_rank in steps for name in first.wrapped_params if all(step.norms.get(name) for step in by_rank)
+    )
     names = [name for name, times in counts.items() if name in moved and times >= FEWEST_UNMOVED_STEPS]
     stuck = [param_name(name) for name in names if not moved[name]]
     if not stuck or len(stuck) == len(names) or any({opts.get(name) for opts in options} <= _ZERO for name in rates):
@@ -139,14 +141,14 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
     """DDP504: an optimizer constructed before the model was split, with the old parameters."""
     for rank_steps in steps[-1:]:
         first = rank_steps[0]
-        if all(step.unheld and not step.split for step in rank_steps):
+        if all(step.unoptimized and not step.split for step in rank_steps):
             return new_finding(
                 "DDP504",
-                first.unheld,
-                f"The optimizer holds none of the {plural(len(first.unheld), 'parameter')} that "
-                f"{plural_verb('is', 'are', first.unheld)} split over {format_ranks(ranks)}: it has the previous ones, "
+                first.unoptimized,
+                f"The optimizer holds none of the {plural(len(first.unoptimized), 'parameter')} that "
+                f"{plural_verb('is', 'are', first.unoptimized)} split over {format_ranks(ranks)}: it has the previous ones, "
                 "which are no longer in a module.",
-                location=first.made or first.location,
+                location=first.constructed_at or first.location,
                 related={"model split": split.location, "optimizer steps": first.location},
                 fix="Call parallelize_module before the optimizer is constructed.",
             )

@@ -50,7 +50,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
     for name in by_name[0] if len(by_name) > 1 else ():
         by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
         calls = aligned(by_forward)
-        if not calls or not all(map(_follows_samples, by_forward)) or any(stat.exchanged for stat in calls[-1]):
+        if not calls or not all(map(_follows_samples, by_forward)) or any(stat.collectives for stat in calls[-1]):
             continue
         distances = [_largest_difference(stats) for stats in calls]
         if min(distances) > ROUNDING:
@@ -60,7 +60,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
 
 def _discount(stat: RunningStatistic) -> RunningStatistic:
     """Return `stat`, without equations if most of the statistic's changes are unexplained."""
-    return stat if stat.unexplained <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
+    return stat if stat.unexplained_moves <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
 
 
 def _follows_samples(stats: dict[int, RunningStatistic]) -> bool:

@@ -48,7 +48,12 @@ def judge_files(program: Program) -> list[Finding]:
     uses = [[use for use in rank_uses if use.by_torch or use.path not in saved] for rank_uses in program.uses]
     for rank, use, other_rank, other_use in _concurrent_uses(uses):
         line = use.location if other_use.writes else other_use.location
-        if use.path in program.empty or line in by_line or other_use.waited or (other_use.writes and use.waited):
+        if (
+            use.path in program.empty
+            or line in by_line
+            or other_use.has_waited
+            or (other_use.writes and use.has_waited)
+        ):
             continue
         if not (use.by_torch or other_use.writes) and _has_marker_file(use, other_use, uses[rank], uses[other_rank]):
             continue
@@ -108,7 +113,7 @@ def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     for rank, rank_uses in enumerate(uses):
         for use in rank_uses:
             other_devices = [device for device in use.devices if device.startswith("cuda") and device != use.device]
-            if other_devices and not use.writes and not use.mapped and use.device.startswith("cuda"):
+            if other_devices and not use.writes and not use.maps_location and use.device.startswith("cuda"):
                 name = PurePath(use.path).name
                 return new_finding(
                     "DDP512",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.replicas import StateUsed, digest_of_values
-from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.findings.evidence.replicas import EvaluationCall, digest_of_values
+from ddpcheck.findings.evidence.script import UnwrappedModel
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
@@ -34,7 +34,7 @@ def judge_copies(copies: Copies) -> list[Finding]:
     return [replace(finding, tags=(*finding.tags, "of a copy")) for finding in findings]
 
 
-def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
+def judge_copied_states(states: Sequence[Sequence[UnwrappedModel]], changes: Changes = ()) -> list[Finding]:
     """DDP306 and 214: copies, criterion buffers and other modules that differ between ranks.
 
     A copy is not reported if a rank neither changes nor calls it (e.g. an EMA that only rank 0 updates). The finding
@@ -49,12 +49,16 @@ def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes 
             continue
         last = steps[-1]
         in_use = all(
-            state.used or len({str(state_then.values) for state_then in history.values()}) > 1
+            state.is_called or len({str(state_then.values) for state_then in history.values()}) > 1
             for state, history in zip(last, histories, strict=True)
         )
-        kept = all(not state.other or state.values == end.values for state, end in zip(steps[-2], last, strict=True))
+        kept = all(
+            not state.is_independent or state.values == end.values for state, end in zip(steps[-2], last, strict=True)
+        )
         # collectives may synchronise a copy again after its ranks diverge
-        synced = all(end.together > state.together for state, end in zip(steps[diverged[0]], last, strict=True))
+        synced = all(
+            end.synchronisations > state.synchronisations for state, end in zip(steps[diverged[0]], last, strict=True)
+        )
         if in_use and kept and not synced:
             equal = [number for number, step in enumerate(steps) if len({str(state.values) for state in step}) == 1]
             findings += _copy_finding(steps, equal[-1] + 1 if equal else 0, write_facts(changes, name[1]))
@@ -62,7 +66,7 @@ def judge_copied_states(states: Sequence[Sequence[StateHeld]], changes: Changes 
 
 
 def judge_uses(
-    uses: Sequence[Sequence[StateUsed]], states: Sequence[Sequence[StateHeld]], changes: Changes = ()
+    uses: Sequence[Sequence[EvaluationCall]], states: Sequence[Sequence[UnwrappedModel]], changes: Changes = ()
 ) -> list[Finding]:
     """DDP306: weights that differ between the ranks that evaluate them at one line.
 
@@ -70,7 +74,7 @@ def judge_uses(
     from other ranks, is correct. DDP214: equal weights, but running statistics that each rank estimated separately.
     """
     by_use = [{(use.step, use.name, use.lines): use for use in rank_uses} for rank_uses in uses]
-    kept = [{digest_of_values(copy.values.values()): copy for copy in entries if copy.copies} for entries in states]
+    kept = [{digest_of_values(copy.values.values()): copy for copy in entries if copy.is_copy} for entries in states]
     for key in dict.fromkeys(key for rank_uses in by_use for key in rank_uses):
         by_rank = {rank: rank_uses[key] for rank, rank_uses in enumerate(by_use) if key in rank_uses}
         copies = [copy for rank, use in by_rank.items() if (copy := kept[rank].get(use.digest))]
@@ -82,7 +86,7 @@ def judge_uses(
     return []
 
 
-def _distance_of_means(uses: Sequence[StateUsed]) -> float:
+def _distance_of_means(uses: Sequence[EvaluationCall]) -> float:
     """Return the largest distance between running means, in standard deviations."""
     statistics = [use.statistics for use in uses]
     half = len(statistics[0]) // 2
@@ -93,33 +97,36 @@ def _distance_of_means(uses: Sequence[StateUsed]) -> float:
     return max((max(means) - min(means)) / math.sqrt(max(*variances, 1e-12)) for means, variances in pairs)
 
 
-def _states_by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
+def _states_by_name(states: Sequence[UnwrappedModel]) -> dict[tuple[int, str], dict[int, UnwrappedModel]]:
     by_name = group_by(states, lambda state: (state.optimizer, state.name))
     return {name: {state.count: state for state in group} for name, group in by_name.items()}
 
 
-def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: WriteFacts) -> list[Finding]:
+def _copy_finding(steps: Sequence[Sequence[UnwrappedModel]], first: int, written: WriteFacts) -> list[Finding]:
     """Report a module that differs between ranks from `steps[first]` on."""
     states, state = steps[first], steps[first][0]
     names = [name for name in state.values if len({peer.values.get(name) for peer in states}) > 1]
     ranks = minority_ranks([tuple(peer.values.items()) for peer in states]) if len(states) > 2 else ()
     summary = f"{len(names)} of {len(state.values)} tensors are not the same on every rank before step {state.count}"
     summary += f": {join_names(names[:3])}{' ...' if len(names) > 3 else ''}"
-    if state.other:
+    if state.is_independent:
         return unequal_module_finding(state, ranks, summary)
     history = f"before step {steps[first - 1][0].count} they were" if first else "they were not compared before"
-    if state.copies:
+    if state.is_copy:
         return diverged_copy_finding(state, ranks, [summary, history], written if first else (None, [], ()))
     return outer_buffers_finding(state, names, ranks, [summary, history])
 
 
 def _use_finding(
-    uses: Mapping[int, StateUsed], states: Sequence[Sequence[StateHeld]], copied: Location | None, written: WriteFacts
+    uses: Mapping[int, EvaluationCall],
+    states: Sequence[Sequence[UnwrappedModel]],
+    copied: Location | None,
+    written: WriteFacts,
 ) -> list[Finding]:
     """Report unequal weights where they are loaded, else written, else copied, else evaluated."""
     ranks = list(uses)
     use = next((use for use in uses.values() if use.loaded), uses[ranks[0]])
-    copies = [[state for state in rank_states if state.copies and state.name == use.name] for rank_states in states]
+    copies = [[state for state in rank_states if state.is_copy and state.name == use.name] for rank_states in states]
     starts = [min(rank_copies, key=lambda state: state.count).values for rank_copies in copies if rank_copies]
     is_written = not use.loaded and written[0] and len(starts) == len(states) and not values_differ(starts)
     location, how_written, writers = written if is_written else (use.location or copied, [], ())

@@ -82,11 +82,11 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
 def judge_start(steps: Sequence[Steps]) -> list[Finding]:
     """DDP208: parameters that differ between ranks in every step, although gradients are averaged."""
     first = steps[0][0]
-    unequal = [name for name in first.alone if not any(is_equal(step, name) for step in steps)]
+    unequal = [name for name in first.unwrapped_params if not any(is_equal(step, name) for step in steps)]
     averaged = [param_name(name) for name in unequal if is_averaged(steps, name)]
     if not averaged:
         return []
-    line = first.broadcast_at or first.made
+    line = first.broadcast_at or first.constructed_at
     return new_finding(
         "DDP208",
         averaged,
@@ -102,11 +102,11 @@ def judge_start(steps: Sequence[Steps]) -> list[Finding]:
 def locate_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
     """Relocate DDP208 to the line that seeds the model differently per rank."""
     seeds = [step.seed for step in first]
-    if finding.code != "DDP208" or None in seeds or len(set(seeds)) < 2 or first[0].seeded is None:
+    if finding.code != "DDP208" or None in seeds or len(set(seeds)) < 2 or first[0].seeded_at is None:
         return finding
     message = f"the model is created under a different seed on each rank: {'; '.join(group_by_value(seeds))}"
     moved = replace(finding, evidence=(*finding.evidence, message))
-    return moved.relocated(first[0].seeded)
+    return moved.relocated(first[0].seeded_at)
 
 
 def advise_under_sharding(finding: Finding) -> Finding:

@@ -176,7 +176,9 @@ def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> b
     if finding.code != "DDP503":
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
-        steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].alone]
+        steps = [
+            rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].unwrapped_params
+        ]
         agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
         if agree < _MIN_EQUAL_STEPS or any(gradients_differ(rank_steps, name) for rank_steps in steps):
             return False

@@ -90,7 +90,7 @@ def judge_groups(parts: ModelParts) -> list[Finding]:
         indices = [index for index, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
         other_passes = [rank_passes for index, rank_passes in enumerate(facts.passes) if index not in indices]
         passes = [facts.passes[index] for index in indices]
-        parts_given = any(step.parts_given for opt_steps in optimizers for group in opt_steps for step in group)
+        parts_given = any(step.splits_inputs for opt_steps in optimizers for group in opt_steps for step in group)
         group_inputs = [[] if parts_given else inputs[index] for index in indices]
         data_findings.append(judge_model_batches(passes, group_inputs, ranks, split, other_passes))
         findings = (judge_model_parts(opt_steps, ranks, split, wrapped=wrapped) for opt_steps in optimizers)
