@@ -95,7 +95,7 @@ class Inputs(Entry, frozen=True):
 
 
 class Evaluated(Entry, frozen=True):
-    """Inputs of one of a wrapper's first forward passes without gradients."""
+    """Inputs of an early forward pass of a wrapper without gradients."""
 
     wrapper: int  # number of the wrapper
     step: int  # averaged backward passes before
@@ -106,7 +106,7 @@ OF_A_LIST = ".index()"  # suffix of the table name of a list
 
 
 class DerivedTable(Entry, frozen=True):
-    """Dictionary of plain values, or positions of texts in a set-ordered list."""
+    """Dictionary of plain values, or string positions in a list made from a set."""
 
     name: str
     values: Mapping[str, str]
@@ -186,7 +186,7 @@ class OptimizerEnd(Entry, frozen=True):
 
 
 class StateHeld(Entry, frozen=True):
-    """Model that is in no wrapper and no optimizer, before an optimizer step."""
+    """State, before an optimizer step, of a model outside all wrappers and optimizers."""
 
     optimizer: int  # number of the optimizer
     count: int  # earlier steps of the optimizer
@@ -281,7 +281,7 @@ class GradientsClipped(Entry, frozen=True):
 
 
 class GradientsZeroed(Entry, frozen=True):
-    """Zeroing of nonzero gradients at a line, equally often before two successive steps."""
+    """Line that zeroes nonzero gradients several times per step, equally often in two steps."""
 
     optimizer: int
     times: int
@@ -301,7 +301,7 @@ class ReducedInPlace(Entry, frozen=True):
 
 
 class FilesLeft(Entry, frozen=True):
-    """Sizes in bytes of written files, by path, at removal or script end."""
+    """Size in bytes of each written file, when removed or at the script's end."""
 
     sizes: Mapping[str, int]
 
