@@ -78,7 +78,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package module, pickled by name even within a function pickled by value."""
+    """Type of the `ddpcheck` module that makes pickle store only the module's name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (self.__name__,)

@@ -82,7 +82,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser; it sets `command`, the function to call with the parsed arguments."""
+    """Return the parser; the parsed arguments have the function to call in `command`."""
     parser = Parser(
         prog="ddpcheck",
         description="Checks that a model and its training loop are correct under PyTorch DistributedDataParallel.",

@@ -30,7 +30,7 @@ _OF_REAL_RANKS = ("world_size", "backend", "device")
 
 
 def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Leader | None) -> Settings:
-    """Return the settings of a command; under a launcher with the launcher's world size."""
+    """Return the settings of a command, with the launcher's world size under a launcher."""
     settings = load_settings({name: getattr(arguments, name, None) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
         complain(sentence, kind="warning")
@@ -45,7 +45,7 @@ def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts:
 
 
 def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
-    """Check a recipe, its matrix or its schedule, and show the report."""
+    """Run `ddpcheck report` (also with `--matrix` or `--schedule`) and show the report."""
     if arguments.matrix and arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
     if arguments.matrix and arguments.baseline is not None:
@@ -162,7 +162,7 @@ def run_live(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], source: str | Path) -> tuple[Report, int]:
-    """Show the report that `report_on` makes of `source`; return it and its exit code."""
+    """Show the report that `report_on` makes of `source`; return report and exit code."""
     settings = load_settings({name: getattr(arguments, name) for name in ("select", "ignore", "fail_on")})
     with ReportOutput(arguments, settings.format) as output:
         report = report_on(source, settings)

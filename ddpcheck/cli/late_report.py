@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _wait_for_ranks(folder: Path, launcher: int) -> None:
-    """Wait until ranks and launcher have ended, or until `_QUIET` seconds without ranks."""
+    """Wait until ranks and launcher ended, or no rank ran for `_QUIET` seconds."""
     last_alive = time.monotonic()
     while time.monotonic() - last_alive < _QUIET:
         if _live_pids(folder):
@@ -81,7 +81,7 @@ def _end_ranks(folder: Path) -> None:
 
 
 def _infer_ending(folder: Path, watch: HangWatch) -> Ending:
-    """Infer from the logs how ranks ended: only the launcher knows exit codes."""
+    """Infer from the logs how ranks ended, since only the launcher knows exit codes."""
     if watch.not_exited is not None:
         return Ending(not_exited=watch.not_exited)
     if watch.hang is not None:

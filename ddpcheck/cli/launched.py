@@ -68,7 +68,7 @@ def _launcher_of(arguments: argparse.Namespace) -> LauncherEnv | None:
 
 
 def _serve_rank_0(launch: LauncherEnv) -> int:
-    """Serve rank 0 until it ends; return 0 if regularly, else an error code."""
+    """Serve requests of rank 0 until rank 0 ends; return this process's exit code."""
     from ddpcheck.worlds.launchers.leader import Follower
 
     # To the end of this process: torchrun terminates the other ranks once rank 0 has exited with an error, and would

@@ -16,7 +16,7 @@ _CHOICE = re.compile(r"^argument (\S+): invalid choice: '([^']*)' \(choose from 
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports errors in one sentence, as ddpcheck reports others."""
+    """Argument parser that prints an error as one sentence, like other errors of ddpcheck."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse; unrecognized arguments are reported with the usage of the subcommand."""

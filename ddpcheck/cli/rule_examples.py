@@ -40,7 +40,7 @@ def run_test_rule(arguments: argparse.Namespace) -> int:
 
 
 def _run_example(file: Path, function: str, code: str, expected: int) -> tuple[bool, str]:
-    """Run an example on two ranks; return (True if it fails, description)."""
+    """Run an example on two ranks; return (True if the test failed, description)."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         script = Path(folder, f"{function}.py")
         script.write_text(f"import {file.stem}\n\n{file.stem}.{function}()\n", encoding="utf-8")

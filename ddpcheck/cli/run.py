@@ -78,7 +78,8 @@ def run_agent(
 ) -> Ending:
     """Run the script with torchrun's agent and return its ending.
 
-    Exit code: of the first failed rank, or 128 + signal. `limit`: maximum seconds; if set, no messages are printed.
+    The exit code in the ending is the exit code of the first failed rank, or 128 + the number of the signal that ended
+    the run. `limit` is the maximum duration in seconds; if `limit` is set, no messages are printed.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -277,7 +278,7 @@ def run_single(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, 
 
 
 def _run_parity(parity: ParityRuns, ranks: Sequence[RankTrace], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
-    """Run the script in a single process; if training differs, again to measure noise.
+    """Run the script in a single process; repeat to measure noise if training differs.
 
     If training still differs beyond noise, a third run as rank 1 shows if the script computes with the rank number.
     """
@@ -319,7 +320,7 @@ def show_report(
     baseline: Report | None,
     singles: Sequence[SingleRun] = (),
 ) -> Report:
-    """Show the report on a finished script; by default one line if clean."""
+    """Show the report on a finished script; a clean result normally is one line."""
     from ddpcheck.run.script_report import report_on_script
 
     ranks = read_logs(folder)
@@ -353,7 +354,7 @@ def show_report(
 def save_record(
     path: str, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource, report: Report
 ) -> None:
-    """Write a run to a file with pseudonyms; print codes of findings lost thereby."""
+    """Save a run under pseudonyms; print codes of findings that the pseudonyms hide."""
     try:
         judged = load_extra("run_record").write_record(Path(path), script, ending, ranks, source)
     except OSError as error:
@@ -365,7 +366,7 @@ def save_record(
 
 
 def send_logs(link: NodeLink, ending: Ending) -> int | None:
-    """Send the logs to node 0, which reports; return the exit code if accepted."""
+    """Send the logs to node 0, which reports; return an exit code on success."""
     if not link.is_joined or link.number == 0:
         return None
     exit_code = link.hand_over(msgspec.msgpack.encode(ending))

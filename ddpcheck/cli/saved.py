@@ -72,7 +72,7 @@ def run_render(arguments: argparse.Namespace) -> int:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Show new, fixed and remaining findings; return 1 if new ones reach `--fail-on`."""
+    """Show new, fixed and remaining findings; return 1 if new findings reach `--fail-on`."""
     settings = load_settings({"fail_on": arguments.fail_on})
     if arguments.old == arguments.new == "-":
         raise UsageError("only one of the two reports can come from standard input")

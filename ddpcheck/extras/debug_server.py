@@ -73,14 +73,14 @@ class DebugServer:
         self._host, self._port = host, PORT if port is None else port
 
     def flight_recorder(self, *, nccl: bool = False) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """Return the recorder's JSON, or the reason for none, of each rank.
+        """Return two dicts by rank: Flight Recorder's JSON, and reasons for missing answers.
 
         Args:
             nccl: Query NCCL's recorder (calls that have not ended only), else gloo's.
 
         Raises:
             TargetError: The server is unreachable, or does not answer in time.
-            UsageError: The address is not of a debug server.
+            UsageError: There is no debug server at the address.
         """
         path = "/fr_trace_nccl_json" if nccl else "/fr_trace_json"
         answers, problems = self._answers(path)
@@ -108,7 +108,7 @@ class DebugServer:
             raise self._wrong_server_error(f"{path} {error} of rank {rank}") from None
 
     def _answers(self, path: str) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the text on a page, or the reason for none, of each rank."""
+        """Return two dicts by rank: text of the page, and reasons for missing text."""
         page = self._page(path)
         if not page.rstrip().endswith("</section>"):  # the server sends no length
             raise self._wrong_server_error(f"its page {path} is not whole")
@@ -173,7 +173,7 @@ class DebugServer:
 
 @contextlib.contextmanager
 def _closed_in_time(connection: http.client.HTTPConnection) -> Iterator[threading.Event]:
-    """Close a connection at its deadline: a socket timeout restarts with each byte."""
+    """Close a connection at a deadline, since a socket timeout restarts with each byte."""
     is_late = threading.Event()
     client_socket = connection.sock
 
@@ -200,7 +200,7 @@ def fetch_rank_states(address: str) -> RanksSeen:
 
     Raises:
         TargetError: The server or all ranks do not answer.
-        UsageError: The address is not of a debug server.
+        UsageError: There is no debug server at the address.
     """
     server = DebugServer(address)
     earlier, _ = _flight_recorder_dumps(server)
@@ -236,7 +236,7 @@ def fetch_rank_states(address: str) -> RanksSeen:
 
 
 def _flight_recorder_dumps(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]]:
-    """Return the Flight Recorder dump, or the reason for none, of each rank."""
+    """Return two dicts by rank: Flight Recorder dumps, and reasons for missing dumps."""
     answers, problems = server.flight_recorder()
     active_only = False
     if not any(answer["entries"] for answer in answers.values()):
@@ -259,7 +259,7 @@ def _call_states(dump: RankDump) -> list[tuple[str, int, bool]]:
 
 
 def _with_stack_lines(dump: RankDump, stack: str) -> RankDump:
-    """Add the lines of `stack` to the last calls of `dump`, which has none."""
+    """Add source lines in `stack` to the unfinished calls at the end of `dump`."""
     frames, lines = main_stack(stack), program_lines(stack)
     entries = list(dump.entries)
     last = next((index for index in range(len(entries) - 1, -1, -1) if not entries[index].ended), None)

@@ -66,7 +66,7 @@ class Pseudonyms:
 
 
 def here(value: Any) -> Any:
-    """Replace the folder markers in nested lists and dicts by local folders."""
+    """Replace markers such as "{home}" in nested lists and dicts by local folders."""
     folders = _folders(os.getcwd())
     return _map_texts(value, lambda text: _MARK.sub(lambda mark: folders[mark[0][1:-1]][0], text))
 
@@ -122,7 +122,7 @@ def _torch_folders() -> Sequence[str]:
 def write_record(path: Path, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource) -> Report:
     """Write a run to `path` (".gz": compressed); return its report; may raise `OSError`.
 
-    `source` has the answers on the source of the script that the judges have requested.
+    `source` has the judges' questions about the source code of the script, with the answers.
     """
     record = {
         "kind": "run",

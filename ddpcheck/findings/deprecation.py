@@ -9,7 +9,7 @@ from typing import Any
 
 
 def renamed(module: str, **names: str) -> Callable[[str], Any]:
-    """Return a module `__getattr__` for renamed classes; `names` maps old to new."""
+    """Return a module `__getattr__` for renamed classes; `names` maps old to new names."""
 
     def __getattr__(name: str) -> Any:
         if name not in names:

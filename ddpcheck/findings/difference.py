@@ -43,7 +43,7 @@ class ReportDifference(Document):
         return ", ".join(counts) or "no findings in either report"
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
-        """Return `error`'s exit code, else 1 for added findings at or above `fail_on`."""
+        """Return `error`'s exit code, or 1 if added findings reach `fail_on`, or 0."""
         if self.error is not None:
             return self.error.exit_code
         has_failed = fail_on is not None and any(finding.severity.reaches(fail_on) for finding in self.added)

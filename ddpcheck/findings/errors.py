@@ -159,7 +159,7 @@ class RankError(DDPCheckError):
         return self.failures[0] if self.failures else None
 
     def raise_cause(self) -> None:
-        """If the first failure is a `DDPCheckError` or a bug of ddpcheck, raise that."""
+        """Raise the error of the first failure, if a `DDPCheckError` or ddpcheck bug."""
         if self.first is not None and isinstance(self.first.exception, DDPCheckError):
             raise self.first.exception from self
         if self.first is not None and self.first.bug:

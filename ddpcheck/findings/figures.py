@@ -214,7 +214,7 @@ class SourceExcerpt:
 def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -> tuple[SourceExcerpt, ...]:
     """Return the source lines around each location whose file is found.
 
-    The path of a location may be only a file name (`relative_path`). It is searched for in `folder` (of the target),
+    The path of a location may be only a file name (`relative_path`). The file is searched for in the target's `folder`,
     the working folder and `sys.path`, then in subfolders of `folder`, where exactly one file must have the name.
     """
     locations = (location for location in dict.fromkeys(places) if location is not None)

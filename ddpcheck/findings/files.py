@@ -60,7 +60,7 @@ def decompress(data: bytes) -> bytes:
 
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
-    """Limit the process's memory in a `with` block, against inputs that request 60 GB."""
+    """Limit memory in a `with` block, so that malformed input cannot exhaust the machine."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # no /proc, or the limit is already lower
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

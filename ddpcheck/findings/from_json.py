@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 def added(default: Any, *, compare: bool = True) -> Any:
-    """Return a dataclass field that is missing in JSON of older versions."""
+    """Declare a dataclass field that may be missing in JSON of older ddpcheck versions."""
     return field(default=default, compare=compare, metadata={"added": True})
 
 

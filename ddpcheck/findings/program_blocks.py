@@ -24,14 +24,14 @@ _Result = TypeVar("_Result")
 
 
 class ProgramSource:
-    """Source files of a program, or recorded `answers` to questions about files elsewhere."""
+    """Source files of a program, or `answers` recorded on the machine with the files."""
 
     def __init__(self, answers: Mapping[str, Any] | None = None) -> None:
         self.answers: dict[str, Any] = dict(answers or {})  # by query, as lists, strings and numbers
         self._has_files = answers is None
 
     def ask(self, question: Callable[_Args, _Result], *asked: _Args.args, **named: _Args.kwargs) -> _Result | None:
-        """Call `question` and record the answer; without source files, look the answer up."""
+        """Call `question` and record the answer; without source files, return a recorded answer."""
         key = f"{question.__name__}{asked}{named or ''}"
         if not self._has_files:
             answer = self.answers.get(key)
@@ -66,7 +66,7 @@ class Block:
 
     @property
     def head(self) -> str:
-        """Line of the head, as "path:line"."""
+        """Path and line of the block's head, as "path:line"."""
         return f"{self.path}:{self.line}"
 
 
@@ -79,7 +79,7 @@ def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
 def blocks_of_lines(
     lines: Iterable[str], files: Mapping[str, str] | None = None, source: ProgramSource | None = None
 ) -> dict[str, tuple[Block, ...]]:
-    """Return the blocks around `lines`, and around the heads of these blocks, by line."""
+    """Return, by line, the blocks around `lines` and around the heads of these blocks."""
     source = source or ProgramSource()
     blocks_by_line: dict[str, tuple[Block, ...]] = {}
     pending = set(lines)
@@ -92,10 +92,10 @@ def blocks_of_lines(
 
 
 def skipping_blocks(lines: Sequence[str], done: Sequence[str], files: Mapping[str, str]) -> list[Block]:
-    """Return the blocks by which a program may skip `lines` but not `done`.
+    """Return blocks that may make a program skip `lines` but not `done`.
 
-    `lines` and `done` are lines of stacks, innermost first. If the test of exactly one block varies, only this block is
-    returned.
+    `lines` and `done` are source lines of two stacks, innermost line first. If exactly one block tests a value that
+    varies (`Block.varies`), only this block is returned.
     """
     blocks = blocks_of_lines((*lines, *done), files)
     done_blocks = {block for line in done for block in blocks[line]}
@@ -106,7 +106,7 @@ def skipping_blocks(lines: Sequence[str], done: Sequence[str], files: Mapping[st
 
 
 def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
-    """Return the line by which the nearest called parent module may skip a parameter."""
+    """Return the line in the nearest called parent module that may skip `parameter`."""
     path = parameter.split(".")
     for size in reversed(range(len(path))):
         if (holder := called.get(".".join(path[:size]))) is not None:
@@ -118,7 +118,7 @@ def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
 def omission_of(attribute: str, kind: Any) -> Location | None:
     """Return the line that may skip `self.attribute`: a branch, early exit or conditional.
 
-    If the test is just an argument, return the only line that computes this argument for a call.
+    If the test only reads an argument, return the line that computes the argument for calls, if there is just one.
     """
     names = [attribute]  # followed by methods that use the attribute, and their callers
     for used_name in names:
@@ -137,7 +137,7 @@ def omission_of(attribute: str, kind: Any) -> Location | None:
 
 
 def _uses_of(method: ast.AST, attribute: str) -> list[ast.expr]:
-    """Return a method's calls of items of `self.attribute`, then its reads of `self.attribute`."""
+    """Return calls of items of `self.attribute` in a method, then reads of `self.attribute`."""
     nodes, names = [*ast.walk(method)], set()
     reads = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
     reads = [node for node in reads if ast.unparse(node.value) == "self"]
@@ -268,7 +268,7 @@ def _skippable_rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]
 
 
 def _exit_lines(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:
-    """Yield the lines that end a loop; with `inner`, `break` ends a nested loop."""
+    """Yield (line, keyword) of statements that leave a loop; if `inner`, ignore `break`."""
     for stmt in body:
         if isinstance(stmt, ast.Return) or (isinstance(stmt, ast.Break) and not inner):
             yield stmt.lineno, type(stmt).__name__.lower()

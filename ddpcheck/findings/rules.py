@@ -45,7 +45,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Explains:
-    """Consequences of a defect that are not reported as findings, but as its evidence."""
+    """Consequences of a defect, which become evidence of the finding instead of separate findings."""
 
     codes: tuple[str, ...]
     when: str = "always"  # a condition of `rules.causes`, or a tag of the cause or the consequence
@@ -105,10 +105,10 @@ _FIELD = re.compile("^(Why|Fix|Detected|Ignore|Line|Checks|Repeats|Explains|Repo
 def parse_rule(docstring: str) -> Rule:
     """Parse the docstring of a rule's file.
 
-    The first line has code, name, severity and flags that are set. The summary and labelled fields follow. `Explains`
-    lists codes, separated by semicolons: "quietly" before the codes, "if" and a condition after them. `Checks` lists
-    check lines by command ("report wrapping; run replicas, optimizers"), and after "repro" the name of a comparison.
-    Code of `Example` is indented by 4.
+    The first line has code, name, severity, and flags that are set. The summary and labelled fields follow. `Explains`
+    has groups of codes, separated by semicolons; a group may begin with "quietly", and end with "if" and a condition.
+    `Checks` lists check lines by command ("report wrapping; run replicas, optimizers"), and after "repro" the name of a
+    comparison. Code of `Example` is indented by 4.
     """
     head, _, text = docstring.strip().partition("\n")
     named, _, level_and_flags = head.partition(": ")
@@ -184,7 +184,7 @@ def matching_rules(pattern: str) -> tuple[Rule, ...]:
 
 
 def is_selected(code: str, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
-    """Check if patterns select a rule; if both match, the longer one wins."""
+    """Check if a rule is selected; the longer of two matching patterns wins."""
 
     def longest(patterns: Sequence[str]) -> int:
         name = RULES[code].name
@@ -217,6 +217,6 @@ def _differs_by_edit(word: str, target: str) -> bool:
 
 
 def address_of(report: str) -> str:
-    """Return the address of a public thread, given as OWNER/REPOSITORY#NUMBER."""
+    """Return the URL of a GitHub thread given as OWNER/REPOSITORY#NUMBER."""
     repository, _, number = report.partition("#")
     return f"https://github.com/{repository}/issues/{number}"

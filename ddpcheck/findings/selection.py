@@ -65,7 +65,7 @@ class Suppression:
         return any(fnmatchcase(name, self.target.removeprefix("./")) for name in names)
 
     def matched(self, finding: Finding) -> frozenset[str]:
-        """Return the matching subjects of a finding; {""} for a finding without subjects."""
+        """Return the matching subjects; {""} if a finding without subjects matches."""
         path = finding.location.path if finding.location else ""
         if finding.code not in self.codes or not fnmatchcase(path, self.file):
             return frozenset()
@@ -84,7 +84,7 @@ class Selection:
     gone: tuple[str, ...] = ()  # sentences on a baseline of another target, and on baseline findings not found again
 
     def complete(self, report: Report) -> Report:
-        """Return a report with the selected findings, and notes if every check was made."""
+        """Return `report` with the selection; add notes on unused suppressions if all checks ran."""
         report = replace(report, findings=self.kept, ignored=self.ignored, accepted=self.accepted)
         if report.error is not None or report.not_made or not (self.loose or self.gone):
             return report
@@ -104,8 +104,8 @@ def sort_out(
     """Split findings into counted, ignored and accepted.
 
     A finding is suppressed if suppressions of its code match every subject, or if its source line has a comment
-    `# ddpcheck: ignore[CODE] reason`. A finding is known if the baseline has every subject in the same file with the
-    same code, at least as severe.
+    `# ddpcheck: ignore[CODE] reason`. A finding is known if the baseline has, for each of the subjects, a finding with
+    the same code and file that is at least as severe.
     """
     chosen = select_findings(findings, select=select, ignore=ignore)
     rules = [rule for rule in suppress if rule.applies_to(target)]
@@ -185,7 +185,7 @@ def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
 
 
 def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
-    """Check if `known` has each mark of a finding, at least as severe."""
+    """Check if `known` has each (code, file, subject) of `finding`, at least as severe."""
     return all(known.get(mark, 99) <= rank for mark, rank in marks([finding]).items())
 
 
@@ -200,6 +200,6 @@ def _mismatches(baseline: Report, findings: Sequence[Finding], target: str, hidd
 
 
 def not_found(before: Sequence[Finding], now: Sequence[Finding], hidden: Sequence[str]) -> tuple[Finding, ...]:
-    """Return the findings of `before` without any mark in `now`, except `hidden` codes."""
+    """Return findings of `before` without a (code, file, subject) in `now`; skip `hidden` codes."""
     current = marks(now)
     return tuple(old for old in before if old.code not in hidden and not any(mark in current for mark in marks([old])))

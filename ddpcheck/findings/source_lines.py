@@ -35,7 +35,7 @@ _LIBRARY_FOLDERS = {os.path.realpath(sysconfig.get_path(name)) + os.sep for name
 
 
 def relative_path(path: str) -> str:
-    """Return `path` relative to the working or site-packages folder, else its last part."""
+    """Return `path` relative to the working or a library folder, else the file name."""
     global _working_folder
     try:
         _working_folder = os.getcwd()
@@ -96,7 +96,7 @@ def step_location(frame: FrameType | None = None) -> Location | None:
 
 
 def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) -> FrameType | None:
-    """Return the innermost user frame; `over_packages` overrides `pass_over_packages`."""
+    """Return the innermost user frame; with `over_packages`, prefer frames of the user's program."""
     over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
     while frame is not None:
@@ -134,13 +134,13 @@ def lines_of_program(frame: FrameType) -> tuple[str, ...]:
 
 
 def line_and_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:
-    """Return `user_location` (or "") and `lines_of_program`, in one walk if possible."""
+    """Return the line of `user_location` (or "") and the lines of `lines_of_program`."""
     lines = lines_of_program(frame)
     return lines[0] if lines and _passes_over_packages else str(user_location(frame) or ""), lines
 
 
 def below_common(lines: tuple[str, ...], others: tuple[str, ...]) -> str:
-    """Return the outermost line that differs between two stacks (innermost first), or ""."""
+    """Return the outermost line of stack `lines` that differs from stack `others`, or ""."""
     pairs = itertools.zip_longest(lines[::-1], others[::-1], fillvalue="")
     return next((line for line, other_line in pairs if line != other_line), "")
 
@@ -151,7 +151,7 @@ def _line(file: str, number: int) -> str:
 
 
 def file_of(line: str) -> str:
-    """Return the absolute path of a "path:line" that this process has made."""
+    """Return the absolute path for a "path:line" that `relative_path` shortened in this process."""
     return _files[line.rpartition(":")[0]]
 
 
@@ -163,7 +163,7 @@ def variables_of(frame: FrameType) -> dict[str, object]:
     """Return the local variables of a frame without extending their lifetime.
 
     Before Python 3.13 (PEP 667), a function frame keeps the `f_locals` dictionary until the function returns, so the
-    dictionary is cleared, unless a profile or trace function is set: the frame would read the variables back.
+    dictionary is cleared. It stays if a profile or trace function is set: Python then copies it into the variables.
     """
     values = frame.f_locals
     variables = dict(values)
@@ -246,7 +246,7 @@ def exception_location(error: BaseException) -> Location | None:
 
 
 def format_traceback(error: BaseException, *, whole: bool = False) -> str:
-    """Return the traceback with relative paths; only a `whole` one has frames of ddpcheck."""
+    """Return the traceback with relative paths; include frames of ddpcheck if `whole`."""
     hidden = () if whole else (OWN_FOLDER, "<frozen importlib")
     exception = traceback.TracebackException.from_exception(error, compact=True)
     pending: list[traceback.TracebackException | None] = [exception]
@@ -264,10 +264,10 @@ def format_traceback(error: BaseException, *, whole: bool = False) -> str:
 
 
 def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:
-    """Return the line that assigns the attribute or global of an unregistered tensor.
+    """Return the line that assigns an unregistered tensor to an attribute or global variable.
 
-    `name` is a path from `module`, as in `ddpcheck.gather.autograd.autograd_graph.unregistered_tensors`. `beside` is a
-    function whose globals have the variable if `module` has no such attribute.
+    `name` is the path from `module` to the tensor, as in `autograd_graph.unregistered_tensors`. If `module` has no
+    such attribute, the variable is searched in the file of function `beside`.
     """
     holder = module
     first, *path = re.split(r"[.\[]", name)
@@ -281,7 +281,7 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
 
 
 def assignment_of_parameter(module: nn.Module, name: str) -> Location | None:
-    """Return the line that assigns parameter or module `name`, else its nearest parent module."""
+    """Return the line that assigns parameter or module `name`, else the nearest parent's line."""
     return assignment_in_classes(classes_of_program(module), name)
 
 
@@ -297,7 +297,7 @@ def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
-    """Return the line of `assignment_of_parameter`, from the `classes_of_program` of another process."""
+    """Return the line of `assignment_of_parameter`, given `classes_of_program` of another process."""
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):
@@ -320,8 +320,8 @@ def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | Non
 def last_assignment(at: Location, name: str) -> Location | None:
     """Return the last line up to `at` that assigns `name` in the same function.
 
-    For "data.classes": the first line that assigns an attribute `classes`, else the line for `data`. For an argument,
-    or an attribute that no line assigns: the only line that computes a keyword argument of the same name for a call.
+    For attribute "data.classes": the first line that assigns an attribute `classes`, else the line of `computed_for`
+    for `classes`, else the line that assigns `data`. For an argument of the function: the line of `computed_for`.
     """
     tree = parsed_source(_files.get(at.path, at.path))
     first, *attributes = name.split(".")
@@ -346,7 +346,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
 @functools.cache
 def computed_for(tree: ast.AST, name: str) -> int | None:
-    """Return the only line that computes a keyword argument `name` of calls, or None."""
+    """Return the only line that computes the value of keyword argument `name`, or None."""
     plain_types = (ast.Name, ast.Attribute, ast.Constant)
     line_numbers = {
         keyword.value.lineno
@@ -359,7 +359,7 @@ def computed_for(tree: ast.AST, name: str) -> int | None:
 
 
 def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
-    """Return the first call of a function in `names`; `files` by path in reports."""
+    """Return the first line in `files` that calls a function in `names`."""
     for shown, file in files.items():
         for node in ast.walk(parsed_source(file)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
@@ -368,7 +368,7 @@ def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
 
 
 def exits_raised(files: Mapping[str, str]) -> tuple[Location, ...]:
-    """Return the lines of `files` that raise SystemExit, without calls of `sys.exit`."""
+    """Return the lines of `files` with `raise SystemExit`; calls of `sys.exit` are not returned."""
     locations = []
     for shown, file in files.items():
         for node in ast.walk(parsed_source(file)):
@@ -395,7 +395,7 @@ def _targets(tree: ast.AST) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def parsed_source(file: str) -> ast.Module:
-    """Return the AST of a file; empty if not valid Python."""
+    """Return the AST of a file, or an empty AST for invalid Python."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

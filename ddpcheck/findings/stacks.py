@@ -28,8 +28,8 @@ class Frame:
 def main_stack(dump: str) -> tuple[Frame, ...]:
     """Return the stack of the program in a `faulthandler` dump, most recent call first.
 
-    The stack is from the thread of ddpcheck's loop, else from the thread that wrote the dump. Frames of torch are kept,
-    frames of ddpcheck are not.
+    The stack is from the thread in which a rank of ddpcheck runs tasks (the loop of `worlds.rank`), else from the
+    thread that wrote the dump. Frames of torch are kept, frames of ddpcheck are not.
     """
     stack: tuple[Frame, ...] = ()
     for is_current, frames in _thread_stacks(dump):
@@ -42,7 +42,7 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def main_thread_dump(dump: str) -> str:
-    """Return the main thread, the last in a dump, relabelled as the current thread."""
+    """Return the last thread of a dump (the main thread), relabelled "Current thread"."""
     blocks = [block for block in _BLANK_LINE.split(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
     return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 
@@ -53,12 +53,12 @@ def has_no_python_frames(dump: str) -> bool:
 
 
 def has_other_threads(dump: str) -> bool:
-    """Check for Python threads besides ddpcheck's loop, even with library frames only (timers)."""
+    """Check for Python threads that do not run ddpcheck's loop, such as timers."""
     return any(frames and _index_of_loop(frames) is None for _, frames in _thread_stacks(dump))
 
 
 def program_threads(dump: str) -> list[tuple[Frame, ...]]:
-    """Return the stacks of other threads that run the program, without ddpcheck frames."""
+    """Return stacks (without ddpcheck frames) of program threads that did not write the dump."""
     stacks = (frames for is_current, frames in _thread_stacks(dump) if not is_current)
     return [_without_ddpcheck(stack) for stack in stacks if any(is_of_program(frame.file) for frame in stack)]
 
@@ -67,7 +67,7 @@ _BLANK_LINE = re.compile(r"\n\s*\n")
 
 
 def _thread_stacks(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
-    """Return the stack of each thread, with True for the writer of the dump."""
+    """Return (True if the thread wrote the dump, stack) for each thread."""
     return [(block.lstrip().startswith("Current thread"), frames_of(block)) for block in _BLANK_LINE.split(dump)]
 
 
@@ -85,7 +85,7 @@ def frames_of(block: str) -> tuple[Frame, ...]:
 
 
 def _index_of_loop(frames: Sequence[Frame]) -> int | None:
-    """Return the index in a stack where ddpcheck's own loop begins, or None."""
+    """Return the index of the innermost frame of a rank's loop (`_LOOP`), or None."""
     is_rank_file = [frame.file.startswith(OWN_FOLDER) and Path(frame.file).name == "rank.py" for frame in frames]
     return next((index for index, frame in enumerate(frames) if is_rank_file[index] and frame.name in _LOOP), None)
 
@@ -99,7 +99,7 @@ def format_stack(frames: Sequence[Frame]) -> str:
 
 
 def collective_of(frames: Sequence[Frame]) -> str:
-    """Return the `torch.distributed` function in the stack with its caller; `""` if none."""
+    """Return "all_reduce at train.py:9" for a stack inside a collective, else `""`."""
     name = ""
     for frame in frames:
         if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
@@ -142,7 +142,7 @@ _REGIONS = (  # torch functions where a rank may wait for other ranks without ca
 
 
 def region_of(frames: Sequence[Frame]) -> str:
-    """Return the part of DDP, autograd or data loading in a stack, or `""`."""
+    """Describe the running DDP, autograd or data loader function of a stack, or `""`."""
     for frame in frames:
         for file, name, words in _REGIONS:
             if frame.name == name and frame.file.replace("\\", "/").endswith(f"torch/{file}"):
@@ -185,14 +185,14 @@ _PICKLING = ("_object_to_tensor", "_tensor_to_object")
 
 
 def is_pickling(frames: Sequence[Frame]) -> bool:
-    """Check if a stack is pickling for an object collective (may run user code)."""
+    """Check if a stack pickles objects for a collective (which may run user code)."""
     return any(frame.name in _PICKLING and frame.file.endswith("distributed_c10d.py") for frame in frames)
 
 
 def work_waited_for(dump: str) -> str:
-    """Return "wait() at train.py:9" if a dump waits for an asynchronous collective, else "".
+    """Return "wait() at train.py:9" if a rank waits for an asynchronous collective, else "".
 
-    The innermost Python frame is that of ddpcheck's own `wait`, since C++ adds no frame.
+    C++ adds no frame, so the innermost Python frame of such a rank is ddpcheck's wrapper of `Work.wait`.
     """
     innermost = (frames[0] for is_current, frames in _thread_stacks(dump) if is_current and frames)
     if any(frame.name == "wait" and frame.file == _WAIT_FILE for frame in innermost):
@@ -207,7 +207,7 @@ _BLOCKING = re.compile(r"\.(wait|item|cpu|tolist|numpy|synchronize)\(")
 
 
 def waits_for_result(frames: Sequence[Frame]) -> bool:
-    """Check if the innermost line blocks on earlier work: `work.wait()`, `loss.item()`.
+    """Check if the innermost line waits for a result, as `work.wait()` or `loss.item()` do.
 
     C++ adds no Python frame for these calls, so the source line is searched; False if the file is missing.
     """
@@ -219,12 +219,12 @@ def waits_for_result(frames: Sequence[Frame]) -> bool:
 
 
 def is_waiting(failure: RankFailure) -> bool:
-    """Check if a stuck rank waits for other ranks, by its collective and stack."""
+    """Check if a stuck rank waits for other ranks, judged by collective and stack."""
     return bool(failure.collective) or waits_for_ranks(frames_of(failure.stack))
 
 
 def innermost_frame(frames: Sequence[Frame]) -> str:
-    """Return function and line of the innermost user frame, else any frame, or `""`."""
+    """Return function and line of the innermost user frame, else of the innermost frame."""
     user_frames = [frame for frame in frames if _is_user_frame(frame)]
     return next((f"{frame.name} at {_line_of(frame)}" for frame in (*user_frames, *frames)), "")
 

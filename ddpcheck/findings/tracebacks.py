@@ -71,14 +71,14 @@ def is_of_signal(error: BaseException) -> bool:
 
 
 def _code_of_handlers() -> set[CodeType]:
-    """Return the code of signal handlers in this process, without ddpcheck's."""
+    """Return the code objects of this process's signal handlers, except handlers of ddpcheck."""
     functions = (getattr(handler, "__func__", handler) for handler in map(signal.getsignal, signal.valid_signals()))
     code = (function.__code__ for function in functions if isinstance(function, FunctionType))
     return {handler_code for handler_code in code if not handler_code.co_filename.startswith(OWN_FOLDER)}
 
 
 def is_misuse(error: DDPCheckError) -> bool:
-    """Check if the target misused a public function (not `Recipe`), which raised `error`."""
+    """Check if a public function except `Recipe` raised `error`: the target misused this function."""
     run = _innermost_frames(error)
     return bool(run) and _is_public_api(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
 
@@ -102,7 +102,7 @@ def as_bug(error: BaseException, phase: str = "") -> BugError:
 
 
 def _innermost_frames(error: BaseException) -> Sequence[tuple[FrameType, int]]:
-    """Return the ddpcheck frames (with lines) at a traceback's end, outermost first."""
+    """Return (frame, line) for ddpcheck's frames at a traceback's end, outermost first."""
     run: list[tuple[FrameType, int]] = []
     handlers = _code_of_handlers()
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -115,7 +115,7 @@ def _innermost_frames(error: BaseException) -> Sequence[tuple[FrameType, int]]:
 
 
 def _is_public_api(entry: FrameType) -> bool:
-    """Check if the frame where a traceback enters ddpcheck is public API."""
+    """Check if `entry`, the first ddpcheck frame in a traceback, is public API."""
     module = str(entry.f_globals.get("__name__", ""))
     return entry.f_code.co_qualname.partition(".")[0] in ddpcheck.__all__ or module.startswith("ddpcheck.integrations")
 
@@ -199,7 +199,7 @@ def fold_traceback(text: str) -> str:
 
 
 def _package_of(file: str) -> str:
-    """Return the owner of a file: a folded package, "Python", or "" (user)."""
+    """Return a file's owner: a package to fold, "Python", or "" for user code."""
     path = file.replace("\\", "/")
     installed = _INSTALLED.search(path)
     package = installed[1] if installed else path.partition("/")[0]

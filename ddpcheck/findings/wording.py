@@ -106,7 +106,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 def format_ranks(ranks: Iterable[int]) -> str:
     """Format ranks: "rank 1", "ranks 0 to 7 and 9".
 
-    Regular: "ranks 3 to 1019 in steps of 8". Long irregular lists are truncated to the first ranks and a count.
+    Ranks at equal distances: "ranks 3 to 1019 in steps of 8". Other long lists are cut to the first ranks and a count.
     """
     return _format_numbers("rank", ranks)
 
@@ -138,7 +138,7 @@ def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def minority_of_any(values: Iterable[Sequence[Hashable]]) -> list[int]:
-    """Return the ranks with an uncommon value in any of several sequences by rank."""
+    """Return the ranks that `minority_ranks` returns for any of several sequences."""
     return sorted({rank for values_by_rank in values for rank in minority_ranks(values_by_rank)})
 
 
@@ -180,7 +180,7 @@ def suggestion(word: str, choices: Sequence[str], noun: str) -> str:
 
 
 def plural_verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str:
-    """Return the verb form for the number of subjects."""
+    """Return verb form `of_one` for a single subject, else `of_several`."""
     return of_one if len(subjects) == 1 else of_several
 
 
@@ -195,7 +195,7 @@ def printable(text: str, but: str = "") -> str:
 
 
 def ranks_or_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return `numbers` (ranks or steps), or () if these are all `count`."""
+    """Return `numbers` (ranks or steps), or () for all `count` ranks or steps."""
     return tuple(numbers) if len(numbers) < count else ()
 
 
@@ -215,7 +215,7 @@ class Names:
         return tuple(dict.fromkeys(alias for name in names for alias in self.aliases.get(name, (name,))))
 
     def location(self, names: Sequence[str]) -> Location | None:
-        """Return the line of the first of `names` with a known line."""
+        """Return the line of the first parameter in `names` whose line is known."""
         return next((self.locations[name] for name in names if name in self.locations), None)
 
     def new_finding(
@@ -293,6 +293,6 @@ def pluralize_verb(phrase: str, ranks: Sequence[int]) -> str:
 
 
 def format_by_text(texts: Iterable[tuple[int, str]]) -> list[str]:
-    """Group ranks by equal text: "ranks 1 and 2 have ended"."""
+    """Join (rank, text) pairs of equal text: "ranks 1 and 2 have ended"."""
     groups = {text: [rank for rank, _ in pairs] for text, pairs in group_by(texts, lambda pair: pair[1]).items()}
     return [f"{format_ranks(ranks)} {pluralize_verb(text, ranks)}" for text, ranks in groups.items()]

@@ -100,7 +100,7 @@ class ErrorGuard:
 
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
-        """Disable `recorder` after `error`; raise errors that are for the script (signal, finding)."""
+        """Disable `recorder` after `error`, but raise a `DDPCheckError` or a signal handler's exception."""
         if cls.error_handler is None or isinstance(error, DDPCheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:
@@ -109,7 +109,7 @@ class ErrorGuard:
 
 
 def recorder_of(function: Any) -> Recorder:
-    """Return the recorder of a method, or a new one for a function."""
+    """Return the recorder that owns a method, or a new recorder for a function."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)

@@ -47,9 +47,10 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
             mismatches (DDP2xx), parameters and buffers when training begins, at the end of each epoch and when a
             checkpoint is saved (DDP306, DDP214).
         check_consistency_every: Also compare every N synchronized backward passes; 0 for never.
-        check_parity_every: Compare the reducer with ddpcheck's own average every N such passes (DDP302, 303).
+        check_parity_every: Compare DDP's averaged gradients with an average by ddpcheck, every N synchronized backward
+            passes (DDP302, DDP303); 0 for never.
         check_normalisation: Detect means of means over micro-batches or ranks with unequal numbers of targets, such as
-            tokens (DDP514, 305).
+            tokens (DDP514, DDP305).
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same step, and warns about other
             findings; "warn" only warns; a function is called with each `Finding`. Each cause is reported once per fit.
         ignore: Rules not to report, such as `["DDP215"]` if BatchNorm deliberately uses the statistics of rank 0.
@@ -87,7 +88,7 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
         self._compare()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """Treat `loss` as the forward output: manual backward runs inside DDP's forward."""
+        """Pass `loss` to `Watch.expect`: under manual optimization, backward runs inside DDP's forward."""
         if self._watch is not None and not pl_module.automatic_optimization:
             self._watch.expect(loss)
 
@@ -99,7 +100,7 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the replicas if an optimizer has stepped without any averaged backward pass."""
+        """Compare the replicas if an optimizer has stepped before any synchronized backward pass."""
         if self._watch is not None and not self._watch.step and trainer.global_step:
             self._compare()
 
@@ -120,7 +121,6 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
 
 @contextlib.contextmanager
 def _without_logging(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Disable logging and printing of `training_step` in this context."""
     parts = [vars(part) for part in module.modules() if isinstance(part, pl.LightningModule)]
     originals, loggers = [dict(attributes) for attributes in parts], trainer.loggers
     trainer.loggers = [pl.loggers.logger.DummyLogger() for _ in loggers]

@@ -60,7 +60,7 @@ def _resolve(on_finding: OnFinding) -> Any:
 class CheckedMMDistributedDataParallel(CheckedDistributedDataParallel, MMDistributedDataParallel):  # type: ignore[misc]
     """mmengine's `MMDistributedDataParallel` with checks during training.
 
-    The steps are those of mmengine. On CPU, `device_ids` is dropped: a `Runner` always passes it and DDP rejects it.
+    `train_step` etc. are mmengine's own. On CPU, `device_ids`, which a `Runner` passes and DDP rejects, is dropped.
 
     Args:
         module: The model.
@@ -87,8 +87,8 @@ class DDPCheckHook(Hook):  # type: ignore[misc]
     """Hook that watches the model of a `Runner` and compares the ranks.
 
     The ranks are compared before training, before each validation, at the end of each epoch, and before iteration-based
-    checkpoints of a `CheckpointHook`. A `CheckedDistributedDataParallel` keeps its own watch and settings, and is only
-    compared.
+    checkpoints of a `CheckpointHook`. For a `CheckedDistributedDataParallel` in the model, the hook uses the
+    watch and the settings of this wrapper, and only compares the ranks.
 
     Args:
         on_finding: As in `ddpcheck.watch`, or "log" to write to mmengine's log and continue, or "module:function" to

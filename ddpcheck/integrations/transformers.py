@@ -28,7 +28,7 @@ class DDPCheckCallback(WatchCallback, TrainerCallback):
         check_consistency: Compare fingerprints of parameters and buffers between ranks when training begins, at the end
             of each epoch and when a checkpoint is saved (DDP306, DDP214).
         check_consistency_every: Also compare parameters, buffers and gradients every N steps; 0 for never.
-        check_parity_every: Compare the reducer with ddpcheck's own average every N steps (DDP302, 303).
+        check_parity_every: Compare DDP's averaged gradients with an average by ddpcheck every N steps (DDP302, DDP303).
         check_normalisation: Detect means of means over micro-batches or ranks with unequal numbers of tokens (DDP514,
             DDP305): a model or `compute_loss` that ignores `num_items_in_batch`, or
             `average_tokens_across_devices=False`.

@@ -34,7 +34,7 @@ class Gone:
 
 
 class AlarmBoard:
-    """Alarms of a process group's ranks, and exchange of values after an alarm."""
+    """Alarms of a group's ranks; an alarm requests that all ranks exchange their reports."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         self._exchange = StoreExchange.next_exchange(group, "watch", timeout)
@@ -54,7 +54,7 @@ class AlarmBoard:
         return step < _FIRST_STEPS or step % self._interval == self._interval - 1
 
     def set_pace(self, seconds: Iterable[float]) -> None:
-        """Check for alarms after every step if all step times in `seconds` are long."""
+        """Check for alarms after every step if the ranks' step times are long."""
         self._interval = 1 if min(seconds) >= _LONG_STEP else _LATER_INTERVAL
 
     def post(self, step: int) -> None:
@@ -66,7 +66,7 @@ class AlarmBoard:
                 default_store().set(self._key(step), b"1")
 
     def is_posted(self, step: int) -> bool:
-        """Return True if any rank posted an alarm for `step`; call after its reduction."""
+        """Return True if a rank posted an alarm for `step`, which has been reduced."""
         if not (self.open and self.is_checked(step)):
             return False
         if torch.cuda.is_initialized():
@@ -108,7 +108,7 @@ class AlarmBoard:
         return replies
 
     def leave(self, keys: Iterable[str], why: str) -> None:
-        """Write the reason for leaving under each key that waiting ranks read."""
+        """Write why this rank leaves under `keys`, at which other ranks may wait."""
         if self.open:
             for key in set(keys).difference(self._gathered_keys):  # other ranks may not have read yet
                 with contextlib.suppress(Exception):  # the process with the store has exited

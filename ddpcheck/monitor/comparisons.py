@@ -49,7 +49,7 @@ from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
 
 def capture_shards(recorder: StepRecorder, step: int) -> ReplicaCaptured:
-    """Capture the shards of this rank, with their index in the mesh."""
+    """Return fingerprints of the shards of this rank, with their index in the mesh."""
     mesh = mesh_of(recorder.module)
     number = next((shard_number(shard, mesh) for shard in recorder.parameters.values()), -1)
     values = DdpStepEvidence(recorder.rank, step, parameters=fingerprints(recorder.parameters.items()))
@@ -70,10 +70,11 @@ class ReplicaComparison:
         return f"digest/{self._recorder.replica.count}"
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
-        """Compare the replicas, in full if digests differ; collective on the group.
+        """Compare the replicas; must be called by all ranks of the group.
 
-        `step`: number of ended steps. With `after_backward`, DDP has reduced the gradients of the next step, and no
-        optimizer has used them: they are compared with the average of the local gradients in `probe`.
+        Ranks exchange digests, and full states only if the digests differ. `step`: number of ended steps. With
+        `after_backward`, DDP has reduced the gradients of the next step, and no optimizer has used them. If `probe`
+        (recorder of the step) has kept the rank's own gradients, `.grad` is also compared with the average of these.
         """
         digest_key, key = self.next_key, self._recorder.replica.count
         state = self._recorder.replica.capture(step, after_backward=after_backward)
@@ -97,7 +98,7 @@ class ReplicaComparison:
         return repeated + findings
 
     def _compare_shards(self, step: int, key: int) -> list[Finding]:
-        """Find ranks that have equal values in shards of different indices."""
+        """Find ranks whose shards have equal values, although their indices in the mesh differ."""
         captured = capture_shards(self._recorder, step)
         digest = digest_of(captured.state.values.parameters)
         pairs = self._alarms.gather(f"shards/{key}", (captured.shard, digest))
@@ -143,7 +144,7 @@ _MOST_KEPT = 8  # max steps in the store; a rank further behind is not compared
 
 
 class _StepStore:
-    """Values by step in the rendezvous store, shared by the ranks' n-th instances."""
+    """Values by step in the rendezvous store; the ranks' n-th instances share values."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -158,7 +159,7 @@ class _StepStore:
         remove_value(default_store().delete_key, self._key(step, rank))
 
     def read(self, steps: Iterable[int], ranks: Sequence[int]) -> list[list[Any]]:
-        """Return the values of `ranks` by step; empty if any is missing."""
+        """Return for each step the values of `ranks`; empty if any value is missing."""
         store = default_store()
         keys = [[self._key(step, rank) for rank in ranks] for step in steps]
         if not keys or not store.check([key for step_keys in keys for key in step_keys]):
@@ -176,8 +177,9 @@ _WrittenShards = tuple[tuple[int, ...], bool, ReplicaCaptured]
 class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
     """Comparison of one model between several meshes that shard the same model.
 
-    Compares the n-th watch of each rank. Each rank writes its state at the steps that its own mesh compares, and reads
-    the earlier states of other meshes. If any rank has no watch, or has a pipeline stage, nothing is compared.
+    The n-th watch of a rank is compared with the n-th watches of other ranks. Each rank writes its state at the steps
+    that its own mesh compares, and reads the earlier states of other meshes. If any rank has no watch, or has a
+    pipeline stage, nothing is compared.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         is_due: Callable[[int], bool],
         report: Callable[[Iterable[Finding]], object],
     ) -> None:
-        """Initialize; `recorder` returns the watch's recorder, `is_due` selects the steps."""
+        """Initialize; `recorder()`: recorder of the watch; `is_due(step)`: True to compare this step."""
         self._recorder = recorder
         self._is_due = is_due
         self._report = report
@@ -194,7 +196,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         self._written: list[int] = []  # steps written by this rank
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Write this rank's state; compare all ranks in the first and second-last written steps."""
+        """Write this rank's state; compare the first and second-last written step of all ranks."""
         recorder = self._recorder()
         if not self._is_due(step) or not _misses_ranks(recorder):
             return
@@ -216,7 +218,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
 
 
 def _misses_ranks(recorder: StepRecorder) -> bool:
-    """Return True if the mesh omits ranks, and shards have no other mesh dimension."""
+    """Return True if the mesh omits ranks, and no shard has further mesh dimensions."""
     if not recorder.is_sharded or len(recorder.ranks) == dist.get_world_size():
         return False
     mesh = mesh_of(recorder.module)
@@ -231,15 +233,15 @@ _WrittenPart = tuple[PartStep, Inputs | None]
 class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
     """Comparison of the ranks that share a tensor parallel model.
 
-    Compares the n-th instance of each rank. Each rank writes its state before optimizer steps, and judges the steps
-    before its last one: the forward pass since then has synchronized the ranks, so that the same steps are available on
-    all ranks.
+    The n-th instance of a rank is compared with the n-th instances of other ranks. Each rank writes its state before
+    optimizer steps, and judges all written steps except the last: a forward pass after these steps has synchronized
+    the ranks, so that all ranks have written these steps.
     """
 
     def __init__(
         self, recorder: Callable[[], StepRecorder], every: int, report: Callable[[Iterable[Finding]], object]
     ) -> None:
-        """Initialize; `recorder` returns the model's recorder, `every`: optimizer steps between comparisons."""
+        """Initialize; `recorder()`: recorder of the model; `every`: optimizer steps between comparisons."""
         self._recorder = recorder
         self._report = report
         self._store = _StepStore("ddpcheck/parts")

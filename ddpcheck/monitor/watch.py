@@ -187,7 +187,6 @@ class Watch:
             self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Notify waiting ranks that this rank has left."""
         why = "has closed its watch"
         if error is not None:
             location = exception_location(error)
@@ -274,14 +273,14 @@ class Watch:
             warnings.warn(FindingWarning(f"{text} cannot be followed"), stacklevel=2)
 
     def left_out(self, step: int) -> None:
-        """Request an exchange of reports by all ranks after step `step + 1`."""
+        """Request an exchange of reports one step later: `step` has ended already."""
         self._alarms.post(step + 1)
 
     def absent(self, report: RankReport) -> None:
-        """Ignore shards that backward will not reach: `alarm` has requested an exchange."""
+        """Do nothing: `alarm` has already requested an exchange of reports, which name the shards."""
 
     def reduced(self, ended: EndedStep) -> None:
-        """Exchange reports and compare replicas, if due or after an alarm."""
+        """Exchange reports, if due or after an alarm; compare replicas, if due."""
         step = ended.number
         if self._alarms.is_checked(step) and self._recorder.notices_unfrozen(ended):
             self._alarms.post(step + 1)
@@ -294,7 +293,6 @@ class Watch:
             self._report(findings)
 
     def _exchange_reports(self, ended: EndedStep) -> list[Finding]:
-        """Gather and judge the reports of all ranks; all ranks get the same result."""
         own_report = self._recorder.report(ended)
         if ended.number >= _COMPILED_STEP:
             own_report = replace(own_report, compiled=tuple(self._compiled))
@@ -305,7 +303,7 @@ class Watch:
         return judge_reports(reports, self._recorder.context, settled=is_settled(ended.number))
 
     def _locate(self, finding: Finding) -> Finding:
-        """Add the line that creates the first subject of a finding."""
+        """Add the line that creates the parameter that a finding names first."""
         location = assignment_of_parameter(self._recorder.module, finding.subjects[0]) if finding.subjects else None
         return replace(finding, location=location).relocated(finding.location, PARAMETER_MADE)
 

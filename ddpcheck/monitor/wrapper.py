@@ -36,7 +36,7 @@ class CheckedDistributedDataParallel(_DDP):
     """`DistributedDataParallel` that reports faults during training.
 
     Arguments, attributes and keys of `state_dict` are the same as in DDP; `load_state_dict` also accepts keys of the
-    bare module. A healthy step costs a query of the autograd engine. For an existing wrapper, use `ddpcheck.watch`.
+    bare module. A healthy step costs one query of the autograd engine. For an existing wrapper, use `ddpcheck.watch`.
 
     Args:
         module: The module to wrap.
@@ -44,8 +44,8 @@ class CheckedDistributedDataParallel(_DDP):
         detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects: DDP101 to DDP108,
             with cause, ranks and steps, before a rank hangs.
         check_consistency: Compare modules and options of the ranks before DDP's own first collective, which hangs or
-            aborts on some differences; a number repeats the comparison, with parameters, buffers and gradients, every
-            so many synchronized backward passes.
+            aborts on some differences. A number N repeats the comparison, with parameters, buffers and gradients, every
+            N synchronized backward passes.
         check_parity_every: Every so many synchronized backward passes, compare DDP's averaged gradients with an average
             by ddpcheck (DDP302, 303).
         check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of targets (tokens,
@@ -206,7 +206,6 @@ class CheckedDistributedDataParallel(_DDP):
 
 
 def _check_module(module: object) -> None:
-    """Raise `UsageError` if the object is not a module, or already wrapped or sharded."""
     if not isinstance(module, nn.Module):
         name = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise WrongTypeError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {name}")
@@ -224,7 +223,6 @@ def _check_module(module: object) -> None:
 
 
 def _group_of(*args: Any, **kwargs: Any) -> Any:
-    """Return the process group that DDP would use."""
     try:
         arguments = inspect.signature(_DDP.__init__).bind(None, None, *args, **kwargs).arguments
     except TypeError:
@@ -236,7 +234,7 @@ def _group_of(*args: Any, **kwargs: Any) -> Any:
 def _judge_construction(
     module: nn.Module, options: Mapping[str, str], group: Any, timeout: float
 ) -> tuple[list[Finding], bool]:
-    """Return differences between ranks, and True if DDP's constructor cannot succeed."""
+    """Return findings on differences between ranks, and True if DDP's constructor would fail."""
     if not dist.is_initialized():
         return [], False  # the constructor raises
     own_entry = (describe(module), dict(options))

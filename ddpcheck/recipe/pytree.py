@@ -42,7 +42,7 @@ def tree_map(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[An
 
 
 def _with_items(nest: Any, items: list[Any]) -> Any:
-    """Copy a list or tuple with new items, without calling a subclass constructor."""
+    """Copy a list or tuple with other items, without calling a subclass constructor."""
     kind = type(nest)
     if kind is torch.Size:  # holds integers only
         return tuple(items)
@@ -198,7 +198,7 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
 
 
 def equal_parts(batch: Any, parts: int) -> Any:
-    """Return `batch` without the last samples that make `parts` shards unequal."""
+    """Return `batch` without some last samples, so that `parts` shards are equal."""
     size = batch_size(batch)
     return _samples(batch, size, 0, size - size % parts) if parts <= size and size % parts else batch
 

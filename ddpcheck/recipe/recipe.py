@@ -113,7 +113,7 @@ class Recipe:
         return optimizer
 
     def wrap_module(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Wrap `module` with `wrap` or DDP, which communicates with the other ranks.
+        """Wrap `module` by `wrap` or DDP, on all ranks, since DDP communicates.
 
         Raises:
             TargetError: `wrap` raised, or returned no module.
@@ -137,7 +137,6 @@ Recipe.__init__ = suggests_names("recipe")(Recipe.__init__)  # type: ignore[meth
 
 
 def _needs_closure(optimizer: Any) -> bool:
-    """Return True if `step` requires an argument, as in LBFGS."""
     with contextlib.suppress(TypeError, ValueError):  # not a Python function
         params = inspect.signature(optimizer.step).parameters.values()
         return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in params)
@@ -146,7 +145,7 @@ def _needs_closure(optimizer: Any) -> bool:
 
 @runs_target
 def call_user(what: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Call a user function; convert exceptions other than ddpcheck's to a one-sentence `TargetError`."""
+    """Call a user function; turn exceptions of user code into a one-sentence `TargetError`."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -191,7 +190,7 @@ def require_target(target: object) -> None:
 
 
 def target_error(what: str, error: BaseException) -> TargetError:
-    """Return a `TargetError` with the exception of the user code and its line."""
+    """Return a `TargetError` that names an exception and the user line that raised it."""
     location = exception_location(error)
     end = f" (at {location})" if location else ""
     if isinstance(error, SystemExit):

@@ -29,7 +29,7 @@ _MISSPELLED = 0.85  # similarity of a misspelled name: `optimiser` reaches this 
 
 
 def load_target(target: str) -> Recipe:
-    """Return the recipe that a TARGET names.
+    """Return the recipe that a TARGET (`file.py:attr`, `module:attr`, `file.py` or `module`) names.
 
     `attr` is a `Recipe` or a function without arguments that returns a `Recipe`. Without `attr` the module defines the
     recipe: functions `model`, `batch`, `loss`, optionally `shard`, `optimizer`, `wrap`, and a dict `ddp_kwargs`.
@@ -68,7 +68,7 @@ def load_target(target: str) -> Recipe:
 
 
 def load_object(target: str) -> Any:
-    """Return the object that a TARGET names: the attribute if given, else the module."""
+    """Return the object that a TARGET names: an attribute, or without `:attr` the module."""
     source, attribute = split_target(target)
     module = _import_file(source) if is_path(source) else _import_module(source)
     value: Any = module
@@ -208,7 +208,7 @@ def _make_working_folder_importable() -> None:
 
 
 def _refuse_script(file: str) -> None:
-    """Raise for a training script: calls `init_process_group` and defines no recipe functions."""
+    """Raise `UsageError` if a file is a training script (calls `init_process_group`), not a recipe."""
     source = find_file(file).read_text(errors="replace")
     if "init_process_group" in source and not re.search(r"\bdef (model|batch|loss)\b|Recipe", source):
         raise UsageError(
@@ -243,7 +243,6 @@ def _module_as_recipe(module: ModuleType, where: str) -> Recipe:
 
 
 def _defined_in(module: ModuleType) -> list[str]:
-    """Return names of callables and dicts defined in a module, without imported ones."""
     return [
         name
         for name, value in vars(module).items()
@@ -253,7 +252,7 @@ def _defined_in(module: ModuleType) -> list[str]:
 
 
 def _unused_names(module: ModuleType) -> list[str]:
-    """Return names of callables and dicts that no function of the module uses."""
+    """Return names of the module's callables and dicts that none of its functions uses."""
     pending = [value.__code__ for value in vars(module).values() if inspect.isfunction(value)]
     used: set[str] = set()
     for code in pending:  # grows during the loop

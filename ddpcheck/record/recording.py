@@ -51,7 +51,7 @@ class Recording:
         return is_sampled(number, self.every)
 
     def are_probed(self) -> bool:
-        """Return True if losses are recorded in this step, counted by `steps` or `rounds`."""
+        """Return True if losses are recorded now, at sampled values of `steps` or `rounds`."""
         return is_probed(self.steps) or is_probed(self.rounds)
 
 
@@ -137,7 +137,7 @@ _is_traced = torch.compiler.is_dynamo_compiling
 def _uncompiled_call() -> Any:
     """Return a function that calls a method without compilation by `torch.compile`.
 
-    Created with the first hook, not on import: `torch._dynamo` is imported, as DDP's constructor has done by then.
+    Created with the first hook, not on import of this file: creation imports `torch._dynamo`, as the first DDP does.
     """
 
     def call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ def stop_keeping_alive(module: nn.Module, watch: Any) -> None:
 
 
 def _wrapped_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module` and nested modules with the same parameters (of a compiled module)."""
+    """Yield `module`, then each only child with all parameters (as in a compiled module)."""
     while True:
         yield module
         parts = list(module.children())

@@ -33,7 +33,7 @@ class Medium:
 
     @classmethod
     def detect(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
-        """Detect from a stream (None if closed) and NO_COLOR, FORCE_COLOR, TERM, COLUMNS."""
+        """Return the medium for a stream (None if closed); reads NO_COLOR, FORCE_COLOR, TERM, COLUMNS."""
         environ = os.environ if environ is None else environ
         terminal = stream is not None and stream.isatty()
         width = environ.get("COLUMNS", "")

@@ -25,7 +25,7 @@ def _named_parts(difference: ReportDifference) -> Iterator[tuple[str, tuple[Find
 
 
 class DifferenceTerminalRenderer(TextRenderer):
-    """Text renderer: new findings in full, others one line each, notes, counts."""
+    """Text renderer: new findings with details, other findings as one line each, notes, summary."""
 
     def render(self, difference: ReportDifference) -> str:
         difference = shorten_texts(difference)
@@ -47,7 +47,7 @@ class DifferenceTerminalRenderer(TextRenderer):
 
 
 class DifferenceMarkdownRenderer(Renderer):
-    """GitHub Markdown renderer: counts, then a list per kind; names and messages are escaped."""
+    """GitHub Markdown renderer: summary, lists of new, fixed and other findings; escapes all text."""
 
     def render(self, difference: ReportDifference) -> str:
         lines = [f"## ddpcheck diff: {escaped(difference.summary)}"]

@@ -14,7 +14,7 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 class JunitRenderer(Renderer):
-    """Renderer of a test case per check and finding; findings below severity error pass.
+    """JUnit XML renderer: a test case per check and finding; warnings and notes pass.
 
     The XML is ASCII, for any encoding of the medium.
     """

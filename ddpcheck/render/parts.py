@@ -13,7 +13,7 @@ from ddpcheck.report.matrix.matrix import Matrix
 
 
 class Fact(NamedTuple):
-    """Fact of a finding; formats show an unknown `kind` as labelled lines."""
+    """Part of a finding, e.g. its message; renderers show unknown kinds as labelled lines."""
 
     kind: str
     lines: tuple[str, ...]
@@ -21,7 +21,7 @@ class Fact(NamedTuple):
 
 
 def facts_of(finding: Finding) -> list[Fact]:
-    """Return the facts of a finding besides the title, in order, for every format."""
+    """Return the facts that every renderer shows below a finding's title, in order."""
     facts = (
         Fact("subjects", finding.subjects),
         Fact("message", (finding.message,)),

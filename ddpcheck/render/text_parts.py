@@ -95,7 +95,7 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 def facts_in_text(
     finding: Finding, columns: int = 2, without: Collection[str] = (), *, whole: bool = False
 ) -> Iterator[RenderableType]:
-    """Yield indented lines of a finding, truncated unless `whole`, except kinds in `without`."""
+    """Yield a finding's facts as lines, except fact kinds in `without`; truncate unless `whole`."""
     for fact in facts_of(finding):
         if fact.kind in without:
             continue
@@ -112,7 +112,7 @@ def facts_in_text(
 
 
 def join_first_names(names: Sequence[str]) -> str:
-    """Join the first names, and the number of the rest."""
+    """Join the first names, and say how many more names there are."""
     hidden = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
 

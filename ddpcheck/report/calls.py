@@ -32,7 +32,7 @@ MODULES = (
 
 
 class PhaseModule:
-    """Stand-in for a module of `gather.phases`, which is imported when a function is called."""
+    """Stand-in for a module of `gather.phases`; a call of a function imports the module."""
 
     def __init__(self, name: str) -> None:
         self._name = name

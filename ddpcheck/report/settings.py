@@ -126,7 +126,7 @@ def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _similar_setting(field: str) -> str:
-    """Return the setting that `field` misspells or begins like, else ""."""
+    """Return a setting whose spelling or beginning is similar to `field`, else ""."""
     close = difflib.get_close_matches(field, _PARSERS, n=1, cutoff=0.7)
     parts = (name for name in _PARSERS if f"{field}_".startswith(f"{name}_") or f"{name}_".startswith(f"{field}_"))
     return close[0] if close else next(parts, "")

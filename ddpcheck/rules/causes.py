@@ -65,7 +65,7 @@ def _find_cause_indices(findings: Sequence[Finding]) -> dict[int, int]:
 
 
 def _is_cause_of(cause: Finding, effect: Finding) -> bool:
-    """Return True if `cause` explains `effect`; of two opposite explanations, the conditional one wins."""
+    """Return True if `cause` explains `effect`; a conditional explanation overrides an unconditional inverse."""
     relation, inverse = _find_relation(cause, effect), _find_relation(effect, cause)
     return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
 
@@ -78,7 +78,7 @@ def _find_relation(cause: Finding, effect: Finding) -> Explains | None:
 
 
 def _is_met(when: str, cause: Finding, effect: Finding) -> bool:
-    """Return True if `when`, a condition in `_CONDITIONS` or a finding's tag, holds."""
+    """Return True if condition `when` is met, or is a tag of either finding."""
     return _CONDITIONS[when](cause, effect) if when in _CONDITIONS else when in cause.tags or when in effect.tags
 
 
@@ -125,7 +125,7 @@ class ReportedCauses:
 
 
 def finding_key(finding: Finding) -> tuple[str, frozenset[str]]:
-    """Return a finding's code and subjects; with `Rule.conditional_use`, `layers.*.weight` for any layer."""
+    """Return a finding's code and subjects; `Rule.conditional_use` replaces layer numbers in names by `*`."""
     subjects: Iterable[str] = finding.subjects
     if RULES[finding.code].conditional_use:
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
@@ -138,7 +138,7 @@ def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
 
 
 def is_reported_on_common_tensor(finding: Finding, reported: Iterable[Finding]) -> bool:
-    """Return True if the same `spreads` rule was reported on one of the tensors."""
+    """Return True if the finding's rule `spreads` and is reported on a common tensor."""
     subjects = set(finding.subjects)
     return RULES[finding.code].spreads and any(
         earlier.code == finding.code and subjects & set(earlier.subjects) for earlier in reported

@@ -83,7 +83,6 @@ def parse_rules(name: str, docstring: str) -> list[Rule]:
 
 
 def _views_by_code(name: str, rules: Iterable[Rule]) -> dict[str, set[type[View]]]:
-    """Return the views that the judges of a module need, by rule code."""
     views: dict[str, set[type[View]]] = {rule.code: set() for rule in rules}
     for view, judge in judges_of_others:
         if judge.__module__ == name:
@@ -132,7 +131,7 @@ def judge_third_party_rules(facts: ScriptFacts, severity: Severity) -> tuple[lis
 
 
 def judge_view(view: View, judge: Callable[..., Iterable[Finding]], severity: Severity) -> list[Finding]:
-    """Return a judge's findings, capped at `severity`; raise if they are not well-formed."""
+    """Return a judge's findings, with severities lowered to `severity`; raise if findings are malformed."""
     findings = []
     for finding in judge(view):
         finding = build(Finding, msgspec.to_builtins(finding))

@@ -46,7 +46,7 @@ def import_rules() -> None:
 
 
 def judge_all(facts: ScriptFacts, views: Iterable[type[View]], excluded_checks: Collection[str] = ()) -> Judged:
-    """Run the judges of views in order, without check lines in `excluded_checks`; record exceptions.
+    """Run the judges of views in order, drop check lines in `excluded_checks`, keep exceptions.
 
     An earlier view is more specific: `Rule.repeats` names the later views that find the same defect again.
     """
@@ -89,7 +89,7 @@ def verdicts_of(view: View) -> dict[str, Verdict]:
 
 
 def collect_until_not_recorded(items: Callable[..., Iterable[_Item]], *args: Any) -> tuple[list[_Item], str]:
-    """Return the items before `NotRecorded` is raised, and its reason, else ''."""
+    """Return the items before `NotRecorded`, and the reason of the exception or ''."""
     collected = []
     try:
         for item in items(*args):

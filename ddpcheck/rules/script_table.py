@@ -41,7 +41,7 @@ VIEWS: tuple[type[View], ...] = (
 
 
 def views_of(facts: ScriptFacts) -> list[type[View]]:
-    """Return the views, without those that need all ranks if ranks cannot be compared."""
+    """Return all views; if ranks cannot be compared, omit views that need all ranks."""
     return [view for view in VIEWS if facts.can_compare or not view.needs_all_ranks]
 
 

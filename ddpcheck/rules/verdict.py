@@ -39,7 +39,7 @@ class Judged:
     reported: Sequence[tuple[str, Finding]]  # (heading, finding) that repeats one of an earlier view
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
-        """Return a check's status and sentence (`None` if unjudged); only causes in `kept` count."""
+        """Return a check line's status and sentence, or None; ignore causes outside `kept`."""
         explained = self.causes.get(heading, [])
         columns = zip(*((v.matching, v.lacking, v.differing) for v in self.verdicts.get(heading, [])), strict=True)
         texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
@@ -57,7 +57,7 @@ def group_by_cause(
     errors: Mapping[str, Exception],
     reported: Sequence[tuple[str, Finding]],
 ) -> Judged:
-    """Return `Judged` with root causes; a `reported` finding shares an equal code's cause."""
+    """Return findings with their root causes; repeated (`reported`) findings get the same cause."""
     causes = find_causes([finding for _, finding in findings])
     explained: dict[str, list[FindingAndCause]] = {}
     for (heading, finding), cause in zip(findings, causes.root_causes, strict=True):
@@ -74,7 +74,7 @@ def group_by_cause(
 def status_of(
     verdict: Verdict, explained: Sequence[FindingAndCause], kept: Sequence[Finding]
 ) -> tuple[CheckStatus, str]:
-    """Return a check's status and sentence; causes outside `kept` count as "ignored"."""
+    """Return a check line's status and sentence; findings with causes outside `kept` are "ignored"."""
     shown = [(finding, cause) for finding, cause in explained if cause in kept]
     severities = ((cause if cause.code == finding.code else finding).severity for finding, cause in shown)
     worst = min(severities, key=lambda severity: severity.rank, default=None)
@@ -108,5 +108,4 @@ def _describe_findings(explained: Sequence[FindingAndCause], verdict: Verdict) -
 
 
 def _drop_buffers(sentence: str) -> str:
-    """Remove the word "buffers" from a sentence on what matches."""
     return sentence.replace(", buffers and", " and").replace(" and buffers", "")

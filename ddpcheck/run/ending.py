@@ -80,7 +80,6 @@ def judge_ending(
 def _failure_facts(
     ranks: Sequence[RankTrace], ending: Ending, known: Sequence[Finding], source: ProgramSource
 ) -> FailureFacts:
-    """Return facts on the failed ranks, and on ranks that were still computing."""
     failed = failures_of(ranks, ending)
     ordered = failures.sort_failures(failed)
     first = ranks[ordered[0].rank if ordered else 0]
@@ -138,7 +137,6 @@ def _with_run_options(finding: Finding) -> Finding:
 
 
 def _ending_facts(ranks: Sequence[RankTrace], ending: Ending, source: ProgramSource) -> EndingFacts:
-    """Return `ranks_at_end`, and the code blocks around the lines of the ranks."""
     at_end = ranks_at_end(ranks, ending, source)
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}
@@ -260,7 +258,7 @@ def _death_of(rank: RankTrace, code: int) -> RankFailure:
 
 
 def _with_last_call(failure: RankFailure, rank: RankTrace) -> RankFailure:
-    """Return `failure` naming the rank's last logged collective, if its line is unknown."""
+    """Add the rank's last logged collective to a failure whose line is unknown."""
     if failure.location or not rank.calls:
         return failure
     return replace(failure, noticed=f"the last collective of rank {failure.rank} was {describe_call(rank.calls[-1])}")

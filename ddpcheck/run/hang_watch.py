@@ -184,7 +184,6 @@ class HangWatch:
             self._report(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
 
     def _report_end(self, living: Collection[int]) -> None:
-        """Report why the script is ended, before the launcher's message on the signal."""
         why = "all ranks wait for each other"
         if self.not_exited is not None:
             why = (
@@ -253,7 +252,6 @@ class HangWatch:
                 os.truncate(path, size)
 
     def _waits_for_locked_worker(self, pid: int, stack: str) -> bool:
-        """Return True if a rank waits for a deadlocked data loader worker."""
         if region_of(main_stack(stack)) != WORKERS:
             return False
         locked = live_ranks.locked_children(pid)
@@ -296,7 +294,7 @@ class HangWatch:
 
 
 def joining_processes(folder: Path) -> tuple[Joining, ...]:
-    """Return the processes that did not return from `init_process_group`, if one raised."""
+    """Return the processes that did not return from `init_process_group`, if any process raised."""
     return tuple(_read_joining(folder, RAISED, SUFFIX)) if _read_joining(folder, RAISED) else ()
 
 
@@ -317,7 +315,7 @@ class _RendezvousWatch:
         self._before: dict[int, float] = {}
 
     def waiting_in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
-        """Return the processes in `init_process_group` if waiting in vain for `timeout` seconds."""
+        """Return the processes in `init_process_group` if all waited in vain for `timeout` seconds."""
         notes = tuple(note for note in _read_joining(self._folder, SUFFIX) if live_ranks.is_alive(note.pid))
         if self._before.keys() != {note.pid for note in notes}:
             self._restart_timer(notes, now)

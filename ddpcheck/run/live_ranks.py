@@ -78,7 +78,7 @@ class LiveRanks:
     def facts(
         self, ranks: dict[int, int], before: dict[int, ProcessorTimes], seconds: float, *, diverged: bool = False
     ) -> dict[int, RankFacts]:
-        """Return the state of the ranks; `before`: their processor times `seconds` ago, by PID."""
+        """Return the state of the ranks; `before`: processor times `seconds` ago, by PID."""
         spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
         facts = {}
         for rank, pid in ranks.items():
@@ -92,7 +92,7 @@ class LiveRanks:
         return facts
 
     def progress(self) -> dict[str, bytes]:
-        """Return by file the bytes that change with progress: steps, batches, collectives, log size."""
+        """Return, by file name, bytes that change with progress (steps, batches, collectives, log size)."""
         counters = {}
         for path in sorted(self._folder.glob("*.*")):
             if path.suffix == ".log":
@@ -102,7 +102,7 @@ class LiveRanks:
         return counters
 
     def stacks(self, ranks: dict[int, int]) -> dict[int, str]:
-        """Return stack dumps by rank, of processes that handle the dump signal."""
+        """Return stack dumps by rank; a note for processes without a running interpreter."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
         asked_pids = {r: pid for r, pid in ranks.items() if _catches_signal(pid) and is_file_open(files[r], pid)}
 
@@ -116,7 +116,7 @@ class LiveRanks:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if alive and not a zombie; False without /proc."""
+    """Return True if a process is alive and not a zombie; False without /proc."""
     return process_stat(pid)[:1] not in ([], ["Z"])
 
 

@@ -114,7 +114,7 @@ class NodeLink:
     # Called by the launching process
 
     def reconnect(self, store: Any, number: int, size: int) -> None:
-        """Restart the link on the store of a rendezvous, if it is a TCPStore."""
+        """Restart the link on the store of a rendezvous, if that is a TCPStore."""
         self.close()
         self._stopped = threading.Event()
         self._reset()
@@ -136,7 +136,7 @@ class NodeLink:
         return self._thread is not None and self.size > 1
 
     def publish_state(self, standing: Standing, ranks: tuple[int, ...], world_size: int) -> None:
-        """Set the state of this node's ranks, to be published."""
+        """Set the state that this node publishes; `standing`: running, stuck or ended."""
         self._state.world_size, self._state.ranks, self._state.standing = world_size, ranks, standing
 
     def must_end(self) -> bool:
@@ -167,7 +167,7 @@ class NodeLink:
 
     @property
     def refused(self) -> dict[int, str]:
-        """Return node -> reason why its logs were not accepted."""
+        """Return the reasons why logs of nodes were not accepted, by node."""
         return {number: node.refused for number, node in self._nodes.items() if node.refused}
 
     def hand_over(self, ending: bytes) -> int | None:

@@ -63,7 +63,7 @@ class ParityRuns:
         self._draws, self._in_turn = True, False
 
     def why_not(self, ranks: Sequence[RankTrace], ending: Ending, nodes: int = 1) -> str:
-        """Return why the run on ranks cannot be compared; "" if comparable."""
+        """Return why the run cannot be compared with a single process; "" if comparable."""
         if ending.hang is not None:
             return "the ranks waited for each other"
         if ending.exit_code or ending.interrupted:
@@ -84,7 +84,7 @@ class ParityRuns:
         return next((f"samples are not recorded: {e.why_full}" for e in ends if e.why_full and not e.full_at), "")
 
     def begin(self, ranks: Sequence[RankTrace]) -> str:
-        """Set the time limit of the single process; return a message announcing it."""
+        """Set the time limit of the single process; return a message announcing the run."""
         elapsed = time.time() - self._start_time
         self._limit = max(self._args.check_timeout, _LIMIT_FACTOR * len(ranks) * elapsed)
         sizes = [
@@ -98,8 +98,9 @@ class ParityRuns:
     def run(self, ranks: Sequence[RankTrace], *, measures_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process on the samples of the ranks.
 
-        If the script fails with the random numbers of the ranks, it runs again with numbers that it draws itself. If it
-        accumulates more micro-batches in a smaller world, it runs again on the batches of single ranks, in turn.
+        If the single process accumulates world-size times as many micro-batches per step, the script runs once more:
+        each micro-batch is then a batch of one rank, of all ranks in turn. If the script fails with the random numbers
+        of the ranks, it runs once more, and draws its own random numbers.
         """
         result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):

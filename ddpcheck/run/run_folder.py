@@ -23,7 +23,7 @@ _MOST_TAKEN = 9  # maximum number of names to try, if other users own the folder
 
 
 def shared_folder(name: str) -> Path:
-    """Return the log folder of a launch, created if missing; raise if not owned."""
+    """Create or reuse a launch's log folder; `UsageError` if another user owns the folder."""
     for number in range(_MOST_TAKEN):
         folder = Path(tempfile.gettempdir(), f"{FOLDER}{name}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
@@ -40,7 +40,7 @@ def user_log_folders() -> list[Path]:
 
 @contextlib.contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
-    """Remove folders that have no owner, then own `folder` while the block runs."""
+    """Remove log folders that no process owns; own `folder` while the block runs."""
     for old_folder in user_log_folders():
         with contextlib.suppress(OSError):
             processes = list(Path("/proc").glob("[0-9]*"))  # empty if not on Linux

@@ -68,7 +68,7 @@ def report_on_script(
         settings: Selected, ignored and suppressed rules.
         baseline: Earlier report; findings that it contains do not fail the check.
         source: Recorded answers on the source of the script, if the source is not on this machine.
-        singles: Single-process runs: one to compare, one that measures noise, one as another rank; or fewer.
+        singles: Up to three single-process runs: to compare, to measure noise, and as another rank, in this order.
     """
     unended = () if ending.not_exited is None else ending.not_exited.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
@@ -114,7 +114,7 @@ def report_on_script(
 def _add_parity(
     judged: Judged, parity: Verdict | Exception | None, script: str, settings: Settings
 ) -> tuple[Judged, str]:
-    """Add parity findings unless other findings explain them; also return the explaining codes."""
+    """Add parity findings unless explained; also return codes of the findings that explain them."""
     if not isinstance(parity, Verdict) or not parity.findings:
         return judged, ""
     kept = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore).kept
@@ -125,7 +125,7 @@ def _add_parity(
 def _check_of(
     heading: str, facts: ScriptFacts, judged: Judged, kept: Sequence[Finding], equal: Mapping[str, str]
 ) -> tuple[CheckStatus, str] | None:
-    """Return status and detail of a check line; `equal`: heading -> confirmation by parity."""
+    """Return status and detail of a check line; `equal`: what parity confirms, by heading."""
     if (why := facts.unwatched.get(heading)) is not None:
         return "error", why
     if heading == "collectives":
@@ -227,7 +227,7 @@ def _describe_not_exited(unended: NotExited) -> str:
 
 
 def _aborted_at_exit(ranks: Sequence[RankTrace], ending: Ending) -> list[int]:
-    """Return the ranks that aborted after the script finished; [] if any failed differently."""
+    """Return the ranks that aborted after the script finished; [] after any other failure."""
     to_the_end = {rank.started.rank for rank in ranks if rank.has_ended}
     aborted = sorted(rank for rank, code in ending.exit_codes.items() if code == -signal.SIGABRT)
     others = set(ending.exit_codes.values()) - {-signal.SIGABRT, -signal.SIGTERM}
@@ -302,7 +302,7 @@ _INTERVAL = 3.0  # seconds between two looks at the ranks of an active run
 
 
 def report_on_run(folder: Path, settings: Settings) -> Report:
-    """Report on an active run after about 4 s; raise `UsageError` without live rank."""
+    """Report on an active run in about 4 s; raise `UsageError` without live ranks."""
     processes = LiveRanks(folder)
     before, since, progress = processor_times(processes.live_pids()[0]), time.monotonic(), processes.progress()
     time.sleep(_INTERVAL)

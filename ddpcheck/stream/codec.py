@@ -23,7 +23,7 @@ _CONVERTERS: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__in
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a `Sketch`, numpy number, or subclass of str, int or float to Python."""
+    """Convert a `Sketch` to bytes, and other scalars to plain str, int or float."""
     if isinstance(value, Sketch):
         return value.tobytes()
     convert = next((function for kind, function in _CONVERTERS.items() if isinstance(value, kind)), None)
@@ -73,7 +73,7 @@ def fields_of_entry(entry: Entry) -> tuple[str, Any]:
 
 
 def entry_from_fields(kind: str, fields: Any) -> Entry | None:
-    """Build an entry from fields with base64 bytes (RFC 4648); None if invalid."""
+    """Build an entry from fields, with bytes in base64 (RFC 4648); None if invalid."""
     try:
         return msgspec.convert(
             fields, KINDS[kind], dec_hook=lambda _, text: Sketch("f", b64decode(text)), str_keys=True

@@ -38,7 +38,7 @@ _PLACE = re.compile(
 
 
 def place_of_backward(forward: int, line: Location | str | None, unsynced: int, batch: str) -> str:
-    """Return the `place` of a backward pass: "forward pass 3 at train.py:12, ..."."""
+    """Return `Call.place` of a backward pass: "forward pass 3 at train.py:12, ..."."""
     no_sync_text = f" ({unsynced} under no_sync)" if unsynced else ""
     return f"forward pass {forward}{no_sync_text}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"
 
@@ -47,25 +47,25 @@ _HANDLING = re.compile(r"handling (?P<kind>\S+?)(?: of (?P<line>\S+:\d+))?(?:: (
 
 
 def place_of_handling(kind: str, line: Location | None, text: str) -> str:
-    """Return the `place` of a collective in an `except` block: "handling OSError of a.py:3"."""
+    """Return `Call.place` of a collective in an `except` block: "handling OSError of a.py:3"."""
     return f"handling {kind}{f' of {line}' if line else ''}{f': {text}' if text else ''}"
 
 
 def handled_in(call: Call) -> tuple[str, str, str] | None:
-    """Return type, line and text of the exception handled at a collective, or None."""
+    """Parse type, line and text of the exception being handled during `call`, or None."""
     match = _HANDLING.fullmatch(call.place) if call.operation not in PASSES else None
     return (match["kind"], match["line"] or "", match["text"] or "") if match else None
 
 
 def lines_in(phase: str) -> tuple[str, ...]:
-    """Return the forward line in a backward's `place`, as a tuple; else ()."""
+    """Return the forward pass's line in a `Call.place` as a tuple, or ()."""
     match = _PLACE.fullmatch(phase)
     return (match["line"],) if match and match["line"] else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backward pass averaged by DDP, or sharded forward pass that is reduced afterwards."""
+    """Logged backward pass under DDP, or logged forward pass of a sharded module."""
 
     call: Call  # logged call
     forward: int  # number of the forward pass at its line
@@ -122,7 +122,7 @@ class WrapperMade(Entry, frozen=True):
 
 
 class AttributesSet(Entry, frozen=True):
-    """Attributes that the script sets on a wrapper although its module has them."""
+    """Attributes of a module that the script sets on the wrapper instead."""
 
     wrapper: int  # number of the wrapper
     names: tuple[str, ...]
@@ -162,7 +162,7 @@ class ReplicaCaptured(Entry, frozen=True):
 
 
 class BuffersKept(Entry, frozen=True):
-    """Buffers of a rank at the next forward pass after a captured step."""
+    """Fingerprints of a rank's buffers at the first forward pass after a captured step."""
 
     wrapper: int  # number of the wrapper
     step: int  # the captured step
@@ -193,7 +193,7 @@ class LocalSgdEnd(Entry, frozen=True):
 class GroupUsed(Entry, frozen=True):
     """First use of a process group, with its name and ranks.
 
-    The first use by a differentiable collective is recorded too, with its line.
+    The first use by a differentiable collective has another entry, with the line of the collective.
     """
 
     name: str
@@ -242,7 +242,7 @@ class WatchingFailed(Entry, frozen=True):
 
 
 class PeerReceived(Entry, frozen=True):
-    """First receive from a peer, or first receive from the peer in training."""
+    """First receive from a peer, recorded separately before and after the first optimizer step."""
 
     peer: int = -1  # rank of the peer, -1 for any source
     training: bool = False  # True if an optimizer has stepped before

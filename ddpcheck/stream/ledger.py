@@ -72,7 +72,7 @@ class Ledger:
 
     @property
     def lost(self) -> list[Contribution]:
-        """Return gradients that were zeroed before a step used them, if not excused."""
+        """Return gradients zeroed before a step used them, unless zeroing may be intended."""
         return [entry for entry in self.contributions if entry.fate == "discarded" and not entry.excused]
 
     @property
@@ -82,7 +82,7 @@ class Ledger:
 
     @property
     def unpaired(self) -> list[Contribution]:
-        """Return unreduced gradients of backward passes after a reduction, without a new forward pass."""
+        """Return unreduced gradients of backward passes without a forward pass since the last reduction."""
         return [entry for entry in self.contributions if entry.after is not None and not entry.reduced]
 
     @property

@@ -144,7 +144,7 @@ class CallRing:
         self._count = self._turns = self._depth = 0
 
     def add(self, call: Call, callers: int) -> None:
-        """Write a call before execution; `callers`: number of its call stack."""
+        """Write a collective before it executes; `callers`: number of its call stack."""
         source = str(callers), call.location, call.place, call.thread
         words = _SEPARATOR.join((call.operation, call.group, call.payload, *source))
         start = _HEAD.size + self._count % _KEPT * _WIDTH
@@ -153,7 +153,7 @@ class CallRing:
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)
 
     def count_turn(self, *, begins: bool) -> None:
-        """Count that the main thread enters or leaves a collective or wait."""
+        """Record that the main thread enters (`begins`) or leaves a collective or wait."""
         self._depth += 1 if begins else -1
         self._turns += self._depth == begins  # ignore nested collectives
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)

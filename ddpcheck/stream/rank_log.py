@@ -67,7 +67,7 @@ class RankLog:
         self.add(started)
 
     def hold_stacks(self, use: Callable[[int], object]) -> None:
-        """Open the file for `faulthandler`; `use` gets its descriptor after each opening."""
+        """Open the file to which `faulthandler` writes stacks; pass each new descriptor to `use`."""
         self._stacks = LogFile(self.path.with_suffix(".stack"), use)
 
     def add(self, entry: Entry) -> None:
@@ -102,7 +102,7 @@ class RankLog:
         self._calls.add(call, number)
 
     def count_turn(self, *, begins: bool) -> None:
-        """Count that the main thread enters or leaves a collective or wait."""
+        """Record that the main thread enters (`begins`) or leaves a collective or wait."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._calls.count_turn(begins=begins)
 
@@ -208,7 +208,7 @@ class RankTrace(Struct, frozen=True, dict=True):
 
     @property
     def files(self) -> dict[str, str]:
-        """Return files by path in call stacks: {"train.py": "/home/me/train.py"}."""
+        """Map paths as in call stacks to full paths: {"train.py": "/home/me/train.py"}."""
         entries = self.entries_by_type.get(CallersSeen, ())
         pairs = (pair for entry in entries for pair in zip(entry.lines, entry.files, strict=True))
         return {line.rpartition(":")[0]: file for line, file in pairs}
@@ -231,7 +231,7 @@ class RankTrace(Struct, frozen=True, dict=True):
     def exit_call(self) -> ExitCalled | None:
         """Return the exit call that ended the script, or None.
 
-        The result has no line if SystemExit was raised in a function called by the main module.
+        If a function called by the main module raised SystemExit, the result has no line.
         """
         called: ExitCalled | None = self.entries_by_type.get(ExitCalled, [None])[-1]
         ended = self.entries_by_type.get(ProgramEnded, [None])[0]
@@ -262,12 +262,12 @@ def rank_processes(folder: Path) -> dict[int, int]:
 
 
 def last_restart(folder: Path) -> int:
-    """Return the number of restarts by torchrun, including restarts without a process group."""
+    """Return torchrun's number of restarts, even if no rank joined a process group."""
     return max((int(path.name.removeprefix(RESTARTED)) for path in folder.glob(f"{RESTARTED}*")), default=0)
 
 
 def read_logs(folder: Path) -> list[RankTrace]:
-    """Return the logs since the last restart, in rank order; subfolders are other nodes."""
+    """Return logs since the last restart in rank order, including subfolders of other nodes."""
     nodes = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     ranks = {log.started.rank: log for node in reversed(nodes) for log in _read_node(node)}
     return [ranks[rank] for rank in sorted(ranks)]
@@ -281,7 +281,7 @@ def _read_node(folder: Path) -> list[RankTrace]:
 
 
 def comparable_logs(ranks: Sequence[RankTrace]) -> list[Sequence[Call]]:
-    """Return each rank's last collectives, from the first number that all ranks still have."""
+    """Return each rank's last collectives, from the first collective that all logs still have."""
     first = max((rank.first_call for rank in ranks), default=0)
     return [rank.calls[first - rank.first_call :] for rank in ranks]
 

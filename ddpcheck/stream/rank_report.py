@@ -18,7 +18,7 @@ _STEPS_KEPT = 64  # cache size: a dozen recorders ask in each step
 
 @lru_cache(_STEPS_KEPT)
 def is_probed(step: int) -> bool:
-    """Return True if a step is probed (`parameter_history.StepProbe`): 0 and powers of two."""
+    """Return True for 0 and powers of two: steps examined in detail (`StepProbe`)."""
     return step & (step - 1) == 0
 
 
@@ -27,10 +27,10 @@ _FIRST_SAMPLES = 128  # samples of a run before the rate is reduced
 
 @lru_cache(_STEPS_KEPT)
 def is_sampled(step: int, every: int) -> bool:
-    """Return True for probed steps, and for each `every`-th step (0: for no others).
+    """Return True for probed steps, and for each `every`-th step unless `every` is 0.
 
-    After 128 samples every second sample is skipped, and again whenever the number of steps has doubled, so that a log
-    grows logarithmically. Only the step decides, so that all ranks sample the same steps.
+    After 128 sampled steps the interval doubles, and doubles again whenever the number of steps has doubled, so that a
+    log grows logarithmically. The result depends on the arguments only, so that all ranks sample the same steps.
     """
     rarer = (step // (_FIRST_SAMPLES * every)).bit_length() if every else 0
     return is_probed(step) or (every > 0 and step % (every << rarer) == 0)

@@ -109,7 +109,7 @@ class DDPWorld:
         return list(results.values())
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
-        """Check a recipe on this world size; fail on findings of severity `fail_on`.
+        """Check a recipe on ranks; fail on findings of severity `fail_on` or higher.
 
         Args:
             recipe: A recipe or a TARGET.

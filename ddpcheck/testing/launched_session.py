@@ -273,7 +273,7 @@ class _PhaseEnd:
 
     @property
     def comparison_key(self) -> tuple[str, str]:
-        """Comparison key of the outcome; if ranks differ, all raise the same exception."""
+        """Key to compare outcomes; if keys differ, all ranks raise the same exception."""
         if self.reply is not None:
             return self.reply["type"], self.reply["text"]
         return ("", self.ended.how) if self.ended is not None else ("", "")

@@ -33,11 +33,11 @@ PATIENCE = 3600.0  # seconds to wait for ranks that run code without a timeout
 
 
 class LaunchedWorld:
-    """World whose ranks are child processes of the session's first launched processes.
+    """World in which rank n is a child process of the launcher's rank n.
 
-    Every launched process creates, runs and closes the world at the same points, even if the world has no rank there.
-    All ranks use function, arguments and test conditions of rank 0, but environment, working directory and import path
-    of their launched process.
+    All of the launcher's ranks create, run and close the world at the same points, even if the world has fewer ranks.
+    A rank of the world uses function, arguments and test conditions of rank 0, but environment, working directory and
+    import path of its parent process.
     """
 
     def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:
@@ -75,7 +75,7 @@ class LaunchedWorld:
     def _run(
         self, contexts: Sequence[wire.ProcessContext], fn: Callable[..., Any], *args: Any, timeout: float
     ) -> tuple[list[Any], RankError | None, list[tuple[bytes, str]]]:
-        """Run `fn` on all ranks, from rank 0; return results, error, (attachment, output) pairs."""
+        """Run `fn` from rank 0 on all ranks; return results, error, attachments with outputs."""
         assert self._session.leader is not None
         if self._world is None:
             self._world = start_world(
@@ -305,7 +305,7 @@ class WorldLease:
             sys.stdout.flush()
 
     def _new_output(self, world: TestWorld, up_to: str = "") -> Iterator[tuple[int, str]]:
-        """Yield rank and new output, cut after the last `up_to`."""
+        """Yield each rank's output since the last call, cut after the last text `up_to`."""
         for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]

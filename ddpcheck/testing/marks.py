@@ -26,7 +26,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
 
 
 def settings(config: pytest.Config, options: Iterable[str], **defaults: Any) -> Settings:
-    """Return the settings of a session; `options`: names with a flag and ini option."""
+    """Return the settings of a session; `options` are names of flags and ini options."""
     return load_settings(
         {name: config.getoption(f"ddp_{name}") for name in options},
         ini={name: config.getini(f"ddp_{name}") for name in options},

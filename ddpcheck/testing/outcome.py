@@ -86,9 +86,9 @@ def merge_outcomes(ended: Mapping[int, Ended], error: RankError | None, mismatch
 
 
 def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None) -> BaseException:
-    """Return the exception to raise in pytest's process: if possible the rank's own.
+    """Return the exception to raise in pytest's process, if possible a rank's own exception.
 
-    `expected` is the `raises` of an xfail mark; exceptions of other types have precedence.
+    `expected` is the `raises` of an xfail mark. An exception of another type is preferred, so that the test fails.
     """
     first = verdict.first
     if expected is not None and error is not None:
@@ -129,7 +129,7 @@ def _summaries(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple
 
 
 def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
-    """Return report sections on the failures; [] if pytest cannot represent the first."""
+    """Return report sections on failures; [] if pytest cannot represent the first failure."""
     first = verdict.first
     longrepr = attachment[first.rank].failure if first is not None and first.rank in attachment else None
     if first is None or longrepr is None:

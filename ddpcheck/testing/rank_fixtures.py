@@ -68,9 +68,9 @@ def _fixture_function_of(holder: Any) -> Any:
 
 
 def picklable_getter(function: Any) -> Callable[[], Any]:
-    """Return a picklable function that returns this fixture function.
+    """Return a picklable function that returns the fixture function `function`.
 
-    If its module can be imported, the function is found by name, and so uses the globals of the module.
+    If the module of `function` can be imported, ranks import `function` by name, so that it uses the module's globals.
     """
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__name__", "")

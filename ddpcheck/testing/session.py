@@ -45,7 +45,7 @@ class Session:
             _fail(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
     def _fresh_ranks_of(self, item: pytest.Item) -> dict[str, Any] | None:
-        """Return the world options of a test if it uses fresh ranks, else `None`."""
+        """Return the world options of a test that uses fresh ranks, else `None`."""
         if not self._needs_ranks(item):
             return None
         try:
@@ -188,7 +188,7 @@ def _pack_body(item: pytest.Function, record: Record) -> bytes:
 
 
 def _bound_function(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
-    """Return the function of a fixture, bound to its instance if a method."""
+    """Return the function of a fixture; if a method, bound to the test instance."""
     try:
         from _pytest.fixtures import resolve_fixture_function
 

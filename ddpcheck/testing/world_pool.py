@@ -24,7 +24,7 @@ Kind = Hashable  # worlds of equal kind are interchangeable
 
 
 def _kind_of(options: Mapping[str, Any]) -> Kind:
-    """Return the options and variables that a running world cannot change; validate them."""
+    """Validate options; return options and environment variables that a running world cannot change."""
     checked = validation.WorldOptions(**options)
     env = checked.env or {}
     environment = {**starting.inherited_environment(), **env}
@@ -37,8 +37,8 @@ def _kind_of(options: Mapping[str, Any]) -> Kind:
 class WorldPool:
     """Owner of all worlds of a test process; not thread-safe.
 
-    `options` are keyword options of `WorldOptions`; an invalid one raises `UsageError`. A leased world may be closed by
-    its user.
+    `options` are keyword options of `WorldOptions`; an invalid option raises `UsageError`. The user of a leased world
+    may close the world.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class WorldPool:
         self._closing: deque[World] = deque()
 
     def acquire(self, *, owner: Hashable = None, following: Mapping[str, Any] | None = None, **options: Any) -> World:
-        """Return the owner's world (with new process group), the spare, or a new world.
+        """Return the owner's world (process group reset), the spare world, or a new world.
 
-        An owner is, for example, a test module; `end` closes its worlds. A shared world is replaced if it failed, was
-        released as broken, or does not reset its process group in time. Without an owner, a spare is started for
-        `following`, the options of the next lease; `None` for no spare, since every start takes CPU time.
+        An owner is, for example, a test module; `end` closes the worlds of an owner. A world of an owner is replaced if
+        it failed, was released as broken, or does not reset its process group in time. Without an owner, a spare world
+        is started for the next lease, which has the options `following` (`None`: no spare, as a start takes CPU time).
         """
         self._refresh()
         key = owner, _kind_of(options)
@@ -77,7 +77,7 @@ class WorldPool:
     def release(self, world: World, *, broken: bool = False) -> None:
         """Take a world back without waiting; `broken` worlds are not reused.
 
-        A world with an owner resets its process group; others are closed in the background.
+        A world with an owner resets its process group; a world without an owner is closed in the background.
         """
         self._refresh()
         key = self._leased.pop(world, None)

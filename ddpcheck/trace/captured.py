@@ -20,9 +20,9 @@ _Value = TypeVar("_Value")
 
 
 def may_average_by_hand(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
-    """Return True if the script may average gradients that a comm hook leaves different.
+    """Return True if the script may average gradients that differ after its comm hook.
 
-    The evidence is that parameters are equal on all ranks. In step 0, this shows nothing: return True.
+    The evidence is equal parameters on all ranks. In step 0, equality shows nothing, and no evidence is needed.
     """
     if not (context.wrapper.comm_hook and differing_names([item.gradients for item in values])):
         return False
@@ -36,7 +36,7 @@ _TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many eleme
 
 
 def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
-    """Return replicas in which parameters that differ only by rounding have equal fingerprints.
+    """Give parameters that differ only by rounding equal fingerprints; return the changed replicas.
 
     For example, SAM moves parameters by a rank-local `e` and back before the optimizer's step, and `p + e - e` is not
     exactly `p`. Rounding accumulates over the steps like a random walk.
@@ -57,7 +57,7 @@ def without_later_equal(
 ) -> Sequence[ReplicaCaptured]:
     """Return replicas without buffers that are equal on all ranks before the next step.
 
-    `later`: buffers at the start of the next step, by rank; with fewer entries than ranks, no buffer is removed.
+    `later`: fingerprints of buffers at the start of the next step, by rank; without all ranks, no buffer is removed.
     """
     if len(later) < len(replicas):
         return replicas
@@ -86,7 +86,7 @@ def without_prefixes(replica: ReplicaCaptured) -> ReplicaCaptured:
 
 
 def compare_with_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Return differences of reduced gradients (whole or sharded) from averaged local gradients, by rank."""
+    """Return, by rank, differences of reduced gradients, sharded or whole, from averaged local gradients."""
     if replicas[0].shard < 0:
         return differences_from_average(replicas)
     return [
@@ -109,7 +109,7 @@ def _local_grads_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
 
 
 def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Return, by rank, how far reduced gradients are from the mean of local gradients."""
+    """Return, by rank, differences of unsharded reduced gradients from averaged local gradients."""
     names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
     local_sketches = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
     scales = {name: math.hypot(*chain.from_iterable(local_sketches[name])) / math.sqrt(len(replicas)) for name in names}

@@ -46,7 +46,7 @@ def worst_first(differences: Iterable[Difference]) -> list[Difference]:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """Facts of the step without the wrapper, combined over all ranks."""
+    """Facts of the step that ranks run without the wrapper, combined over all ranks."""
 
     losses: tuple[float, ...] = ()  # by rank
     shard_sizes: tuple[int, ...] = ()  # samples by rank, if known
@@ -130,13 +130,13 @@ class SingleProcessFacts:
 
     @property
     def has_common_factor(self) -> bool:
-        """Check if a constant factor, and no collective on tensors, explains the difference."""
+        """Check if a constant factor explains the difference, and no collective on tensors can."""
         exchanges_tensors = any(call.elements > 1 for call in self.suspect_calls)
         return self.scaled and not exchanges_tensors and (not self.ran or self.world_changed)
 
     @property
     def losses_are_scaled(self) -> bool:
-        """Check if losses on ranks are about the gradients' factor times the shard losses."""
+        """Check if losses differ from shard losses by about the factor of the gradients."""
         pairs = zip(self.analysis.shard_losses, self.known.local.losses, strict=False)
         logs = [math.log(on_rank / of_shard) for of_shard, on_rank in pairs if of_shard * on_rank > 0]
         ratio, mean_log = self.analysis.against_global.ratio, sum(logs) / max(1, len(logs))

@@ -19,7 +19,7 @@ DIVERGES_AT = "parts at "
 
 
 def first_unequal_call(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:
-    """Return index and calls (None at the end) of the first mismatch, or None."""
+    """Return index and calls (None: sequence ended) of the first mismatch, or None."""
     places = enumerate(itertools.zip_longest(*sequences))
     return next(((index, calls) for index, calls in places if len(set(map(call_signature, calls))) > 1), None)
 
@@ -67,7 +67,7 @@ def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tupl
 
 @dataclass(frozen=True, slots=True)
 class AsyncHandles(View):
-    """Handles of asynchronous collectives, and tensors written before the wait; by rank."""
+    """Handles of asynchronous collectives, and writes to their tensors before the wait, by rank."""
 
     checks = ("collectives",)
     needs_all_ranks = False

@@ -37,7 +37,7 @@ _CHANCE_FRACTION = 0.6  # smaller fractions of the overlap of random parts (size
 
 @dataclass(frozen=True)
 class Loader:
-    """Passes over one data loader: by rank, in order of time."""
+    """Passes over matching data loaders of the ranks, by rank in order of time."""
 
     passes: Sequence[Sequence[LoaderPass]]
     ranks: Sequence[int]
@@ -52,7 +52,7 @@ class Loader:
 
     @property
     def has_comparable_rows(self) -> bool:
-        """Return True if samples are comparable by contents only, not by index."""
+        """Return True if ranks' samples can be compared by contents, but not by index."""
         by_index = self.has_same_data and all(loader.indices for loader in self.first)
         has_rows = all(has_distinct_rows(loader) and not loader.replaces for loader in self.first)
         return has_rows and not by_index and len(self.first) > 1
@@ -72,8 +72,8 @@ class Loader:
 def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Loader]:
     """Match the ranks' training loaders by loop line, dataset and order of use.
 
-    Loader numbers differ if only rank 0 validates, lines if only rank 0 shows a progress bar. If each rank has only one
-    training loader, lines and datasets are not compared.
+    The numbers of loaders are ignored: they differ if only rank 0 validates. If each rank has only one training loader,
+    these loaders match, even if lines differ because only rank 0 shows a progress bar.
     """
     has_one = all(len({loader.loader for loader in loaders if loader.trains}) == 1 for loaders in passes)
     groups_by_rank = []
@@ -105,9 +105,9 @@ def _has_equal_contents(first: LoaderPass, second: LoaderPass) -> bool:
 
 
 def _has_equal_samples(first: LoaderPass, second: LoaderPass) -> bool:
-    """Check if datasets of two ranks hold equal samples at indices that both took.
+    """Check if two ranks' datasets have equal samples at indices that both ranks loaded.
 
-    If making a sample draws random numbers on both ranks, rows need not match.
+    If loading draws random numbers on both ranks, equal contents of the datasets are enough.
     """
     if first.holds_samples and first.draws and second.draws and first.samples == second.samples:
         return True
@@ -161,7 +161,7 @@ def batches_by_step(inputs: Mapping[int, Sequence[Inputs]]) -> dict[int, dict[in
 
 
 def common_steps(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
-    """Return, for each wrapper, inputs by rank of each step that every rank recorded."""
+    """Return the inputs of steps that every rank recorded: by wrapper, step and rank."""
     by_key = [{(call.wrapper, call.step): call for call in calls if len(call.samples) > 1} for calls in inputs]
     return list(group_by(map(tuple, aligned(by_key)), lambda calls: calls[0].wrapper).values())
 
@@ -171,7 +171,7 @@ def all_inputs_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
 
 
 def share_some_inputs(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
-    """Return True if an input, equal on all ranks, has at least `distinct` values."""
+    """Return True if ranks share an input with at least `distinct` values over steps."""
     count = min((len(call.parts) for step in steps for call in step), default=0)
     return len(steps) >= MIN_DRAWS and any(
         all(len({call.parts[index] for call in step}) == 1 for step in steps)
@@ -204,9 +204,9 @@ def is_one_share(loader: LoaderPass, ranks: int) -> bool:
 
 
 def rows_by_position(loaders: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
-    """Map dataset indices to rows or labels; {} if one index has two values.
+    """Map dataset indices to fingerprints of samples or labels; {} if a value changes.
 
-    Also {} if fewer than `FEWEST_ROWS` indices repeat, too few to see changes.
+    Also {} if indices are loaded again fewer than `FEWEST_ROWS` times, too few to see changes.
     """
     by_position: dict[int, int] = {}
     repeats = 0
@@ -331,9 +331,9 @@ def _takes_slices(ranks: Sequence[RankTrace]) -> bool:
 
 
 def is_repeated_by_workers(loader: LoaderPass) -> bool:
-    """Return True if each loader worker iterates over the whole stream.
+    """Return True if every worker of a loader iterates over the whole `IterableDataset`.
 
-    False if each worker iterates over only its shard, even repeatedly. The order of rows decides in unfinished passes.
+    False if each worker iterates over only its shard, even several times. The order of samples shows the difference.
     """
     counts = Counter(loader.rows)
     if loader.workers < 2 or loader.size >= 0:
@@ -358,7 +358,7 @@ def is_repeated_by_workers(loader: LoaderPass) -> bool:
 def group_equal_ranks(
     samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int
 ) -> list[tuple[list[int], int]]:
-    """Return groups of ranks whose first steps have equal samples, with the steps' number."""
+    """Return (ranks, number of steps) of ranks with equal samples in their first steps."""
     groups = []
     for ranks in group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
         by_step = [{samples_by_rank[rank][index] for rank in ranks} for index in range(count)]

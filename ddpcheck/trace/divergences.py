@@ -73,7 +73,7 @@ class Parity(Comparison, View):
 
     @property
     def training_diverges(self) -> bool:
-        """Check if gradients, clipping or updates differ; then another run changes the rank number."""
+        """Check if gradients, clipping or updates differ; then the script runs as another rank."""
         return any(divergence.kind in TRAINING_QUANTITIES for divergence in self.divergences)
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
@@ -111,7 +111,7 @@ class Parity(Comparison, View):
 
     @property
     def confirmed(self) -> dict[str, str]:
-        """Describe, by check line, what equals the single process; empty unless everything does."""
+        """Describe equality with the single process by check line; {} unless everything is equal."""
         if self.not_compared or self.divergences:
             return {}
         steps, numbers = len(self.gradients), [number for number in _evaluation_numbers(self) if not number.is_local]
@@ -278,7 +278,8 @@ def _sample_divergences(parity: Parity) -> Iterator[ParityDivergence]:
         rows = sum(entry.rows for entry in rank_passes)
         if 0 < rows < _MOST_MISSING * epoch.num_samples:
             location = Location.parse(epoch.loader.split()[1].partition("#")[0])
-            message = f"An epoch has {rows} samples on {parity.world_size} ranks, and {epoch.num_samples} in a single process."
+            ranks, expected = parity.world_size, epoch.num_samples
+            message = f"An epoch has {rows} samples on {ranks} ranks, and {expected} in a single process."
             yield ParityDivergence("samples", 0, location, message)
             return
 
@@ -316,7 +317,7 @@ def _schedule_divergences(parity: Parity) -> Iterator[ParityDivergence]:
 
 
 def _schedules_agree(lrs: Sequence[float], others: Sequence[float]) -> bool:
-    """Check if two schedules peak within one step and decay in the same way.
+    """Check if two schedules peak at most one step apart, and decay equally.
 
     Steps of the peaks are compared if both schedules rise. Rates before the peak are not compared: warmup may begin at
     the same rate for all world sizes.
@@ -342,7 +343,7 @@ def _have_equal_minimum(peaks: Sequence[float], ends: Sequence[float]) -> bool:
 
 
 def _shown_divergences(parity: Parity) -> Iterator[ParityDivergence]:
-    """Compare shown numbers: all after evaluations, others only for a factor of world size."""
+    """Compare numbers shown after evaluations; other numbers only if scaled by the world size."""
     by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
     for (location, _, _), items in by_line.items():
         evaluated = [item for item in items if item.entry.evaluates and not item.entry.during and not item.is_local]
@@ -394,7 +395,7 @@ def _saved_divergences(parity: Parity) -> Iterator[ParityDivergence]:
 
 
 def _is_undecided(quantity: Quantity) -> bool:
-    """Check if a number (not a time) is neither equal nor different."""
+    """Check if a number (not a time) is too noisy to compare."""
     return not quantity.differs and not quantity.is_equal and not _SLOWEST < quantity.noise < _FASTEST
 
 

@@ -60,7 +60,7 @@ def data_differ(evals: Sequence[RankEvaluation]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExchangedNumbers:
-    """Numbers that the ranks passed to a collective, each by rank."""
+    """Numbers passed to a collective: a sequence by rank for each number."""
 
     values: Sequence[Sequence[float]]
     first: ResultExchanged  # first call of rank 0
@@ -80,7 +80,7 @@ class Gathered:
 
 
 def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
-    """Yield each line's collectives by rank; lines with unequal numbers of calls are omitted."""
+    """Yield each line's collectives by rank; omit lines with unequal numbers of calls."""
     keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
     for key in keys:
         calls = [[call for call in ev.exchanged if (call.operation, call.location, call.during) == key] for ev in evals]
@@ -89,7 +89,7 @@ def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[Result
 
 
 def shard_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]:
-    """Yield numbers that every rank passed to a collective, summed over a loop's batches."""
+    """Yield numbers that ranks passed to collectives; numbers of single batches are summed."""
     for calls in _calls_by_line(evals):
         first = calls[0][0]
         if "gather" in first.operation and _have_label_per_sample(evals, calls):
@@ -112,7 +112,7 @@ def _have_label_per_sample(evals: Sequence[RankEvaluation], calls: Sequence[Sequ
 
 
 def gathered_labels(evals: Sequence[RankEvaluation]) -> list[Gathered]:
-    """Return gathered rows with one label for each sample of each rank."""
+    """Return labels that a collective gathered, one for each sample of each rank."""
     lines: dict[tuple[str, Location | None], list[list[ResultExchanged]]] = {}
     for number, ev in enumerate(evals):
         for call in ev.exchanged:
@@ -181,7 +181,7 @@ def numbers_shown(ev: RankEvaluation) -> Iterator[tuple[MetricShown, ShownNumber
 def first_shown(
     evals: Sequence[RankEvaluation], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
 ) -> MetricShown | None:
-    """Return the output that shows `wrong`; None if an output shows a `right` value."""
+    """Return the first output showing `wrong`; None if any output shows a `right` value."""
     if any(is_close(wrong, value) or record_showing(evals, value, digits) for value in right):
         return None
     return record_showing(evals, wrong, digits)

@@ -21,7 +21,7 @@ def is_near(expected: float, value: float) -> bool:
 
 
 def name_world_factor(world_size: int, fits: Callable[[float], bool]) -> str:
-    """Return "N" or "1/N" (N: world size) if `fits` accepts it, else ''."""
+    """Return "N" or "1/N" (N: world size), whichever factor `fits` accepts, else ''."""
     return str(world_size) if fits(world_size) else f"1/{world_size}" if fits(1 / world_size) else ""
 
 

@@ -156,7 +156,7 @@ def follows_from_another_rank(failure: RankFailure) -> bool:
 
 
 def describe_failure(failure: RankFailure) -> str:
-    """Describe the failure of a rank, or its state when others failed."""
+    """Describe the failure of a rank, or where a stuck rank still is."""
     if failure.kind != "stuck":
         return failure_text(failure)
     if failure.collective:
@@ -186,7 +186,7 @@ TIMEOUT_PATTERN = r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out
 
 @dataclass(frozen=True, slots=True)
 class WrapperErrorFacts:
-    """Failures of ranks under the wrapper."""
+    """Failures of ranks in a step with the wrapper, which succeeds without the wrapper."""
 
     failures: Sequence[RankFailure]  # in order of time
     finished: Mapping[int, object]  # by rank, return values of the other ranks
@@ -209,7 +209,7 @@ class WrapperErrorFacts:
         return new_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
 
     def finding_of_error(self, code: str, message: str, *sentences: str) -> list[Finding]:
-        """Create a finding on parameters in the error if it contains any of `sentences`."""
+        """Create a finding on parameters named in the error, if any of `sentences` occurs."""
         if not any(sentence in self.text for sentence in sentences):
             return []
         subjects = self.known.names.subjects(parameters_in(self.text)) or ("backward",)

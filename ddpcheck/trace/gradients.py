@@ -125,7 +125,7 @@ def paired(entries: Sequence[Sequence[_Entry]], key: Callable[[_Entry], Hashable
 
 
 def draws_differ(evidence: Sequence[CompiledStep]) -> bool:
-    """Check if compiled gradients differ and the model drew random numbers."""
+    """Check if random draws of the model may explain that compiled gradients differ."""
     differ = any(difference.bad for item in evidence for difference in item.differences)
     return differ and any(item.drew for item in evidence)
 

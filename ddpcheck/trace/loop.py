@@ -106,10 +106,10 @@ class GradientChanges(View):
 
     @property
     def partial_changes(self) -> list[Sequence[GradientsChanged]]:
-        """Changes of gradients before a step's last micro-batch; each change is by rank.
+        """Changes of accumulated gradients before a step's last micro-batch; each change is by rank.
 
-        Of local gradients: changes by factors that differ between ranks. Of averaged gradients, which change by equal
-        factors: calls of known clip functions.
+        Either changes of local gradients by factors that differ between ranks, or calls of known clip functions on
+        averaged gradients, whose factors are equal on all ranks.
         """
         changed = [[e for e in entries if abs(e.factor - 1) > MIN_NORM_CHANGE] for entries in self.between_backwards]
         changes = paired(changed, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))

@@ -88,7 +88,7 @@ class Losses(View):
 
     @cached_property
     def local_parts(self) -> list[list[OwnRowsReinserted]]:
-        """Gathered features whose gradient reaches only the rank's own part, unscaled; by step."""
+        """Losses on gathered features, by step, with gradients for the rank's own features only."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.gathered_gradient) for part in by_rank)]
@@ -98,14 +98,15 @@ class Losses(View):
 
     @property
     def gathered_gradients_differ(self) -> bool:
-        """Check if gradients of gathered features show that ranks compute different losses."""
+        """Check if ranks compute different losses, as gradients of gathered features show."""
         return min(_distances(self.local_parts)) > _LOSS_DIFFERENCE
 
     @property
     def local_parts_lack_factor(self) -> bool:
-        """Check if DDP averages partial gradients of one global loss that should be summed.
+        """Check if DDP averages partial gradients of one global loss, instead of summing them.
 
-        This matters if optimizer steps depend on the scale of gradients, or the loss also uses the features directly.
+        The loss then lacks the world size as a factor, which matters if optimizer steps depend on the scale of
+        gradients, or if the loss also uses the rank's own features directly.
         """
         steps = {by_rank[0].step for by_rank in self.local_parts}
         terms = [term for losses in self.by_rank for loss in losses if loss.step in steps for term in loss.terms]
@@ -120,7 +121,7 @@ class Losses(View):
 
     @property
     def uses_features_directly(self) -> bool:
-        """Check if losses on gathered features have terms of the features themselves."""
+        """Check if losses on gathered features also use the rank's own features before gathering."""
         return all(part.uses_own_rows for by_rank in self.local_parts for part in by_rank)
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
@@ -149,7 +150,7 @@ def _rescales_gradients(rank: RankTrace) -> bool:
 
 
 def _distances(steps: Sequence[Sequence[OwnRowsReinserted]]) -> list[float]:
-    """Return, by step, the largest relative distance of a gathered gradient from rank 0's."""
+    """Return, by step, the largest relative distance of gathered gradients from rank 0's gradient."""
     distances = []
     for first, *others in ([part.gathered_gradient for part in by_rank] for by_rank in steps):
         farthest = max(math.dist(first, grad) if len(first) == len(grad) else math.inf for grad in others)
@@ -158,9 +159,9 @@ def _distances(steps: Sequence[Sequence[OwnRowsReinserted]]) -> list[float]:
 
 
 def scales_loss_for_sums(wrapper: WrapperTrace) -> bool:
-    """Return True if a wrapper sums gradients and the loss is scaled for sums.
+    """Return True if a wrapper sums gradients, and its loss is scaled for sums.
 
-    An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
+    If the loss is unknown, for example compiled, return True if the script sets the divisor of the reduction.
     """
     steps = wrapper.compared.values()
     checks = [check for replicas in steps for rank_checks in compare_with_average(replicas) for check in rank_checks]
@@ -175,7 +176,7 @@ def scales_loss_for_sums(wrapper: WrapperTrace) -> bool:
 def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
     """Check if a wrapper's losses need gradients summed over ranks, not averaged.
 
-    Each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
+    In this case each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
     """
     own_losses = [
         loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.deferred_wrappers
@@ -189,7 +190,7 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
 
 
 def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
-    """Check if a backward pass needs summed gradients; `count`: passes per step, all ranks."""
+    """Check if a loss needs summed gradients; `count`: all ranks' backward passes per step."""
     is_uniform = len({round(term.factor, 9) for term in terms}) == 1
     return is_uniform and all(
         abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < SCALE_TOLERANCE
@@ -198,10 +199,10 @@ def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
 
 
 def divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
-    """Return the all-reduced number that divides each sum in the loss, or None.
+    """Return the all_reduce result that divides each sum in the loss, or None.
 
-    The result is (number, its line, True if some terms are means). A mean counts as a sum if it is multiplied by the
-    number that the rank passed to the all_reduce.
+    The return value is (number, line of the all_reduce, True if some terms of the loss are means). A mean that is
+    multiplied by the number that the rank passed to the all_reduce counts as a sum.
     """
     size = float(len(losses))
     if any(loss.has_hooks for loss in losses):
@@ -230,7 +231,7 @@ def _contains_near(number: float, numbers: Sequence[float]) -> bool:
 
 
 def _has_known_factor(term: ScaledTerm) -> bool:
-    """Check if a term's factor is its known multipliers divided by its known divisors."""
+    """Check if known multipliers and divisors explain the whole factor of a term."""
     factor = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
     return bool(term.divisors) and is_near(abs(factor), abs(term.factor))
 
@@ -250,7 +251,7 @@ def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
 
 
 def total_factor(term: ScaledTerm) -> float:
-    """Return the sum of the weights that the loss gives a term's elements."""
+    """Return the total weight that the loss gives the elements of a term."""
     return term.factor * (term.count if term.kind == "sum" else 1)
 
 
@@ -262,7 +263,7 @@ _FEWEST_STEPS = 3  # consecutive steps that rule out chance
 
 @dataclass(frozen=True, slots=True)
 class UnequalTargets:
-    """Step in which targets have unequal weights, because numbers of targets differ."""
+    """Step whose targets have unequal weights, since micro-batches have unequal numbers of targets."""
 
     step: Sequence[tuple[MicroBatch, ...]]  # by rank
     is_in_rank: bool  # if micro-batches of a rank differ, not only ranks

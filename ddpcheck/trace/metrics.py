@@ -30,7 +30,7 @@ _MOST_CLASSES = 16  # classes with per-class metrics
 
 
 def _on_rows(metric: _FlatMetric) -> Metric:
-    """Convert a metric of flat sequences to one of row pairs; NaN if undefined."""
+    """Adapt a metric of flat sequences to (prediction, target) rows; NaN if undefined."""
 
     def on_pairs(pairs: Sequence[tuple[Row, Row]]) -> float:
         predicted = [x for row, _ in pairs for x in row]
@@ -174,7 +174,7 @@ class RankMetric:
     tries: int  # number of candidate metrics for a shown number
 
     def evidence(self, number: ShownNumber, rank: int | None = None) -> float:
-        """Return bits of evidence that `number` is the metric of `rank` (None: of all)."""
+        """Return bits of evidence that `number` is the metric of `rank` (None: all ranks)."""
         value, bits = (self.pooled, max(self.bits)) if rank is None else (self.values[rank], self.bits[rank])
         if not shows(number, value):
             return 0.0
@@ -196,7 +196,7 @@ class Evaluation:
 
     @cached_property
     def metrics(self) -> list[RankMetric]:
-        """Metrics of the ranks' sums, tables and rows, most common first."""
+        """Metrics computed from the ranks' sums, tables and rows, most common first."""
         if min(ev.samples for ev in self.evals) < 1:
             return []
         return [
@@ -234,7 +234,7 @@ def _forms(
 
 
 def _common_numbers(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
-    """Return numbers that all ranks have, except sums and traces of their tables."""
+    """Return numbers recorded on all ranks, except sums and traces of recorded tables."""
     tables = [key.partition(".") for key in common_values([ev.results.tables for ev in evals])]
     parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
     numbers = common_values([ev.results.numbers for ev in evals])
@@ -242,7 +242,7 @@ def _common_numbers(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
 
 
 def _sum_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
-    """Yield sums divided by samples, batches or dataset size, and running means unchanged."""
+    """Yield sums per sample, per batch and per dataset size, and running means unchanged."""
     samples, batches = [float(ev.samples) for ev in evals], [float(ev.loader.batches) for ev in evals]
     sizes = [float(ev.loader.size) for ev in evals]
     sums = _common_numbers(evals)

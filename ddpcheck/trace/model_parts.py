@@ -20,7 +20,7 @@ _FEWEST_INPUTS = 2
 
 
 def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[int, ...], Location]:
-    """Map groups of ranks that compute one model to their differentiable collective's line."""
+    """Map ranks that compute one model together to the line of a differentiable collective."""
     first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
     ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     is_same_module = all(

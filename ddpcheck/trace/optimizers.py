@@ -18,7 +18,7 @@ LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file,
 
 
 def restored_on_some(rank_steps: Steps) -> dict[int, Location]:
-    """Return lines that loaded optimizer state, by rank; {} if all ranks load it."""
+    """Map ranks that loaded optimizer state to the line; {} if all ranks did."""
     restored = {rank: step.restored_at for rank, step in enumerate(rank_steps) if step.restored_at is not None}
     return restored if len(restored) < len(rank_steps) else {}
 
@@ -28,7 +28,10 @@ def describe_loads(restored: Iterable[int]) -> str:
 
 
 def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -> Finding:
-    """Move a finding to some ranks' `load_state_dict`, else to `line`, else to the step."""
+    """Locate a finding on options that differ between ranks, and add known causes.
+
+    If only some ranks call `load_state_dict`, the location is this call. Otherwise `line`, or None: the optimizer step.
+    """
     first, restored = rank_steps[0], restored_on_some(rank_steps)
     finding = replace(finding, steps=(first.count,), location=first.location)
     if restored:
@@ -52,7 +55,7 @@ class Optimizers(ScriptView):
 
     @property
     def first_steps(self) -> list[Steps]:
-        """First step of each optimizer, by rank; raises `NotRecorded` if numbers of optimizers differ."""
+        """First step of each optimizer on each rank; raises `NotRecorded` if optimizer counts differ."""
         firsts = [first_steps(rank) for rank in self.facts.ranks]
         if len({len(steps) for steps in firsts}) > 1:
             numbers = join_names([str(len(steps)) for steps in firsts])
@@ -98,7 +101,7 @@ class OptimizedParameters(View):
 
 @dataclass(frozen=True, slots=True)
 class Metrics(View):
-    """Metrics by which schedules and callbacks of replicated optimizers decide."""
+    """Metrics passed to schedulers and callbacks, except for optimizers with rank-local gradients."""
 
     checks = ("optimizers",)
     uses: Sequence[Sequence[MetricUsed]]  # by rank, in order of time

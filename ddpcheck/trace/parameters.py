@@ -55,7 +55,10 @@ class ParameterFacts:
         ends_here: bool = True,
         explained: Collection[str] = (),
     ) -> ParameterFacts:
-        """Collect ranks and steps in which parameters do not contribute, except `explained` parameters."""
+        """Collect the ranks and steps in which parameters do not contribute to the loss.
+
+        `ends_here`: the run ends with the last of these steps. `explained`: parameters of other findings, left out.
+        """
         missing: dict[str, list[StepEvidence]] = {}
         for item in evidence:
             for name, state in item.states.items():
@@ -78,12 +81,15 @@ class ParameterFacts:
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
 
     def similar_params_alternate(self, names: Sequence[str]) -> bool:
-        """Return True if list items like `names` contribute on some ranks or steps only."""
+        """Return True if parameters that differ from `names` in list indices are sometimes missing."""
         families = set(map(_without_indices, self.sometimes_missing))
         return all(_without_indices(name) in families for name in names)
 
     def family_of(self, name: str, missing: Collection[str]) -> str:
-        """Return the outermost module of `name` with all parameters missing; indices become `*`."""
+        """Return the outermost module around `name` whose parameters are all in `missing`.
+
+        Without such a module, the result is the parameter name. List indices in the result are replaced by `*`.
+        """
         top, parts = name, name.split(".")
         for size in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:size]) + "."
@@ -93,7 +99,6 @@ class ParameterFacts:
 
 
 def _without_indices(name: str) -> str:
-    """Replace the list indices in a name by `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -116,11 +121,11 @@ class MissingGroup:
 
     @property
     def where(self) -> str:
-        """Line and module of the last operation on the path, in words."""
+        """Text: line and module of the operation that ends the path to the loss."""
         return f"{self.end.at} (in module {self.end.module})" if self.end.module else self.end.at
 
     def new_finding(self, code: str, message: str, evidence: Sequence[str] = (), fix: str = "") -> list[Finding]:
-        """Create a finding on the parameters, with consequences under the wrapper's options."""
+        """Create a finding on the parameters; evidence says how the wrapper treats missing gradients."""
         facts, severity = self.facts, None
         if self.compiled_on:
             evidence = [*evidence, f"under torch.compile DDP gets zeros for {self.them} and raises no error"]
@@ -143,7 +148,7 @@ class MissingGroup:
         )
 
     def _consequences(self, evidence: Sequence[str]) -> tuple[list[str], Severity | None]:
-        """Return evidence with the wrapper's reaction, and a severity if training continues."""
+        """Return `evidence` plus the wrapper's reaction, and a milder severity if training continues."""
         facts, wrapper, num_steps = self.facts, self.facts.wrapper, len(self.facts.steps)
         raises = [AT_NEXT_FORWARD] if wrapper.is_ddp and not wrapper.tolerates_unused else []
         if raises and num_steps == 1 and facts.ends_here:
@@ -190,7 +195,7 @@ class ConditionalUse:
         return sorted({step for absence in self.absences for step in absence.steps})
 
     def new_finding(self, code: str, message: str, evidence: Sequence[str], ranks: Sequence[int] = ()) -> list[Finding]:
-        """Create a finding on the parameters, with consequences under the wrapper's options."""
+        """Create a finding on the parameters; evidence says how the wrapper treats missing gradients."""
         facts, wrapper, name = self.facts, self.facts.wrapper, self.parameters[0]
         ends = [item.path_ends[name] for item in facts.missing[name] if name in item.path_ends]
         sparse = any(name in wrapper.sparse for name in self.parameters)

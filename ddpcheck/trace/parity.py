@@ -26,7 +26,7 @@ _Step = tuple[list[ParityStep], ParityStep, ParityStep | None]  # ranks, single 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """Number of one step or one output, on ranks and in a single process."""
+    """A number, such as a gradient norm, on ranks and in a single process."""
 
     ranks: float
     single: float
@@ -47,7 +47,7 @@ class Quantity:
 
     @property
     def is_padded(self) -> bool:
-        """Check if repeated evaluation samples may explain the whole difference."""
+        """Check if evaluation samples repeated as padding may explain the whole difference."""
         return not self.differs and self.difference > max(EQUAL, MULTIPLE * self.noise)
 
     @property
@@ -74,7 +74,7 @@ class Comparison:
 
     @cached_property
     def next_steps(self) -> list[_Step]:
-        """Return each optimizer's first step after `steps`; only its parameters are comparable."""
+        """Return each optimizer's step after `steps`; of these steps only parameters are comparable."""
         following = {(single.optimizer, single.count + 1) for _, single, _ in self.steps}
         return [s for s in self._common_steps[len(self.steps) :] if (s[1].optimizer, s[1].count) in following]
 
@@ -90,19 +90,16 @@ class Comparison:
         ]
 
     def _have_same_samples(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> bool:
-        """Check if forward got the same samples in both runs.
-
-        If no samples are recorded, as without wrappers: check if all inputs of the script could be replayed.
-        """
+        """Check if forward got the same samples in both runs."""
         sums = [math.fsum(column) for column in zip(*(step.samples for step in rank_steps), strict=True)]
         rows = max(sums[-1], single.samples[-1])
-        if not min(sums[-1], single.samples[-1]):
-            return not entries_of(self.single, NotReplayed)  # inputs of the script that could not be replayed
+        if not min(sums[-1], single.samples[-1]):  # samples are not recorded, as without wrappers
+            return not entries_of(self.single, NotReplayed)  # True if all inputs of the script were replayed
         return all(abs(a - b) <= _ROW_TOLERANCE * rows for a, b in zip(sums, single.samples, strict=True))
 
     @cached_property
     def has_other_model(self) -> bool:
-        """Check if the single process's initial parameters differ from rank 0's."""
+        """Check if the initial parameters differ between the single process and rank 0."""
         first_steps = [next(iter(entries_of(rank, ParityStep)), None) for rank in (*self.ranks, self.single)]
         *rank_steps, single = first_steps
         if single is None or rank_steps[0] is None or single.sharded:
@@ -114,7 +111,7 @@ class Comparison:
 
     @cached_property
     def computes_with_rank(self) -> bool:
-        """Check if a single process's gradients change with its rank number."""
+        """Check if gradients of a single process depend on its rank number (`other_rank`)."""
         if self.other_rank is None:
             return False
         steps = zip(*(entries_of(rank, ParityStep) for rank in (self.other_rank, self.single)), strict=False)
@@ -178,7 +175,7 @@ class Comparison:
         return _Gradients(norms, steps[0].gradient if len(norms) == count else ())  # else ranks hold parts of the model
 
     def factor_of(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> str:
-        """Return "N" or "1/N" if all gradients differ by world size N, else ''."""
+        """Return the common factor of all gradients: "N" (world size), "1/N" or ''."""
         actual, expected = self._gradients_of(self.ranks, rank_steps), self._gradients_of([self.single], [single])
 
         def fits(factor: float) -> bool:
@@ -193,7 +190,7 @@ class Comparison:
 
     @cached_property
     def _names_by_optimizer(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
-        """Parameter names by (rank, world size, optimizer); rank 0's for optimizers of equal size."""
+        """Parameter names by (rank, world size, optimizer); equally large optimizers get rank 0's names."""
         runs = [*self.ranks, self.single, *filter(None, [self.noise])]
         steps = [(rank.started, step) for rank in runs for step in entries_of(rank, ParityStep) if step.names]
         names_by_optimizer = {(step.optimizer, step.elements): step.names for _, step in reversed(steps)}

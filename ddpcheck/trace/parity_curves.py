@@ -27,7 +27,7 @@ def curves(parity: Parity) -> tuple[ParityCurve, ...]:
 
 
 def _step_curves(parity: Parity) -> Iterator[ParityCurve]:
-    """Yield curves of gradients and losses; mark losses only if gradients diverge."""
+    """Yield curves of gradients and losses; show divergence of losses only if gradients diverge."""
     pairs = zip(parity.steps, parity.gradients, strict=True)
     by_optimizer = group_by(pairs, lambda pair: pair[0][1].optimizer)
     for number, group in by_optimizer.items():
@@ -41,7 +41,7 @@ def _step_curves(parity: Parity) -> Iterator[ParityCurve]:
 
 
 def _loss_points(steps: Sequence[tuple[list[ParityStep], ParityStep, ParityStep | None]]) -> list[tuple[int, Quantity]]:
-    """Return mean losses by step, compared relative to the largest loss."""
+    """Return mean losses by step; differences are relative to the largest loss."""
     points = []
     for rank_steps, single, noise in steps:
         if single.losses and all(rank_step.losses for rank_step in rank_steps):
@@ -107,7 +107,7 @@ def _make_curve(
 
 
 def _drawn_indices(size: int, first: int | None) -> Sequence[int]:
-    """Return the indices of drawn points: evenly spaced, plus the first divergence."""
+    """Return the indices of the points to draw: evenly spaced, plus `first`, the divergence."""
     if size <= MOST_POINTS:
         return range(size)
     even = {round(n * (size - 1) / (MOST_POINTS - 2)) for n in range(MOST_POINTS - 1)}

@@ -20,10 +20,10 @@ def backwards_of(rank: RankAtEnd) -> list[Backward]:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of a rank at the divergence: collective, or None, and program lines."""
+    """State of a rank at a divergence: its first different collective, and program lines."""
 
     state: RankAtEnd
-    call: Call | None
+    call: Call | None  # None if the rank reached no further collective
     lines: tuple[str, ...]
     before: Sequence[Call] = ()  # collectives common to both ranks, before the divergence
 
@@ -58,7 +58,7 @@ class EndingFacts:
         return any(block in self.enclosing(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
     def has_left(self, side: Position, loop: Block) -> bool:
-        """Return True if `side` called the last common collective inside `loop`."""
+        """Return True if `side` was in `loop` at the last collective before the divergence."""
         return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
     def current_stack(self, rank: RankAtEnd) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[B
 
 
 def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
-    """Return (line, word) of each early exit from a loop, including enclosing `try` blocks."""
+    """Return (line, keyword) of each early exit of `loop`; enclosing `try` blocks count."""
     exited = [] if leaver.state.ended else facts.enclosing(leaver.lines, "try")
     tries = [] if leaver.state.ended else [b for b in facts.enclosing(stayer.lines, "try") if b not in exited]
     enclosing = [b for b in tries if b.path == loop.path and b.first <= loop.first and b.last >= loop.last]
@@ -144,7 +144,7 @@ def divergence_evidence(position: Position, peer: Position) -> list[str]:
 
 
 def describe_shard(loader_pass: LoaderPass) -> str:
-    """Describe how many batches and samples a rank has taken."""
+    """Describe a rank's pass over its data shard by numbers of batches and samples."""
     size = len(loader_pass.indices) if loader_pass.exhausted and loader_pass.indices else -1
     words = f"{plural(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"
     if loader_pass.expected >= 0 and not loader_pass.exhausted:
@@ -157,9 +157,9 @@ def describe_shard(loader_pass: LoaderPass) -> str:
 
 
 def count_visits(rank: RankAtEnd, call: Call) -> int:
-    """Count how often a rank made a call at the same lines as `call`.
+    """Count how often a rank made the same call at the same program lines.
 
-    If forward passes are not logged, count entries whose `place` has the line of the forward pass.
+    If `call` is a DDP forward pass, but the rank logs no forward passes, count log entries whose `place` has the line.
     """
     forward = call.operation == DDP_FORWARD and all(logged.operation != DDP_FORWARD for logged in rank.calls)
     return sum(
@@ -171,7 +171,7 @@ def count_visits(rank: RankAtEnd, call: Call) -> int:
 
 
 def describe_skipping_block(block: Block) -> str:
-    """Describe a block by which a rank may skip a pass or step."""
+    """Describe a block, such as an `if`, that may skip calls on a rank."""
     return f"the `{block.word}` at {block.head} may leave it out"
 
 

@@ -16,12 +16,12 @@ from ddpcheck.trace.view import NotRecorded, View
 
 @dataclass(frozen=True, slots=True)
 class Program(View):
-    """Files and loaded states, by rank in order of time."""
+    """Files that ranks read and write, and `load_state_dict` calls without effect."""
 
     checks = ("files",)
-    uses: Sequence[Sequence[FileUsed]] = ()
+    uses: Sequence[Sequence[FileUsed]] = ()  # by rank, in order of time
     empty: Collection[str] = ()  # paths of files without content
-    loads: Sequence[Sequence[NothingLoaded]] = ()  # `load_state_dict` calls without a matching key
+    loads: Sequence[Sequence[NothingLoaded]] = ()  # by rank: `load_state_dict` calls without a matching key
     ended: bool = True  # if the script has reached its end
 
     @classmethod
@@ -31,7 +31,7 @@ class Program(View):
         return cls(facts.events(FileUsed), empty, facts.events(NothingLoaded), facts.ended)
 
     def require_end(self, subject: str) -> None:
-        """Raise `NotRecorded` if the script may have used more files later."""
+        """Raise `NotRecorded` about `subject` if the script has not reached its end."""
         if not self.ended:
             raise NotRecorded(f"{subject} are not compared: the script has not reached its end")
 

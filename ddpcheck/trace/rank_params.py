@@ -36,7 +36,7 @@ _NOT_VALUES = (
 
 
 class RankParams:
-    """Parameters and buffers whose names in reports match patterns."""
+    """Parameters and buffers that patterns of the user (`rank-parameters`) exclude from comparisons."""
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self.patterns = patterns
@@ -44,7 +44,7 @@ class RankParams:
         self._has_compared = False
 
     def left_out_of(self, ranks: Sequence[RankTrace]) -> Sequence[RankTrace]:
-        """Return logs without values, gradients and optimizer state of matching parameters."""
+        """Return copies of logs without values, gradients and optimizer state of matching parameters."""
         if not self.patterns:
             return ranks
         return [replace(rank, entries=[*map(self._left_out_of_entry, rank.entries)]) for rank in ranks]
@@ -53,7 +53,7 @@ class RankParams:
         return self.without(entry) if isinstance(entry, _COMPARED) else entry
 
     def without(self, facts: _Facts) -> _Facts:
-        """Return facts without the values of matching parameters and buffers."""
+        """Return a copy of `facts` without the values of matching parameters and buffers."""
         fields = {name: value for name, value in structs.asdict(facts).items() if name not in _NOT_VALUES}
         has_class = isinstance(facts, OptimizerStep)
         untyped: Any = facts
@@ -70,10 +70,7 @@ class RankParams:
         return self.without(value) if isinstance(value, ReplicaState | DdpStepEvidence) else value
 
     def has(self, key: str, *, has_class: bool = False) -> bool:
-        """Return True if a key names a matching parameter or buffer.
-
-        `has_class`: outside of wrappers, names begin with the class of the module ("Net.fc.weight").
-        """
+        """Return True if a key ("fc.weight", or with `has_class` "Net.fc.weight") matches a pattern."""
         self._has_compared = True
         name = key if (match := _KEY.match(key)) is None else match[1]
         names = [name, *([name.partition(".")[2]] if has_class and "/" not in key else [])]
@@ -89,7 +86,7 @@ class RankParams:
 
     @property
     def unmatched(self) -> list[str]:
-        """Notes on patterns without a parameter."""
+        """Notes on patterns that match no parameter."""
         matched = {pattern for patterns in self.names.values() for pattern in patterns}
         idle = [pattern for pattern in self.patterns if pattern not in matched and self._has_compared]
         return [f"rank-parameters: no parameter has a name like {pattern!r}" for pattern in idle]

@@ -23,7 +23,7 @@ WriteFacts = tuple[Location | None, list[str], tuple[int, ...]]  # line of a wri
 
 
 def common_values(by_rank: Sequence[Mapping[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Map keys that all ranks have to values by rank, in rank 0's order."""
+    """Return by key the values on all ranks, if all ranks have the key."""
     common = [key for key in by_rank[0] if all(key in values for values in by_rank)] if by_rank else []
     return {key: [values[key] for values in by_rank] for key in common}
 
@@ -34,12 +34,12 @@ def aligned(by_rank: Sequence[Mapping[Any, _Value]]) -> list[list[_Value]]:
 
 
 def differing_values(by_rank: Sequence[Mapping[_Key, Any]]) -> dict[_Key, list[Any]]:
-    """Map keys whose values differ between ranks to the values by rank."""
+    """Return by key the values on all ranks, if the values differ between ranks."""
     return {name: values for name, values in common_values(by_rank).items() if len(set(values)) > 1}
 
 
 def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:
-    """Map names whose values differ between ranks to the ranks in the minority."""
+    """Return names whose values differ between ranks, each with the ranks in the minority."""
     return {name: minority_ranks(per_rank) for name, per_rank in differing_values(values).items()}
 
 
@@ -65,9 +65,9 @@ def ranks_by_call(
 
 
 def write_facts(changes: Changes, copy: str) -> WriteFacts:
-    """Return line, evidence and ranks of the only line that writes a copy.
+    """Return line, evidence and ranks of the writes to a module copy named `copy`.
 
-    Lines at which only some ranks write are preferred. Without exactly one line: (None, [], ()).
+    Lines at which only some ranks write are preferred. If not exactly one line remains, return (None, [], ()).
     """
     ranks = ranks_by_call(changes, lambda change: copy in change.names)
     writers_by_call = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
@@ -80,7 +80,7 @@ def write_facts(changes: Changes, copy: str) -> WriteFacts:
 
 
 def buffer_writes(changes: Changes, name: str) -> dict[int, ModuleChanged]:
-    """Return the last change of a buffer by rank."""
+    """Return by rank the last change of the buffer `name`."""
     return {
         rank: change
         for rank, rank_changes in enumerate(changes)
@@ -142,7 +142,7 @@ class ReplicaFacts:
 
 
 def steps_with_equal_end(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
-    """Return steps with equal parameters on all ranks before the next update."""
+    """Return steps with equal parameters on all ranks before the optimizer steps again."""
     after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
     before = {
         step - 1
@@ -153,7 +153,7 @@ def steps_with_equal_end(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> li
 
 
 def differing_program_data(data: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return variables whose text differs between ranks, unless they hold the rank number."""
+    """Return variables whose text differs between ranks by more than the rank number."""
     values = differing_values(data) if data else {}
     return {name: by_rank for name, by_rank in values.items() if not _differ_by_rank_number(by_rank)}
 

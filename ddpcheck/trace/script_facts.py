@@ -52,12 +52,12 @@ class WrapperTrace:
 
     @property
     def captured(self) -> dict[int, list[ReplicaCaptured]]:
-        """Recorded replicas after backward passes, by step."""
+        """Replicas recorded after backward passes, by step."""
         return group_by(itertools.chain.from_iterable(self.events(ReplicaCaptured)), lambda replica: replica.step)
 
     @property
     def compared(self) -> dict[int, list[ReplicaCaptured]]:
-        """Recorded replicas by step, of steps that were recorded on each of `ranks`."""
+        """Replicas by step, only for steps that all ranks (`ranks`) recorded."""
         return {step: replicas for step, replicas in self.captured.items() if len(replicas) == len(self.ranks)}
 
     @property
@@ -125,7 +125,7 @@ class ScriptFacts:
 
     @cached_property
     def unwatched(self) -> dict[str, str]:
-        """Reasons why check lines cannot be judged, because a recorder failed; by check line."""
+        """Check lines that cannot be judged because a recorder failed, each with the reason."""
         reasons: dict[str, str] = {}
         for rank in self.ranks:
             for entry in entries_of(rank, WatchingFailed):
@@ -214,7 +214,7 @@ class ScriptFacts:
 
     @cached_property
     def moved(self) -> Mapping[str, bool]:
-        """Map parameters with gradients to True if their values change in training (rank 0)."""
+        """Map each parameter with gradients to True if training changes its values (rank 0)."""
         values: dict[str, set[int]] = {}
         counts: Counter[str] = Counter()
         for replica in entries_of(self.ranks[0], ReplicaCaptured):
@@ -327,8 +327,8 @@ class ScriptFacts:
     def averages_by_hand(self, wrapper: int) -> bool:
         """Check if the script averages gradients that the wrapper does not average.
 
-        If so, gradients agree between ranks at each optimizer step. Steps on gradients that DDP has averaged count only
-        if a communication hook leaves different gradients on ranks.
+        If so, gradients agree between ranks at each optimizer step. Steps whose gradients DDP has averaged are ignored,
+        unless a communication hook of DDP leaves different gradients on ranks.
         """
         steps = [
             rank_steps
@@ -348,7 +348,7 @@ class ScriptFacts:
 
 
 def _share_on_purpose(ranks: Sequence[RankTrace], dealt: bool) -> bool:
-    """Check if ranks share samples on purpose (`dealt`: samplers split data between groups)."""
+    """Check if ranks get equal samples on purpose; `dealt`: samplers give groups different samples."""
     group = tuple(rank.started.rank for rank in ranks)
     used = [use.members for rank in ranks for use in entries_of(rank, GroupUsed) if use.differentiated_at is not None]
     if group in used and len(group) < ranks[0].started.world_size:
@@ -374,7 +374,7 @@ def _share_gradient(rank: RankTrace, peer: RankTrace) -> bool:
 def steps_with_reductions(
     rank: RankTrace, steps: Sequence[OptimizerStep]
 ) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
-    """Yield each optimizer step with the reduction before it, if that was recorded."""
+    """Yield optimizer steps for which the preceding gradient reduction was recorded, with that reduction."""
     reduced = {(entry.wrapper, entry.step + 1): entry for entry in entries_of(rank, ReplicaCaptured) if entry.averaged}
     for step in steps:
         wrapper_ids = {name.partition("/")[0] for name in step.norms}
@@ -389,7 +389,7 @@ def first_steps(rank: RankTrace) -> list[OptimizerStep]:
 
 
 def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: RankTrace) -> OptimizerEnd:
-    """Return `end` with the number of reductions, if unknown since the optimizer was freed."""
+    """Return `end`, with the number of reductions added if the optimizer was freed early."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
     wrapper_ids = {int(name.partition("/")[0]) for name in last.wrapped_params}
@@ -404,7 +404,7 @@ def _steps_of_all_ranks(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
-    """Map groups of ranks to their model split, if all members report the group."""
+    """Return the model split of each group of ranks that all its members report."""
     groups: dict[tuple[int, ...], ModelSplit] = {}
     for rank_splits in splits.values():
         for split in rank_splits[:1]:

@@ -34,7 +34,7 @@ class ShownPair:
 
     @property
     def source(self) -> tuple[str, str, int]:
-        """Line, text and index of the number, equal in each epoch."""
+        """Line, text and index that identify the same number in all epochs."""
         return str(self.entry.location), self.entry.text, self.index
 
 
@@ -87,14 +87,14 @@ def _quantity(text: str, single_text: str, noise_text: str, padding: float) -> Q
 
 
 def _last_digit_unit(text: str) -> float:
-    """Return the unit of the last digit, or 0.0 without decimals."""
+    """Return the unit of the last digit: 0.01 for "3.14", but 0.0 for "3"."""
     mantissa, _, exponent = text.lower().partition("e")
     places = len(mantissa.partition(".")[2])
     return 0.0 if not places else 10.0 ** (int(exponent or 0) - places)
 
 
 def _are_rates(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
-    """Check if numbers are within their runs' learning rates, which differ between runs."""
+    """Check if both numbers may be learning rates, which legitimately differ between the runs."""
     pairs = [(float(text), _last_digit_unit(text), lrs) for text, lrs in zip(texts, rates, strict=True) if lrs]
     ends = {max(lrs) for _, _, lrs in pairs}
     return len(ends) > 1 and all(min(lrs) - digit <= value <= max(lrs) + digit for value, digit, lrs in pairs)
@@ -112,14 +112,14 @@ def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
 
 
 def first_unequal(comparison: Comparison, steps: range, difference: float = NEAR) -> tuple[Location, str] | None:
-    """Return line and name of an evaluation's first variable that differs, or None.
+    """Return line and name of the first evaluation variable that differs, or None.
 
     A variable is equal if its sum, mean, maximum or minimum over ranks is the value in the single process.
 
     Args:
         comparison: The runs.
         steps: Numbers of optimizer steps after which evaluations are compared.
-        difference: Relative difference of the number computed from the variable.
+        difference: Relative difference of a number computed from the variable; a quarter, at most `NEAR`, is allowed.
     """
     *values_by_rank, single_values = (_last_values(rank, steps) for rank in (*comparison.ranks, comparison.single))
     noise = _last_values(comparison.noise, steps) if comparison.noise else single_values
@@ -151,11 +151,8 @@ def line_of_number(rank: RankTrace, steps: range, text: str) -> tuple[Location, 
 
 
 def _last_values(rank: RankTrace, steps: range) -> dict[_Line, tuple[float, ...]]:
-    """Return the last value of each variable by evaluation line, in order.
-
-    Earlier values are dropped: loops assign a variable a different number of times on each rank.
-    """
-    last_values: dict[_Line, tuple[float, ...]] = {}
+    """Return the last value of each variable by evaluation line, in order."""
+    last_values: dict[_Line, tuple[float, ...]] = {}  # loops assign a different number of values on each rank
     for traced in entries_of(rank, EvaluationTraced):
         for value in traced.values if traced.steps in steps else ():
             key = traced.steps, value.path, value.line, value.function, value.name
@@ -165,14 +162,11 @@ def _last_values(rank: RankTrace, steps: range) -> dict[_Line, tuple[float, ...]
 
 
 def _reductions(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
-    """Yield the maximum, minimum, sum and mean over ranks.
-
-    No sum or mean if ranks have equal non-integers: already reduced.
-    """
+    """Yield maximum and minimum over ranks, and unless already reduced, sum and mean."""
     for extreme in (max, min):
         yield [extreme(column) for column in zip(*numbers, strict=True)]
     if len(set(numbers)) == 1 and any(number % 1 for number in numbers[0]):
-        return
+        return  # equal non-integers are already reduced
     sums = [math.fsum(column) for column in zip(*numbers, strict=True)]
     yield sums
     yield [total / len(numbers) for total in sums]

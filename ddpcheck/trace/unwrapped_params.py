@@ -23,7 +23,7 @@ def names_differing(values: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def are_close(values: Sequence[float | None]) -> bool:
-    """Check if values agree within rounding, or one has overflowed."""
+    """Check if values agree within rounding, or a value has overflowed."""
     numbers = [value for value in values if value is not None]
     if any(not math.isfinite(value) for value in numbers):
         return True  # GradScaler skips the step on overflow
@@ -64,7 +64,7 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
 
 
 def are_scaled(names: Sequence[str], steps: Steps) -> list[str]:
-    """Return parameters whose gradients on ranks are equal up to each rank's median factor."""
+    """Return names whose gradients differ between ranks only by one factor per rank."""
     sketches = {name: [entry.gradients.get(name, ()) for entry in steps] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in by_rank] for name, by_rank in sketches.items()}
     factors = [[norm / by_rank[0] for norm in by_rank] for by_rank in norms.values() if min(by_rank) > LEAST]
@@ -89,7 +89,7 @@ def any_gradient_differs(steps: Steps) -> bool:
 
 
 def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
-    """Return ranks whose values of `names` differ from most ranks'; () for two ranks."""
+    """Return ranks whose values of `names` differ from the majority; () for two ranks."""
     by_rank = [[(name, rank_values.get(name)) for name in names] for rank_values in values]
     rounded = [tuple((n, f"{value:.3g}") for n, value in rank_values if value is not None) for rank_values in by_rank]
     return minority_ranks(rounded) if len(values) > 2 else ()

@@ -25,7 +25,7 @@ def find_circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[i
 
 @dataclass(frozen=True, slots=True)
 class GroupLogs:
-    """Aligned collectives of one process group."""
+    """Collectives of one process group by rank; all logs begin at the same call."""
 
     name: str
     members: tuple[int, ...]  # known members
@@ -36,7 +36,7 @@ class GroupLogs:
 
 @dataclass(frozen=True, slots=True)
 class RanksSeen:
-    """State of the ranks of a job."""
+    """State of the ranks of a job: Flight Recorder dumps, current lines, finished ranks."""
 
     dumps: Mapping[int, RankDump]  # recorder contents by rank, if recorded
     at_work: frozenset[int] = frozenset()  # running ranks that may still reach a collective
@@ -62,8 +62,8 @@ class WaitGraph:
         open_calls: Calls that have not ended, by rank, in the order of entry.
         devices: First call that peers have completed and the rank's device has not, by rank.
         waits: Calls in which a rank waits, by rank; without the ranks of `devices`.
-        stopped: Ranks that others wait for, and that are in no call or in one that peers have completed.
-        missing: Ranks that others wait for, without a dump.
+        stopped: Ranks that other ranks wait for, and that are in no call, or in a call that peers have completed.
+        missing: Ranks that other ranks wait for, and that have no dump.
     """
 
     def __init__(self, dumps: Mapping[int, RankDump], groups: Iterable[_Group]) -> None:
@@ -92,14 +92,14 @@ class WaitGraph:
         return not call.between_two and call.number < self._furthest.get(self.group(rank, call), 0)
 
     def _uncompleted_call(self, rank: int) -> RecordedCall | None:
-        """Return the first call that peers completed and the device did not."""
+        """Return the first call that peers completed and the device of `rank` did not."""
         passed = [call for call in self.open_calls[rank] if self._is_completed_by_peer(rank, call)]
         if self.dumps[rank].gloo or all(call.call.operation in ROOTED for call in passed):
             return None
         return max(group_by(passed, lambda call: call.group).values(), key=len)[0]
 
     def _waits_of(self, rank: int) -> list[_Wait]:
-        """Return the pending calls of a rank with absent peers, else with delayed peers.
+        """Return pending calls in which a rank waits for absent, else for delayed peers.
 
         Absent peers have not entered the call. Delayed peers have a different call as their first open call.
         """
@@ -125,7 +125,6 @@ class WaitGraph:
         return self._known_absent[key]
 
     def _delayed_peers(self, rank: int, call: RecordedCall) -> frozenset[int]:
-        """Return the peers of a call whose first open call is a different one."""
         peers = {call.peer} if call.between_two else {*self.group(rank, call)[1]}
         first_calls = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
         return frozenset(
@@ -135,7 +134,7 @@ class WaitGraph:
         )
 
     def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
-        """Return ranks that completed most collectives of the call's group, and the last number."""
+        """Return ranks that completed most collectives of a group, and the last collective's number."""
         number = self._furthest[group := self.group(rank, call)]
         return [peer for peer, position in self._places[group].items() if position[0] == number], number - 1
 
@@ -172,7 +171,10 @@ class WaitGraph:
         evidence: Sequence[str] = (),
         call: RecordedCall | None = None,
     ) -> list[Finding]:
-        """Create a finding on `roots`, located at `call` or a waiting call."""
+        """Create a finding on `roots`, the ranks that other ranks wait for.
+
+        `cause` begins the message. The location is `call`, else the first call in which a rank waits for `roots`.
+        """
         lines, waiting = self.who_waits(roots)
         calls = [call] if call is not None else [call for _, call, _ in self.waits_on(roots)]
         others = "the other " if len(waiting) + len(roots) == len(self.dumps.keys() | self.missing) else ""
@@ -225,7 +227,10 @@ class WaitGraph:
 def _positions(
     dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
-    """Yield (rank, (number, is_open)) of its open collective, else the next."""
+    """Yield (rank, position in the process group `name`) of the ranks of the group.
+
+    A position is (number, True) of the first open collective, else (number, False) of the next collective.
+    """
     present = {rank: dumps[rank] for rank in members if rank in dumps}
     by_rank = {rank: dump.collectives(name) for rank, dump in present.items()}
     largest = max((call.number for calls in by_rank.values() for call in calls), default=0)

@@ -70,7 +70,6 @@ class Wrappers(ScriptView):
         return all(wrapper.made.context.sharded for wrapper in self.facts.wrappers)
 
     def _compare_replicas(self, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield a text on modules and tensors that match between ranks."""
         facts = self.facts
         count = max(sum(map(len, w.events(ReplicaCaptured))) // len(w.ranks) for w in facts.wrappers)
         if count and all(RULES[finding.code].buffers_only for finding in findings):
@@ -85,7 +84,6 @@ class Wrappers(ScriptView):
         self._require_all_steps(count)
 
     def _compare_gradients(self, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield a text on gradients compared with the average of local gradients."""
         facts = self.facts
         captured = [replicas for wrapper in facts.wrappers for replicas in wrapper.events(ReplicaCaptured)]
         lossy = [[r.hook for r in replicas if max(r.eps.values(), default=0.0) >= LOSSY_HOOK] for replicas in captured]
@@ -108,7 +106,7 @@ class Wrappers(ScriptView):
             raise NotRecorded(NOT_REDUCED)
 
     def _require_all_steps(self, count: int, reasons: Sequence[str] = ()) -> None:
-        """Raise `NotRecorded` unless all steps were compared; `count`: steps compared."""
+        """Raise `NotRecorded` unless all steps were compared; `count`: number of compared steps."""
         entries = (entry for wrapper in self.facts.wrappers for entry in chain(*wrapper.events(NotCompared)))
         parts = "; ".join((*sorted({entry.why for entry in entries}), *reasons))
         if parts or not count:
@@ -122,7 +120,7 @@ def describe_missing_ranks(missing: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Copies(View):
-    """States of modules outside of the wrappers; sequences are by rank."""
+    """States of modules outside of wrappers, such as copies; sequences are by rank."""
 
     checks = ("replicas",)
     states: Sequence[Sequence[UnwrappedModel]]  # before optimizer steps

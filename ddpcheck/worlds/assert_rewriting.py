@@ -36,14 +36,14 @@ def _hook() -> Any:
 
 
 def rewrite_on_import(names: Iterable[str]) -> None:
-    """Rewrite the assertions of these modules on import; called on ranks."""
+    """Have pytest rewrite the assertions of modules `names` when a rank imports the modules."""
     with contextlib.suppress(Exception):  # another version of pytest
         if new_names := set(names) - sys.modules.keys():
             _hook().mark_rewrite(*new_names)
 
 
 def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None) -> None:
-    """Have a failed `assert left == right` on a rank explained as in pytest."""
+    """Make a failed `assert left == right` show pytest's explanation, under these pytest options."""
     try:
         from _pytest import assertion
         from _pytest.assertion import truncate, util

@@ -30,12 +30,12 @@ _contexts = contextlib.ExitStack()  # contexts that are never exited; an unrefer
 
 
 def uses_compile() -> bool:
-    """Return True if user code has called `torch.compile` or left a cached Dynamo backend."""
+    """Return True if user code or a preloaded module has called `torch.compile`."""
     return bool(_state.asked)
 
 
 def watch_compiling(times: Any) -> None:
-    """Patch the imported torch to record compile time in `times`, a rank's `Slots`."""
+    """Patch `torch.compile` to record compile time in `times`, the rank's shared memory (`Slots`)."""
     torch: Any = sys.modules["torch"]
     _state.times = times
     if "torch._inductor.config" in sys.modules and os.environ.items() >= ONE_THREAD.items():
@@ -76,7 +76,7 @@ def run_eagerly() -> None:
 
 @contextlib.contextmanager
 def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
-    """Set the `torch.compiler` stance of all threads in a block; needs torch 2.6."""
+    """Set the `torch.compiler` stance during a block; no effect before torch 2.6."""
     torch: Any = sys.modules["torch"]
     with contextlib.ExitStack() as stack:
         if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:
@@ -86,7 +86,7 @@ def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
 
 
 def _apply_to_dynamo() -> None:
-    """Register timing callbacks and apply the eager stance; called again after `torch._dynamo.reset`."""
+    """Register timing callbacks in Dynamo; set the eager stance if eager mode is on."""
     import torch
     import torch._dynamo
 

@@ -92,7 +92,6 @@ def exception_data(error: BaseException, status: str, collective: str) -> dict[s
 
 
 def _root_of(error: BaseException) -> BaseException:
-    """Return the root of the exception chain of `error` (`__cause__` or `__context__`)."""
     chain = [error]
     while True:
         current = chain[-1]
@@ -110,7 +109,7 @@ def _format(error: BaseException) -> str:
 
 
 def failure_of_exception(rank: int, reply: dict[str, Any]) -> RankFailure:
-    """Return the failure of a rank that sent `reply`, made by `exception_data`."""
+    """Return the failure of a rank; `reply`: result of `exception_data` on the rank."""
     exception = None
     with contextlib.suppress(Exception):  # missing, or class not importable here: use the text
         exception = wire.loads(reply["exception"])
@@ -207,7 +206,7 @@ def thread_failure(rank: int, dump: str, error: str) -> RankFailure | None:
 def sort_failures(failures: Sequence[RankFailure]) -> list[RankFailure]:
     """Sort failures by time, with consequences of other failures last.
 
-    A connection lost because another rank failed gets kind 'fell'. A dead rank's exit may be timed after its effects.
+    A rank that lost its connection to a failed rank gets kind 'fell'. A death is a cause even if recorded later.
     """
     causes = [failure for failure in failures if failure.kind != "stuck" and not lost_connection(failure)]
     marked = []

@@ -55,7 +55,6 @@ class _World:
     outbox: wire.Outbox = field(default_factory=wire.Outbox)
 
     def send(self, message: object) -> None:
-        """Send a message to the parent without blocking."""
         self.outbox.send(self.notify, wire.pack(message))
 
 
@@ -164,7 +163,7 @@ class Server:
 
     @contextlib.contextmanager
     def _serving_on_timer(self) -> Iterator[None]:
-        """Run `_serve_once` on a timer during an import in this block."""
+        """Call `_serve_once` periodically, by a timer signal, while the block imports modules."""
 
         def on_alarm(*_: object) -> None:
             if not self._importing:  # signal pending at the end of the block

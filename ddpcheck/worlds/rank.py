@@ -88,7 +88,7 @@ class Slots(ctypes.Structure):
         return self.collective_bytes.decode("utf-8", "replace")
 
     def compiling(self, now: float) -> float:
-        """Return the compile seconds in this run until `now`, with the current compilation."""
+        """Return the compile seconds in this run until `now`, including the current compilation."""
         return self.compiled + max(0.0, now - self.compiles_since if self.compiles_since else 0.0)
 
 
@@ -122,7 +122,7 @@ def current_slots() -> Slots:
 
 
 def main(sock: socket.socket) -> NoReturn:
-    """Run as a rank on `sock` until the parent closes the world."""
+    """Run this process as a rank: serve requests from `sock` until the world closes."""
     code = 0
     try:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until faulthandler has its file

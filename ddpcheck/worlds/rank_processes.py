@@ -66,7 +66,7 @@ class RankProcesses:
     ) -> None:
         """Start each rank with its starter and hash seed, without waiting.
 
-        With `ahead`, worlds started later may be ready first. Raises `OSError` if the system is out of resources.
+        `ahead`: the ranks are not needed yet; later worlds may be ready first. Raises `OSError` if out of resources.
         """
         with contextlib.ExitStack() as stack:
             fds = []
@@ -236,7 +236,7 @@ class RankProcesses:
             self.kill()
 
     def release(self, is_owner: bool) -> None:
-        """Close all sockets, and the descriptors of `StartedRanks` unless in a forked child."""
+        """Close all sockets, and if `is_owner` (not a forked child), the descriptors of `StartedRanks`."""
         for rank in self.ranks:
             rank.sock.close()
         self._selector.close()
@@ -262,7 +262,7 @@ class RankProcesses:
             return b""
 
     def forget_files(self) -> None:
-        """Truncate output and stack files; delete attachments and stale store files."""
+        """Clear the files of the last run: output, stacks, attachments and stale stores."""
         for rank in self.ranks:
             for kind in ("out", "stack"):
                 if file_size(path := self.path(rank.number, kind)):

@@ -55,9 +55,9 @@ NO_PRELOAD = "_DDPCHECK_NO_PRELOAD"
 def gloo_interface(one_machine: bool, local_address: str, master_addresses: Iterable[str]) -> str:
     """Return the value for `GLOO_SOCKET_IFNAME`, or '' if gloo's default works.
 
-    By default gloo binds to the address of this machine's hostname. On one machine the hostname may not resolve; on
-    several machines it must not resolve to the loopback interface, as is common. `local_address` is the address on
-    the route to rank 0, `master_addresses` are the addresses of rank 0's machine as seen by each rank.
+    By default gloo binds to the address of this machine's hostname. On one machine the hostname may not resolve. On
+    several machines the hostname often resolves to the loopback interface, which other machines cannot reach.
+    `local_address`: own address on the route to rank 0. `master_addresses`: rank 0's machine as seen by each rank.
     """
     if one_machine:
         with contextlib.suppress(OSError):
@@ -106,7 +106,7 @@ def redirect_output(path: Path) -> None:
 
 
 def apply_context(config: wire.RankConfig, context: wire.ProcessContext) -> None:
-    """Apply `context` and the `RANK` variables to this process; reseed its generators."""
+    """Apply `context` and variables such as `RANK` to this process; reseed random generators."""
     environment = {
         **compilation.ONE_THREAD,
         **context.environment,
@@ -142,7 +142,7 @@ def apply_context(config: wire.RankConfig, context: wire.ProcessContext) -> None
 
 
 def seed() -> None:
-    """Reseed every generator, since inherited states are the same on all ranks."""
+    """Reseed every random generator: states inherited by fork are the same on all ranks."""
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
@@ -150,7 +150,7 @@ def seed() -> None:
 
 
 def generators(*, thorough: bool) -> dict[str, Any]:
-    """Return the generator states of torch, and if `thorough` of Python and numpy."""
+    """Return the random generator states of torch; if `thorough`, also of Python and numpy."""
     torch, numpy, states = sys.modules.get("torch"), sys.modules.get("numpy.random"), dict[str, Any]()
     if torch is not None and hasattr(torch, "get_rng_state"):  # False while torch is being imported
         states["torch"] = torch.get_rng_state()

@@ -59,7 +59,7 @@ The exit code is `None` if the process that started the rank is lost, too.
 
 
 class StartedRanks(Protocol):
-    """Ranks started with one hash seed."""
+    """Interface to ranks that were started together, with one hash seed."""
 
     channel: socket.socket | None  # readable if there may be events; if `None`, poll `events`
     over: bool  # True if no more events will follow
@@ -91,7 +91,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessContext:
-    """Return paths and environment of this process, updated with `variables`, for its ranks."""
+    """Return paths, arguments and environment for ranks: from this process, updated with `variables`."""
     variables = variables or {}
     return wire.ProcessContext(
         environment={**inherited_environment(), **variables},
@@ -103,7 +103,7 @@ def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessC
 
 
 def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
-    """Return each rank's `PYTHONHASHSEED`: the user's, or two alternating seeds if `differ`."""
+    """Return each rank's `PYTHONHASHSEED`: the user's value, else fixed seeds, alternating if `differ`."""
     hash_seed = os.environ.get("PYTHONHASHSEED", "random")
     if hash_seed not in ("", "random"):
         return [hash_seed] * world_size
@@ -139,7 +139,10 @@ def wait_until(holds: Callable[[], object], seconds: float, pause: float = 0.01)
 
 
 def ask_for_stacks(files: Sequence[Path], ask: Callable[[], object], seconds: float, quiet: float) -> None:
-    """Truncate `files`, call `ask`, and wait until no file grows for `quiet` seconds."""
+    """Have ranks dump stacks into `files`: call `ask`, and wait for complete files.
+
+    The files are truncated first, and are complete if none grows for `quiet` seconds. Wait for at most `seconds`.
+    """
     for file in files:
         if file_size(file):
             os.truncate(file, 0)
@@ -184,7 +187,6 @@ class _ForkServer:
         return self.process.poll() is None
 
     def send(self, request: dict[str, Any], fds: Sequence[int] = (), timeout: float = 60.0) -> None:
-        """Send a request; raise `OSError` if the server is gone."""
         with self._lock:
             self._sock.settimeout(timeout)
             socket.send_fds(self._sock, [pickle.dumps(request)], fds)
@@ -257,7 +259,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 class ForkedRanks:
-    """Ranks forked from a server after import of `preload` and, if `ahead`, `DDP_MODULES`."""
+    """Ranks forked from a server that has imported `preload` and, if `ahead`, `DDP_MODULES`."""
 
     def __init__(
         self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool

@@ -121,7 +121,7 @@ class Inbox:
         self._data = bytearray()
 
     def drain(self, sock: socket.socket) -> tuple[list[Any], bool]:
-        """Return the complete messages, without waiting, and False if disconnected, else True."""
+        """Return the complete messages received so far, and True if still connected; non-blocking."""
         connected = False
         try:
             while chunk := sock.recv(_CHUNK):
@@ -255,7 +255,7 @@ def put_value(put: Callable[[str, bytes], object], name: str, data: bytes) -> No
 
 
 def get_value(get: Callable[[str], bytes], name: str) -> bytes:
-    """Read a value written by `put_value`; it must exist."""
+    """Read a value that `put_value` wrote; the value must exist."""
     head = bytes(get(name))
     indices = range(1, int.from_bytes(head[:_COUNT], "big"))
     return b"".join([head[_COUNT:], *(bytes(get(f"{name}#{index}")) for index in indices)])

@@ -35,7 +35,10 @@ def step(count: int, rank: int, **more: Any) -> OptimizerStep:
 def steps(values: Any, gradients: Any, **more: Any) -> list[list[OptimizerStep]]:
     """Three steps of two ranks: of the parameter "w", whose value and gradient are functions of step and rank."""
     return [
-        [step(n, rank, alone={"w": values(n, rank)}, gradients={"w": gradients(n, rank)}, **more) for rank in (0, 1)]
+        [
+            step(n, rank, unwrapped_params={"w": values(n, rank)}, gradients={"w": gradients(n, rank)}, **more)
+            for rank in (0, 1)
+        ]
         for n in range(3)
     ]
 
@@ -57,16 +60,18 @@ def test_values_that_differ_from_the_start_are_told_at_the_broadcast(more: dict[
 
 def test_values_that_differ_from_the_start_are_told_at_the_seed_if_that_differs() -> None:
     finding = make_finding("DDP208", ("w",), "", location=STEP)
-    apart = [step(0, rank, seed=rank, seeded=SEEDS) for rank in (0, 1)]
+    apart = [step(0, rank, seed=rank, seeded_at=SEEDS) for rank in (0, 1)]
     assert_says([locate_seed(finding, apart)], "at train.py:5 ... rank 0: 0; rank 1: 1 ... seed")
-    changes: list[dict[str, Any]] = [{"seed": 1}, {"seed": None}, {"seeded": None}]
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"seed": None}, {"seeded_at": None}]
     for change in changes:
         assert locate_seed(finding, [replace(apart[0], **change), apart[1]]) is finding
     assert locate_seed(replace(finding, code="DDP306"), apart).location == STEP
 
 
 def test_gradients_that_differ_by_the_scale_of_a_scaler_are_told_at_the_line_that_loads_it() -> None:
-    of_ranks = [step(0, rank, held=("0/w",), averaged=True, norms={"0/w": 1.0 / (1 + 15 * rank)}) for rank in (0, 1)]
+    of_ranks = [
+        step(0, rank, wrapped_params=("0/w",), averaged=True, norms={"0/w": 1.0 / (1 + 15 * rank)}) for rank in (0, 1)
+    ]
     scaled = [replace(of_ranks[0], scale=64.0, scale_at=LOADS), replace(of_ranks[1], scale=1024.0)]
     words = "DDP301 ... at train.py:15 ... rank 0: 64; rank 1: 1024 ... GradScaler"
     assert_says(judge_step_gradients([scaled]), words)
@@ -76,7 +81,9 @@ def test_gradients_that_differ_by_the_scale_of_a_scaler_are_told_at_the_line_tha
 
 def test_gradients_that_are_scaled_after_a_reduction_by_hand_are_told_there() -> None:
     alone = {"v": 1, "w": 2}
-    of_ranks = [step(0, r, alone=alone, gradients=dict.fromkeys(alone, (1.0 + r, 2.0 + 2 * r))) for r in (0, 1)]
+    of_ranks = [
+        step(0, r, unwrapped_params=alone, gradients=dict.fromkeys(alone, (1.0 + r, 2.0 + 2 * r))) for r in (0, 1)
+    ]
     (found,) = judge_scaled_by_hand([of_ranks])
     assert (found.code, found.location) == ("DDP301", REDUCES)
 
@@ -146,7 +153,7 @@ def test_only_a_load_after_wrapping_is_told_to_leave_assign_out(*, assigned: boo
 @pytest.mark.parametrize(("on", "where"), [((1,), SEEDS), ((), REDUCES), ((0, 1), REDUCES)])
 @pytest.mark.parametrize("limit", [0.5, 9.0])  # of the larger one nothing is clipped
 def test_a_clip_on_some_ranks_only_is_the_line(on: tuple[int, ...], where: Location, limit: float) -> None:
-    of_ranks = [step(2, rank, held=("0/w",), averaged=True, norms={"0/w": 2.0 - rank}) for rank in (0, 1)]
+    of_ranks = [step(2, rank, wrapped_params=("0/w",), averaged=True, norms={"0/w": 2.0 - rank}) for rank in (0, 1)]
     clips = [[GradientsClipped(n, 2.0, SEEDS, n, limit=limit) for n in range(3 * (rank in on))] for rank in (0, 1)]
     (found,) = judge_step_gradients([of_ranks], clips)
     at_clip = where == SEEDS and limit < 2

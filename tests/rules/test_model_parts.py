@@ -52,8 +52,8 @@ OTHER = {"norm.weight": (2.0, 1.0), "norm.bias": (0.5, -1.0)}
         ({}, {"gradients": times(1.0 + 1e-6)}, ""),
         ({}, {"gradients": times(1.5)}, "DDP306"),
         ({"gradients": {}}, {"gradients": {}}, ""),
-        ({"split": (), "unheld": ("up.weight",)}, {"split": (), "unheld": ("up.weight",)}, "DDP504"),
-        ({"unheld": ("down.weight",)}, {"unheld": ("down.weight",)}, ""),  # one optimizer of two
+        ({"split": (), "unoptimized": ("up.weight",)}, {"split": (), "unoptimized": ("up.weight",)}, "DDP504"),
+        ({"unoptimized": ("down.weight",)}, {"unoptimized": ("down.weight",)}, ""),  # one optimizer of two
     ],
 )
 def test_ranks_of_one_model_have_alike_what_is_not_split(one: Any, other: Any, code: str) -> None:
@@ -75,7 +75,7 @@ def test_ranks_that_skip_the_reductions_of_different_parameters_wait_for_each_ot
 
 
 def test_a_wrapper_knows_what_an_optimizer_holds() -> None:
-    stale = {"split": (), "unheld": ("up.weight",)}
+    stale = {"split": (), "unoptimized": ("up.weight",)}
     assert judge_model_parts([[step(0, **stale), step(0, **stale)]], (0, 1), SPLIT, wrapped=True) == []
 
 

@@ -49,7 +49,7 @@ def test_a_guard_that_fails_repeatedly_on_some_ranks_only(ranks: Any, told: tupl
 
 
 def test_ranks_that_reach_the_limit_of_recompilations_alone() -> None:
-    limit = [*AGAIN, compiled(SIZE, step=4, given_up=True)]
+    limit = [*AGAIN, compiled(SIZE, step=4, hit_limit=True)]
     (finding,) = judge_recompilations(trained_functions([AGAIN, limit]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP522", (1,), Location("train.py", 40))
     assert "compiled 4 times on rank 1, and 4 times on rank 0. Torch then stops compiling it" in finding.message

@@ -77,10 +77,10 @@ def test_noise_alone_beside_other_samples_of_a_loader() -> None:
 
 def test_the_line_by_which_samples_are_drawn() -> None:
     assert line_of_selection(drawn(4, "choice")) == SEED
-    assert line_of_selection(drawn(4, "choice", generator="", seeded=None)) == DRAW
+    assert line_of_selection(drawn(4, "choice", generator="", seeded_at=None)) == DRAW
     assert line_of_selection(drawn(4, "choice", own=True)) is None
-    data = [replace(one, step=0, location=SEED) for one in drawn(4, generator="", seeded=None)[0][:1]]
-    once = [[*data, *of_rank] for of_rank in drawn(4, "choice", generator="", seeded=None)]
+    data = [replace(one, step=0, location=SEED) for one in drawn(4, generator="", seeded_at=None)[0][:1]]
+    once = [[*data, *of_rank] for of_rank in drawn(4, "choice", generator="", seeded_at=None)]
     assert line_of_selection(once) == DRAW  # the data were drawn before, from an own generator, too
 
 

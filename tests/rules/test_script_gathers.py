@@ -258,4 +258,4 @@ def test_features_that_a_loss_takes_besides_what_was_gathered(besides: bool) -> 
     recorder.note_backward(loss)
     loss.backward()
     (one,) = found
-    assert one.besides == besides and one.arrived and not one.by_function
+    assert one.uses_own_rows == besides and one.gathered_gradient and not one.by_function

@@ -193,7 +193,10 @@ SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
         ([[epoch(EVEN, subset=tuple(EVEN))], [epoch(ODD, subset=tuple(ODD))]], ""),  # a shard each
         ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=SHARED)]], "DDP510"),
         ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=OWN)]], ""),
-        ([[epoch(EVEN, draws={1: 2}, held=(1, 1))], [epoch(ODD, draws={1: 3}, held=(1, 1))]], ""),  # seeded by sample
+        (
+            [[epoch(EVEN, draws={1: 2}, dataset_draws=(1, 1))], [epoch(ODD, draws={1: 3}, dataset_draws=(1, 1))]],
+            "",
+        ),  # seeded by sample
         ([[epoch(EVEN, draws=SHARED, **held)] for held in (OTHER_DATA, SAME_ROWS)], "DDP510"),  # places of own parts
         (own_rows(ALL, ALL), "DDP505"),
         (own_rows(ALL, ALL, drawn=False), ""),
@@ -202,7 +205,7 @@ SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
             "of ranks () ... Ranks 0 and 1 take ... likewise ranks 2 and 3, with different samples",
         ),
         (
-            [[epoch(ALL, epoch=3, told=OTHER_LINE)], [epoch(BACK, epoch=0, told=OTHER_LINE)]],
+            [[epoch(ALL, epoch=3, epoch_set_at=OTHER_LINE)], [epoch(BACK, epoch=0, epoch_set_at=OTHER_LINE)]],
             "bar.py:4 ... in other epochs ... sampler: rank 0: 3; rank 1: 0 ... Tell the sampler the same epoch on",
         ),
         ([endless(0, 0), endless(1, 1)], "DDP505 warning ... of the first 32 samples that each takes"),
@@ -211,7 +214,7 @@ SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
             "DDP505 warning ... share 16 of the 32 samples ... 16 of 64 are on no rank",
         ),
         (  # copies in two workers
-            [[epoch(part, draws={1: 2}, held=(1, 1))] for part in (EVEN, ODD)],
+            [[epoch(part, draws={1: 2}, dataset_draws=(1, 1))] for part in (EVEN, ODD)],
             "DDP510 ... 2 of 2 states of random generators that the dataset holds",
         ),
         (  # samples of other sizes take more or fewer numbers, from the same state on
@@ -346,7 +349,7 @@ LOADS = Location("train.py", 27)
 LOWER = {"class": "SGD", "group 0 lr": "0.01"}
 NUMBERED = [step(options={"class": "Muon", "group 0 rank": str(rank)}) for rank in range(3)]
 BY_HAND = [step(4, reductions=-1, collectives=9), step(4, reductions=-1, collectives=8, options=LOWER)]
-RESUMED = step(made_with="a", restored_at=LOADS, options=LOWER)
+RESUMED = step(initial_rates="a", restored_at=LOADS, options=LOWER)
 """Its rate has come down before."""
 
 
@@ -356,13 +359,13 @@ RESUMED = step(made_with="a", restored_at=LOADS, options=LOWER)
         ([[step(), step()], [step(4), step(4, options=LOWER)]], "DDP507", LINE, (1,)),  # a schedule
         ([[step(), step(options=LOWER)]], "DDP223", LINE, (1,)),
         ([[replace(step(), restored_at=LOADS), step(options=LOWER)]], "DDP223", LOADS, (0,)),
-        ([[RESUMED, step(made_with="a")]], "DDP507", LOADS, (0,)),
+        ([[RESUMED, step(initial_rates="a")]], "DDP507", LOADS, (0,)),
         ([[step(), replace(step(options=LOWER), reductions=2)]], "", None, ()),  # it is its second batch
         ([NUMBERED], "", None, ()),
         ([NUMBERED[::-1]], "DDP223", LINE, (1, 2)),
         ([[step(), step()], BY_HAND], "DDP508", LINE, ()),  # ranks in other steps of a loop that reduces by hand
         ([[step(), step()], [replace(one, collectives=9) for one in BY_HAND]], "DDP507", LINE, (1,)),
-        ([[step(made_with="a"), step(options=LOWER, made_with="a")]], "DDP507", LINE, (1,)),
+        ([[step(initial_rates="a"), step(options=LOWER, initial_rates="a")]], "DDP507", LINE, (1,)),
         ([[step(), step()], [step(4, options=LOWER), step(4, options=LOWER)]], "", None, ()),
     ],
 )
@@ -374,12 +377,14 @@ def test_options_of_optimizers(steps: Any, code: str, line: Location | None, ran
 
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
-    findings = judge_parts([step(held=("0/a", "0/b"), made=LINE), step(held=("0/b", "0/c"))])
+    findings = judge_parts(
+        [step(wrapped_params=("0/a", "0/b"), constructed_at=LINE), step(wrapped_params=("0/b", "0/c"))]
+    )
     assert_says(
         findings, "DDP223 ... ('its parameters',) ... at train.py:30 ... | its parameters: rank 0: a; rank 1: c |"
     )
-    assert judge_parts([step(held=("0/a", "0/b")), step(held=("0/b", "0/a"))]) == []
-    assert judge_parts([step(held=("0/a",)), step(held=())]) == []
+    assert judge_parts([step(wrapped_params=("0/a", "0/b")), step(wrapped_params=("0/b", "0/a"))]) == []
+    assert judge_parts([step(wrapped_params=("0/a",)), step(wrapped_params=())]) == []
 
 
 def test_a_rank_that_skips_a_step() -> None:
@@ -452,7 +457,14 @@ def test_optimizer_state_that_differs() -> None:
 
 
 def alone(count: int, value: int, gradient: float, name: str = "Head.w", **more: Any) -> OptimizerStep:
-    plain = step(count, held=(), reductions=-1, alone={name: value}, gradients={name: [gradient]}, marks=(value,))
+    plain = step(
+        count,
+        wrapped_params=(),
+        reductions=-1,
+        unwrapped_params={name: value},
+        gradients={name: [gradient]},
+        marks=(value,),
+    )
     return replace(plain, **more)
 
 
@@ -523,13 +535,13 @@ def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that()
     ],
 )
 def test_gradients_that_are_the_same_before_they_are_averaged(given: Any, found: list[str]) -> None:
-    steps = [[alone(n, n, 1.0, given=(given(rank, n),)) for rank in range(2)] for n in range(4)]
+    steps = [[alone(n, n, 1.0, allreduce_inputs=(given(rank, n),)) for rank in range(2)] for n in range(4)]
     assert codes(judge_equal_gradients(steps)) == found
     assert not judge_equal_gradients(steps[:2])
 
 
 def test_gradients_of_parts_that_are_reduced_as_if_they_were_replicas() -> None:
-    own = [alone(n, n, 1.0, parts_reduced=("t.0.weight",), parts_reduced_at=OTHER_LINE) for n in range(3)]
+    own = [alone(n, n, 1.0, own_params_reduced=("t.0.weight",), own_params_reduced_at=OTHER_LINE) for n in range(3)]
     assert_says(judge_parts_reduced([[one, one] for one in own]), "DDP521 ... ('t.0.weight',) ... at bar.py:4")
     assert not judge_parts_reduced([[one, alone(1, 1, 1.0)] for one in own])
 
@@ -538,7 +550,9 @@ def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
     def of_ranks(factor: float, *, turned: float = 1.0) -> tuple[OptimizerStep, OptimizerStep]:
         gradients = {"body": [2.0, -1.0], "head": [1.0, 4.0]}
         scaled = {name: [factor * a, turned * factor * b] for name, (a, b) in gradients.items()}
-        both = [alone(1, 1, 1.0, alone=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)]
+        both = [
+            alone(1, 1, 1.0, unwrapped_params=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)
+        ]
         return both[0], both[1]
 
     (found,) = judge_scaled_by_hand([of_ranks(1.0), of_ranks(0.2)])
@@ -558,7 +572,12 @@ def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it
     steps = [
         [
             alone(
-                count, rank * count, 0.0, alone=dict.fromkeys(own, rank * count), gradients=of_rank, collectives=count
+                count,
+                rank * count,
+                0.0,
+                unwrapped_params=dict.fromkeys(own, rank * count),
+                gradients=of_rank,
+                collectives=count,
             )
             for rank, of_rank in enumerate(gradients)
         ]
@@ -571,7 +590,9 @@ def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() 
     def looks_at(rank: int) -> list[OptimizerStep]:
         values = enumerate([(0, 0), (1 + rank, 1 + rank), (3, 4 + rank), (5 + rank, 7 + rank)])
         gradients = {name: [1.0 + rank] for name in "ab"}
-        return [alone(count, b, 0.0, alone={"a": a, "b": b}, gradients=gradients) for count, (a, b) in values]
+        return [
+            alone(count, b, 0.0, unwrapped_params={"a": a, "b": b}, gradients=gradients) for count, (a, b) in values
+        ]
 
     findings = unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)))
     assert_says(findings, "('b',) ... is never averaged, while the others are")
@@ -586,7 +607,7 @@ def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
 
 
 def test_an_optimizer_of_tensors_that_no_module_has() -> None:
-    steps = [[step(unknown=("? 0 (4,)",)), step()]]
+    steps = [[step(unregistered_params=("? 0 (4,)",)), step()]]
     assert codes(judge_stale(steps, {"0/w": False}, set())) == ["DDP504"]
     made = [[replace(one, constructed_at=Location("train.py", 12)) for one in of_ranks] for of_ranks in steps]
     assert judge_stale(made, {"0/w": False}, set())[0].location == Location("train.py", 12)
@@ -598,7 +619,7 @@ def test_which_of_two_models_it_is_that_never_moves() -> None:
     made = [SimpleNamespace(module=name, location=f"train.py:{line}") for name, line in (("Net", 4), ("Other", 5))]
     wrappers = [SimpleNamespace(number=number, made=one) for number, one in enumerate(made)]
     facts: Any = SimpleNamespace(wrappers=wrappers, moved={"0/w": True, "1/w": False})
-    steps = [[step(unknown=("? 0 (4,)",)), step()]]
+    steps = [[step(unregistered_params=("? 0 (4,)",)), step()]]
     (found,) = name_wrapped_module(judge_stale(steps, facts.moved, {"0/w"}), facts.wrappers, facts.moved)
     assert found.evidence[0] == "of Other, which is wrapped at train.py:5"
     facts.wrappers = wrappers[:1]
@@ -693,14 +714,17 @@ def heads(*counts: int) -> list[ScaledTerm]:
     [
         (losses(heads(7, 3), heads(5, 5)), []),
         (losses(heads(7, 7), heads(5, 5)), ["DDP305"]),
-        (losses([TWICE], [TWICE], scaled=LINE), ["DDP303"]),
-        (losses([HALF], [HALF], scaled=LINE), ["DDP303"]),
+        (losses([TWICE], [TWICE], scaled_at=LINE), ["DDP303"]),
+        (losses([HALF], [HALF], scaled_at=LINE), ["DDP303"]),
         (losses([HALF], [HALF]), []),  # half of the squared error
-        (losses([HALF], [HALF], scaled=LINE, number=1), []),  # of two micro-batches
-        (losses([MEAN], [MEAN], scaled=LINE, number=1), []),  # not divided, or by the micro-batches
-        (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], scaled=LINE), []),
-        (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 8, 9, divisors=(4, 2))]] * 2, scaled=LINE), ["DDP303"]),
-        (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 4, 9, divisors=(4,))]] * 2, scaled=LINE), []),  # not the whole loss
+        (losses([HALF], [HALF], scaled_at=LINE, number=1), []),  # of two micro-batches
+        (losses([MEAN], [MEAN], scaled_at=LINE, number=1), []),  # not divided, or by the micro-batches
+        (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], scaled_at=LINE), []),
+        (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 8, 9, divisors=(4, 2))]] * 2, scaled_at=LINE), ["DDP303"]),
+        (
+            losses(*[[DIVIDED, ScaledTerm("sum", 1 / 4, 9, divisors=(4,))]] * 2, scaled_at=LINE),
+            [],
+        ),  # not the whole loss
         (losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)]), ["DDP305"]),
         (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
         (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers
@@ -714,8 +738,8 @@ def heads(*counts: int) -> list[ScaledTerm]:
             [],
         ),
         (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
-        (losses([HALF], [HALF], scaled=LINE, number=3), ["DDP303"]),  # of four: 2 / 4
-        (losses([MEAN, HALF], [MEAN, HALF], scaled=LINE), []),
+        (losses([HALF], [HALF], scaled_at=LINE, number=3), ["DDP303"]),  # of four: 2 / 4
+        (losses([MEAN, HALF], [MEAN, HALF], scaled_at=LINE), []),
         (losses([ScaledTerm("sum", 1 / 569.31, 48)], [ScaledTerm("sum", 1 / 945.47, 48)]), []),
         (losses([ScaledTerm("sum", 1 / 20011, 30000)], [ScaledTerm("sum", 1 / 24001, 30000)]), ["DDP305"]),
     ],
@@ -788,14 +812,14 @@ def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **m
     """A backward pass of each rank: a sum, times a weight, divided by what the ranks' own numbers add up to."""
     by = total or sum(own)
     term = ScaledTerm("sum", weight / by, 24, divisors=(by,), multipliers=(weight,))
-    return [loss(count, term, reduced=(NumberReduced(number, LINE),), **more) for number in own]
+    return [loss(count, term, allreduce_inputs=(NumberReduced(number, LINE),), **more) for number in own]
 
 
 def weighed(count: int, *own: float, more: tuple[float, ...] = ()) -> list[LossDifferentiated]:
     """Likewise a mean of each rank, times its own number."""
     by, times = sum(own), math.prod(more)
     terms = [ScaledTerm("mean", times * n / by, 24, divisors=(by,), multipliers=(n, *more)) for n in own]
-    return [loss(count, term, reduced=(NumberReduced(n, LINE),)) for term, n in zip(terms, own, strict=True)]
+    return [loss(count, term, allreduce_inputs=(NumberReduced(n, LINE),)) for term, n in zip(terms, own, strict=True)]
 
 
 NUMBERS = (30, 34), (20, 11), (9, 40)
@@ -813,7 +837,7 @@ NUMBERS = (30, 34), (20, 11), (9, 40)
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
         ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
         ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
-        ([shared(0, 30, 34, hooked=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
+        ([shared(0, 30, 34, has_hooks=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
         ([shared(0, 0.5, 0.5), shared(1, 0.25, 0.5), shared(2, 0.5, 0.25)], []),  # no number of elements
         ([shared(n, *own, weight=2) for n, own in enumerate(NUMBERS)], []),  # the world size
         ([shared(n, *own, weight=5) for n, own in enumerate(NUMBERS)], ["DDP303"]),
@@ -847,11 +871,11 @@ def test_a_sum_that_counts_elements_for_each_rank_of_a_model(times: float, optio
 
 
 def test_a_mean_that_is_divided_by_the_ranks_of_a_model() -> None:
-    third = losses(*[[ScaledTerm("mean", 1 / 3, 4)]] * 2, scaled=LINE)
+    third = losses(*[[ScaledTerm("mean", 1 / 3, 4)]] * 2, scaled_at=LINE)
     assert codes(judge_losses(third, ranks_per_model=3)) == ["DDP303"] and not judge_losses(third)
     assert codes(judge_losses(third[:1], ranks_per_model=3)) == ["DDP303"]
-    assert not judge_losses(losses([MEAN], scaled=LINE), ranks_per_model=3)
-    assert not judge_losses(losses([MEAN], scaled=LINE))  # one rank
+    assert not judge_losses(losses([MEAN], scaled_at=LINE), ranks_per_model=3)
+    assert not judge_losses(losses([MEAN], scaled_at=LINE))  # one rank
 
 
 def test_gradients_that_are_summed_by_hand() -> None:
@@ -911,7 +935,7 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
         ((1.0, 1.0, 1.0), {}, []),
         ((0.5, 0.5, 0.4), {}, []),  # a clip
         ((0.5, 0.5), {}, []),  # too few
-        ((0.5, 0.5, 0.5), {"scaled": LINE}, []),  # the loss is multiplied by it
+        ((0.5, 0.5, 0.5), {"scaled_at": LINE}, []),  # the loss is multiplied by it
         ((0.5, 0.5, 0.5), {"line": None}, []),  # half of a gradient may be meant otherwise
         ((0.5, 0.5, 0.5), {"name": "AdamW"}, []),  # whose steps do not depend on the scale
         ((0.5, 0.5, 0.5), {"elements": 65}, []),  # of whose norm the sketch is an estimate
@@ -920,7 +944,7 @@ def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
 )
 def test_averaged_gradients_that_are_divided_once_more(factors: Sequence[float], more: Any, found: list[str]) -> None:
     numbers, options = [1.0] * more.get("elements", 9), {"class": more.get("name", "SGD")}
-    of_loss = {name: value for name, value in more.items() if name == "scaled"}
+    of_loss = {name: value for name, value in more.items() if name == "scaled_at"}
     state = ReplicaState(ModuleDescription(), DdpStepEvidence(0, 0))
     used = [
         (
@@ -948,8 +972,8 @@ def looks(*values: int, **more: Any) -> list[UnwrappedModel]:
         ([looks(1, 2, 3), looks(4, 2, 3)], []),  # the same in the end
         ([looks(1, 2, 3), []], []),  # on rank 0 only
         ([looks(1, 2, 3), looks(9, 9, 9)], []),  # rank 1 does nothing with it
-        ([looks(1, 2, 3), looks(9, 9, 9, used=True)], ["DDP306"]),
-        ([looks(1, 2, 3, copies=False), looks(4, 5, 6, copies=False)], ["DDP214"]),
+        ([looks(1, 2, 3), looks(9, 9, 9, is_called=True)], ["DDP306"]),
+        ([looks(1, 2, 3, is_copy=False), looks(4, 5, 6, is_copy=False)], ["DDP214"]),
         ([looks(1, 2, 3), looks(4, 5, 6, values={"a part": 4})], []),  # a copy of what another wrapper holds
         ([looks(1, 2, 3), looks(4, 5, 6)], ["DDP306"]),
     ],
@@ -978,7 +1002,7 @@ def write(began: int) -> FileUsed:
 
 
 def read(began: int, **more: Any) -> FileUsed:
-    return used(False, began, **{"mapped": True, **more})
+    return used(False, began, **{"maps_location": True, **more})
 
 
 OPENED = used(True, 5, by_torch=False)
@@ -1027,13 +1051,13 @@ CACHE = opened("x.npy", 2, writes=True)
     [
         ([CACHE], [opened("x.npy", 2)], ["DDP512"]),
         ([CACHE], [opened("x.npy", 3)], []),  # a collective is between
-        ([CACHE], [opened("x.npy", 2, waited=True)], []),  # a lock, say
+        ([CACHE], [opened("x.npy", 2, has_waited=True)], []),  # a lock, say
         ([CACHE, opened("x.npy", 2)], [], []),
         ([CACHE, opened("done", 2, writes=True)], [opened("x.npy", 2)], []),  # for which the reader may have waited
         ([CACHE, opened("y.npy", 2, writes=True)], [opened("x.npy", 2), opened("y.npy", 2)], ["DDP512"]),
         ([CACHE, opened("x.npy", 2)], [opened("x.npy", 2)], ["DDP512"]),  # the writer reads it, too
         ([opened("x.tmp", 2, writes=True)], [opened("x.npy", 2)], []),  # put in its place when it is complete
-        ([CACHE, opened("done", 2, waited=True)], [opened("x.npy", 2)], []),  # likewise: it is touched
+        ([CACHE, opened("done", 2, has_waited=True)], [opened("x.npy", 2)], []),  # likewise: it is touched
         ([CACHE, opened("log.txt", 9, writes=True)], [opened("x.npy", 2)], ["DDP512"]),  # later
     ],
 )
@@ -1051,9 +1075,9 @@ def test_a_file_that_is_only_touched_is_no_race() -> None:
 def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
     own: dict[str, Any] = {"devices": ("cuda:1",), "device": "cuda:1"}
     other = {**own, "devices": ("cuda:0",)}
-    assert codes(judge_files(Program([[], [read(6, mapped=False, **other)]]))) == ["DDP512"]
+    assert codes(judge_files(Program([[], [read(6, maps_location=False, **other)]]))) == ["DDP512"]
     assert not judge_files(Program([[], [read(6, **other)]]))
-    assert not judge_files(Program([[], [read(6, mapped=False, **own)]]))
+    assert not judge_files(Program([[], [read(6, maps_location=False, **own)]]))
 
 
 def saved(*shards: int) -> list[list[FileUsed]]:

@@ -105,7 +105,7 @@ def test_an_order_of_each_ranks_own_where_batches_are_put_together_in_another_on
 
 def half(part: Sequence[int], positions: Sequence[int], number: int = 0, **more: Any) -> LoaderPass:
     """A pass over half of the places of a dataset of 32 rows, which is a rank's own."""
-    more = {"samples": {"x": tuple(part)}, "size": 32, "drawn": 5, **more}
+    more = {"samples": {"x": tuple(part)}, "size": 32, "earlier_draws": 5, **more}
     return epoch([part[place] for place in positions], number, indices=tuple(positions), **more)
 
 
@@ -119,10 +119,10 @@ def test_shares_of_an_array_in_which_neighbours_have_the_same_label_are_other_sa
             [epoch([2 * place + rank for place in order], number, **given) for number in range(2)] for rank in range(2)
         ]
 
-    assert not found(*ranks(whole=64))
-    assert found(*ranks()) == found(*ranks(whole=32)) == [("DDP516", MADE)]
-    assert are_disjoint_shares([of_rank[0] for of_rank in ranks(whole=64)])
-    assert not are_disjoint_shares([ranks(whole=64)[0][0]] * 2)  # the same samples
+    assert not found(*ranks(base_rows=64))
+    assert found(*ranks()) == found(*ranks(base_rows=32)) == [("DDP516", MADE)]
+    assert are_disjoint_shares([of_rank[0] for of_rank in ranks(base_rows=64)])
+    assert not are_disjoint_shares([ranks(base_rows=64)[0][0]] * 2)  # the same samples
 
 
 FIRST, SECOND = range(0, 32, 2), range(1, 32, 2)
@@ -138,11 +138,13 @@ def test_a_sampler_that_splits_what_is_split_already() -> None:
 
 
 def test_random_data_of_each_rank_is_no_part_of_the_same() -> None:
-    assert not found([half(EVEN, FIRST, drawn=6)], [half(ODD, SECOND, drawn=7)])
-    assert not found([half(EVEN, FIRST, drawn=0)], [half(ODD, SECOND, drawn=0)])
-    views = [half(EVEN, FIRST, drawn=6, whole=64)], [half(ODD, SECOND, drawn=7, whole=64)]
+    assert not found([half(EVEN, FIRST, earlier_draws=6)], [half(ODD, SECOND, earlier_draws=7)])
+    assert not found([half(EVEN, FIRST, earlier_draws=0)], [half(ODD, SECOND, earlier_draws=0)])
+    views = [half(EVEN, FIRST, earlier_draws=6, base_rows=64)], [half(ODD, SECOND, earlier_draws=7, base_rows=64)]
     assert found(*views) == [("DDP519", MADE)]
-    assert not found([half(EVEN, FIRST, drawn=6, whole=40)], [half(ODD, SECOND, drawn=7, whole=40)])  # held back
+    assert not found(
+        [half(EVEN, FIRST, earlier_draws=6, base_rows=40)], [half(ODD, SECOND, earlier_draws=7, base_rows=40)]
+    )  # held back
 
 
 def test_a_sampler_of_torch_says_that_it_splits() -> None:
@@ -183,7 +185,7 @@ def test_places_of_a_dataset_that_are_other_samples_on_each_rank() -> None:
 )
 def test_samples_that_a_rank_makes_in_its_own_way(theirs: Sequence[int], more: dict[str, Any], is_found: bool) -> None:
     def two(part: Sequence[int], *orders: Sequence[int], **more: Any) -> list[LoaderPass]:
-        more = {"samples": {"texts": tuple(range(32))}, "drawn": 0, **more}
+        more = {"samples": {"texts": tuple(range(32))}, "earlier_draws": 0, **more}
         return [half(part, order, number, **more) for number, order in enumerate(orders)]
 
     late, early = (*FIRST[:8], *SECOND[:8]), (*FIRST[8:], *SECOND[8:])
@@ -223,7 +225,7 @@ def test_workers_of_a_set_that_is_shuffled_anew_give_the_same_sample_for_an_inde
     def two(begin: int, change: int = 0, ahead: int = 8, **more: Any) -> list[LoaderPass]:
         first, second = range(begin, begin + 32), range(begin + ahead, begin + ahead + 32)
         rows = [500 + index + change * (index == begin + 20) for index in second]
-        plain = {"persistent": True, "size": 128, "stay_at": STAY}
+        plain = {"persistent": True, "size": 128, "persistent_at": STAY}
         later = {"indices": tuple(second), "state": {"stage": 2}, "outdated": True, **more}
         begun = epoch([500 + index for index in first], indices=tuple(first), state={"stage": 1}, **plain)
         return [begun, epoch(rows, 1, **plain, **later)]
@@ -241,7 +243,7 @@ def test_the_order_of_every_epoch_is_told_at_the_head_of_its_loop() -> None:
         return [epoch((), number, **{**plain, **more}) for number in range(2)]
 
     assert found(twice(), twice()) == [("DDP506", HEAD)]
-    assert found(*[twice(told=LINE)] * 2) == [("DDP506", LINE)]  # with the same epoch
+    assert found(*[twice(epoch_set_at=LINE)] * 2) == [("DDP506", LINE)]  # with the same epoch
     assert found(*[twice(has_epoch=False)] * 2) == [("DDP506", MADE)]
     (finding,) = judge_loaders([twice(), twice()])
     assert [*map(str, finding.related)] == [f"loop over the loader at {LINE}", f"RandomSampler made at {MADE}"]
@@ -251,14 +253,14 @@ def test_the_order_of_every_epoch_is_told_at_the_head_of_its_loop() -> None:
     ("more", "code"),
     [
         ({}, "DDP519"),
-        ({"part": 16}, ""),  # it gives each rank no more
+        ({"num_samples": 16}, ""),  # it gives each rank no more
         ({"replicas": 0}, ""),  # another sampler, which may leave out what it likes
         ({"exhausted": False}, ""),
     ],
 )
 def test_a_framework_that_splits_what_a_sampler_has_split(more: dict[str, Any], code: str) -> None:
     def ranks(epochs: int) -> list[list[LoaderPass]]:
-        given = {"size": 64, "replicas": 2, "part": 32, "batches": 4, **more}
+        given = {"size": 64, "replicas": 2, "num_samples": 32, "batches": 4, **more}
         return [
             [
                 epoch((), number, indices=tuple((number + rank + 2 * n) % 64 for n in range(16)), **given)
@@ -273,8 +275,8 @@ def test_a_framework_that_splits_what_a_sampler_has_split(more: dict[str, Any], 
 
 def test_a_sample_that_is_dealt_to_several_ranks_is_no_duplicate() -> None:
     same = {"size": 32, "indices": tuple(range(0, 32, 2)), "contents": {"0": {0: 1, 2: 2}}}
-    assert not found(*[[epoch((), dealt=96, **same)]] * 3)
-    assert found(*[[epoch((), dealt=33, **same)]] * 3) == [("DDP505", MADE)]  # padded
+    assert not found(*[[epoch((), total_size=96, **same)]] * 3)
+    assert found(*[[epoch((), total_size=33, **same)]] * 3) == [("DDP505", MADE)]  # padded
     assert found(*[[epoch((), **same)]] * 3) == [("DDP505", MADE)]
 
 
@@ -330,7 +332,7 @@ FAR = Restored(32, 0, LINE)
 )
 def test_epochs_that_are_counted_from_0_again(restored: Restored | None, more: dict[str, Any], is_found: bool) -> None:
     plain = {"size": 128, "replicas": 2, "shuffles": True, "has_epoch": True, "epoch": 0, "batches": 16, "steps": 16}
-    one = epoch((), 1, restored=restored, told=LINE, **{**plain, **more})
+    one = epoch((), 1, restored=restored, epoch_set_at=LINE, **{**plain, **more})
     evaluated = epoch((), trains=False, restored=restored)
     of_rank = [epoch((), 0), evaluated, one, epoch((), 2)]
     assert found(of_rank, of_rank) == ([("DDP506", LINE)] if is_found else [])

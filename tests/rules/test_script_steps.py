@@ -275,7 +275,7 @@ def test_parameters_that_no_optimizer_holds(parameters: OptimizedParameters, fou
         ({}, ["head"]),
         ({"options": {"module": "torch.optim.sgd", "class": "SGD", "group 0 lr": "0.1"}}, []),  # by rounding only
         ({"norms": {"0/body": 1.0}}, []),  # its gradient is taken away
-        ({"held": ("0/head",)}, []),  # nothing of what it holds moves
+        ({"wrapped_params": ("0/head",)}, []),  # nothing of what it holds moves
         ({"options": {"module": "train", "class": "Muon", "group 0 lr": "0.0"}}, []),
     ],
 )

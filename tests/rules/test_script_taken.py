@@ -43,7 +43,7 @@ def test_what_is_averaged_in_one_way_or_another() -> None:
     assert not judge_autograd_calls(
         [_taken(mine, reductions=1), _taken(theirs, gradient=1.0, reductions=1)]
     )  # a penalty
-    assert not judge_autograd_calls([_taken(mine, put_off=True), _taken(theirs, gradient=1.0, put_off=True)])
+    assert not judge_autograd_calls([_taken(mine, is_unreduced=True), _taken(theirs, gradient=1.0, is_unreduced=True)])
     assert not judge_autograd_calls([_taken([1, 2, 3]), _taken([11, 12, 13], gradient=1.0)])  # they began apart
     assert not judge_autograd_calls([_taken(mine), _taken(theirs)])  # of the same gradients: another cause
     assert not judge_autograd_calls([_taken([1, 2]), _taken([1, 12], gradient=1.0)])  # too few

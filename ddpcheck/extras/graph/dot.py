@@ -35,7 +35,7 @@ _NODE_STYLES = {
 
 
 def draw(view: GraphView, report: Report) -> str:
-    """Return the dot source of a graph; deterministic."""
+    """Return the dot source of a graph; equal input gives equal source."""
     title = _label_text(_title(view, report), end="\\l") + "\\l"
     if view.autograd:
         body = view.autograd.splitlines(keepends=True)[1:-1]  # without the braces
@@ -87,7 +87,7 @@ class _Drawing:
         self.content[parent].node(f"n{number}", _label_text(label), **look)
 
     def _cluster(self, path: str | None) -> Digraph:
-        """Return the subgraph of a module; the whole drawing for `None`."""
+        """Return the subgraph of module `path`, or the whole drawing if `path` is None."""
         for child in self.content:
             if child is not None and path == (module_of(child) if child else None):
                 self.content[path].subgraph(self._cluster(child))
@@ -138,7 +138,7 @@ def _title(view: GraphView, report: Report) -> Iterator[str]:
 
 
 def _group(marked: Sequence[MarkedParam], depth: int) -> dict[tuple[str, tuple[str, str]], list[MarkedParam]]:
-    """Group parameters by mark and module, or by an outer module if too many."""
+    """Group parameters by finding and module; use outer modules if groups are too many."""
     groups = group_by(marked, lambda parameter: (prefixes(parameter.module)[: depth + 1][-1], parameter.mark))
     return groups if depth == 0 or len(groups) <= MOST_PARAMETER_NODES else _group(marked, depth - 1)
 

@@ -77,7 +77,9 @@ LEAST_COPIES = 3
 def fold(
     modules: Mapping[str, Hashable], faults: Iterable[tuple[str, Hashable]] = (), cuts: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Map each module path to its drawn module; equal siblings and deep modules merge.
+    """Map each module path to a module to draw, which may represent several modules.
+
+    Consecutive equal siblings are drawn as one module. In a large model, deep modules are drawn as part of a parent.
 
     Args:
         modules: Facts by module path; equal modules have equal facts.

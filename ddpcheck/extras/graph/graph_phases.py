@@ -139,7 +139,7 @@ class FlowRecorder(TensorRecorder):
 
 
 def stop_key(end: PathEnd) -> str:
-    """Return the key of the stop node of a path."""
+    """Return the graph key of the node at which an autograd path ends."""
     return f"stop {end.reason} {end.location} {end.module}"
 
 
@@ -249,7 +249,7 @@ def draw_autograd(
     Args:
         losses: Scalar losses, by name.
         tensors: Parameters and other trained leaf tensors, by name.
-        marks: Marks of tensors with findings, by name; tensors outside the graph are drawn beside the graph.
+        marks: Code and ranks of the finding on a tensor, by name; tensors outside the graph are drawn too.
         ends: Ends of the autograd paths of tensors, by name.
 
     Raises:

@@ -54,7 +54,7 @@ def trace_graph(
 
 
 def marks(findings: tuple[Finding, ...]) -> dict[str, Mark]:
-    """Return the parameters to mark, each with its first finding."""
+    """Return the mark (rule code, ranks and steps) of each parameter with a finding."""
     marked: dict[str, Mark] = {}
     for finding in sorted(findings, key=Finding.sort_key):
         ranks = [f"on {format_ranks(finding.ranks)}"] if finding.ranks else []

@@ -13,7 +13,7 @@ from ddpcheck.report.matrix.option_sets import DEFAULTS
 
 
 def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Advice, ...]:
-    """Return advice on the rows, most important first; `noise` as in `Matrix`."""
+    """Return advice on the rows, most important first; `noise` is `Matrix.noise`."""
     rows = [row for row in rows if row.own or not row.label]  # sharded rows have none of these options
     own_row = next((row for row in rows if row.own), None)
     if own_row is None:
@@ -73,7 +73,7 @@ def _needs_advice(defaults: MatrixRow, fine: Sequence[MatrixRow], *, is_known: b
 
 
 def _wrong_advice(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator[Advice]:
-    """Yield advice on rows that fail although a subset of the options is right."""
+    """Yield advice on options that make a correct row fail when added."""
     for row in tried:
         simpler = [candidate for candidate in fine if not candidate.label and _is_subset(candidate, row)]
         if simpler and not (row.fine or row.label or row.own):
@@ -89,7 +89,7 @@ def _is_subset(less: MatrixRow, more: MatrixRow) -> bool:
 
 
 def _fine_advice(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
-    """Yield advice on options that cost, gain, warn, or make no measurable difference."""
+    """Yield advice on correct rows: slower, faster, with warnings, or equally fast."""
     costs, gains, warns = [], [], []
     safe: list[str] = []
     lossy: list[str] = []
@@ -125,7 +125,7 @@ def _fine_advice(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
 
 
 def _step_time(row: MatrixRow, noise: float) -> tuple[float, str]:
-    """Return the step time ratio (1 if not measurably different) and its description."""
+    """Return the step time relative to the baseline (1 if indistinguishable), and in words."""
     time = row.step_time
     if time is None or not time.differs(noise):
         return 1.0, ""

@@ -178,10 +178,10 @@ class _MatrixRun:
     def _check(
         self, options: DDPOptions | None, words: str, wrap: Callable[[], WrappedModule] | None = None
     ) -> CheckState:
-        """Check with `options` (None: the recipe's own), or with the phase `wrap`.
+        """Check the recipe, wrapped with `options` (None: as in the recipe) or by `wrap`.
 
-        Later checks reuse the single process of the first finished check, unless only one of the two broadcasts
-        buffers: the steps of the ranks then start from different buffers.
+        Later checks reuse the single-process results of the first finished check, except if only one of the two checks
+        broadcasts buffers: then the steps of the ranks start from different buffers.
         """
         synced = options is None or not {False} & {options.arguments.get(name) for name in _BROADCASTS}
         wrapped = [(ref.wrapped[0], ref) for ref in self.references]
@@ -231,13 +231,13 @@ class _MatrixRun:
             self.rows.append(replace(self._judge(state, DEFAULTS, own=False), label=label))
 
     def _try_variants(self) -> None:
-        """Try compiled and micro-batched steps under the first options that are right."""
+        """Try compiled and micro-batched steps with the options of the first correct row."""
         fine = [row for row in self.rows if row.fine and not row.hook and (row.own or not row.label)]
         if fine and not self.facts.own_hook:
             self.rows += variant_rows(self.target, self.asked, fine[0], self.progress, self.hosts)
 
     def _run_row(self, option_set: OptionSet, expected: int) -> MatrixRow:
-        """Return the row of one option set; if not run, with the reason."""
+        """Run an option set and return the row; a skipped row has a reason."""
         options = option_set.options
         row = partial(MatrixRow, options.arguments, hook=options.hook)
         if option_set.skip_reason:
@@ -313,7 +313,7 @@ class _MatrixRun:
         with asked.world(self.hosts) as world:
 
             def pairs(count: int, *, expected: float = 0.0) -> list[tuple[float, float]]:
-                """Return seconds under baseline and row on the slowest rank, for each pair."""
+                """Time `count` pairs of steps; return (baseline, row) seconds of the slowest rank."""
                 patience = asked.timeout + 3 * expected
                 by_rank = world.run(partial(calls.matrix_phases.time_steps, count), timeout=patience)
                 return [tuple(map(max, zip(*pair, strict=True))) for pair in zip(*by_rank, strict=True)]
@@ -346,7 +346,7 @@ def step_time(pairs: Sequence[tuple[float, float]]) -> StepTime:
 def variant_rows(
     target: Recipe | str, asked: CheckOptions, base: MatrixRow, progress: Callable[[str], None], hosts: Leader | None
 ) -> Iterator[MatrixRow]:
-    """Yield a row per variant of the step; restart the ranks after a failure."""
+    """Yield a row for each compiled or micro-batched step; restart ranks after a failure."""
     options = None if base.own else base.options
     steps: dict[str, Callable[[], VariantStep]] = {
         UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),

@@ -93,8 +93,8 @@ def _sharded(shape: tuple[int, ...], module: nn.Module, device: torch.device) ->
 def override_options(options: DDPOptions | None, passed: list[dict[str, Any]]) -> Iterator[None]:
     """Override the options of every `DistributedDataParallel` constructor in this context.
 
-    Arguments of `VARIED` that are not in `options` get torch's defaults; None overrides nothing. The arguments of the
-    callers among `VARIED` are appended to `passed`, one dict per wrapper.
+    Arguments listed in `VARIED` but not in `options` get torch's defaults. If `options` is None, nothing is overridden.
+    For each wrapper, the caller's arguments listed in `VARIED` are appended to `passed`, as a dict.
     """
 
     def make(original: Any) -> Any:
@@ -185,9 +185,9 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, option_sets: Seq
 
 
 def time_steps(pairs: int) -> list[tuple[float, float]]:
-    """Time steps in pairs; return the seconds with the baseline's and the row's options.
+    """Time pairs of steps; return (baseline, row) seconds of each pair on this rank.
 
-    The order alternates from pair to pair, against noise.
+    The order within a pair alternates, so that a slow change of the machine's speed has no effect.
     """
     seconds = this_rank.state["seconds of a step"]
     results = []
@@ -221,7 +221,7 @@ class _Prepared:
 
 
 def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> VariantFacts:
-    """Build and wrap the model, and run the plain step."""
+    """Build and wrap the model, and run the ordinary step as a reference."""
     model_build.build(target, seed)
     wrap(options)
     state = rank_state()
@@ -240,7 +240,7 @@ def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> Vari
 
 
 def accumulated_step(synced: bool) -> VariantStep:
-    """Run the step in micro-batches, all but the last under `no_sync` unless `synced`."""
+    """Run the step in micro-batches; unless `synced`, only the last micro-batch is synchronised."""
     prep: _Prepared = this_rank.state["variants"]
     with without_logging():
         gradients, drew = _ddp_gradients(prep.parts, synced=synced)
@@ -337,7 +337,7 @@ def _differences(
 
 
 def _why_not_compiled(module: nn.Module) -> str:
-    """Explain why `torch.compile` is not tried on the module; empty if tried."""
+    """Return why `torch.compile` is not tried on the module, or "" if tried."""
     if uses_compile():
         return "the recipe compiles it"
     if isinstance(module, torch.jit.ScriptModule):

@@ -99,7 +99,7 @@ def first_option_sets(facts: ModelFacts) -> list[DDPOptions]:
 
 
 def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DDPOptions]) -> list[OptionSet]:
-    """Return further option sets that extend `base`; gradient_as_bucket_view also extends `graphs`."""
+    """Return `base` with further options, and each of `graphs` with gradient_as_bucket_view."""
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         no_buffers = "" if facts.buffers else "the model has no buffers"

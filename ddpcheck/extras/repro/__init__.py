@@ -92,7 +92,7 @@ def prepare(folder: Path) -> None:
 
 
 def _probe_target(report: Report, target: str, finding: Finding) -> TargetInfo:
-    """Probe the target in a separate process; on failure, again without the loss."""
+    """Inspect the target in a separate process; retry without a training step on failure."""
     seed, timeout = int(report.world.get("seed", 0)), float(report.world.get("timeout", 30))
     trouble: Any = None
     for train in (True, False)[RULES[finding.code].family == "running" :]:

@@ -65,7 +65,7 @@ class Rank:
         self.leaves, self.lost, self.start = tuple[Any, ...](), dict[str, str](), dict[str, str]()
 
     def show(self, measured: Any, at_fault: Any) -> None:
-        """Exit with 1 if `at_fault` is true for the values of any fact."""
+        """Compare facts of all ranks; exit with 1 if `at_fault` flags any fact."""
         lines: list[str] = []
         try:
             dist.init_process_group(self.set["backend"], timeout=self.timeout)
@@ -136,7 +136,7 @@ class Rank:
         return sum(x.sum() for x in tree_tensors(losses))
 
     def train(self, whole: bool = False, numbers: Any = None) -> Any:
-        """Train, yielding after each part of a step; `numbers` fixes random numbers."""
+        """Train; yield (part of the step, step); `numbers` fixes the random numbers of forward."""
         into_training(self.net)
         for step in range(self.steps):
             self.optim.zero_grad()
@@ -154,7 +154,7 @@ class Rank:
             yield "step", step
 
     def look(self, parts: str, facts: Any) -> Any:
-        """Yield facts after the named parts of each step; "bare" means no DDP."""
+        """Train; yield `facts()` after the step parts named in `parts` ("bare": without DDP)."""
         self.build("bare" in parts)
         if "start" in parts:
             yield -1, facts()
@@ -202,7 +202,7 @@ class Rank:
         return {"find_unused_parameters": f"{self.module.find_unused_parameters}, unused: {len(self.missing())}"}
 
     def unused(self) -> Any:
-        """Yield parameters without gradient (no DDP, which may hang); then run DDP."""
+        """Yield parameters without gradient, training without DDP; then train with DDP (may hang)."""
         yield from self.look("bare backward", self.missing)
         yield from self.look("", None)
         self.tolerated = self.module.find_unused_parameters and not self.module.static_graph
@@ -230,7 +230,7 @@ class Rank:
         return {f"number {n} of {tuple(x.shape)}": f"gradient {self.in_short(x.grad)}" for n, x in enumerate(kept)}
 
     def reductions(self) -> Any:
-        """Yield gradients with DDP, and the use of no_sync."""
+        """Yield the gradients of each DDP step, and finally how often no_sync was used."""
         self.build()
         calls, passes = list[Any](), list[bool]()
         for ddp in [part for part in self.module.modules() if isinstance(part, DistributedDataParallel)]:
@@ -243,7 +243,7 @@ class Rank:
         yield 0, {"no_sync": under} if calls else {}
 
     def last(self, bare: bool = False, average: bool = False, **how: Any) -> Any:
-        """Return the gradients of the last step; `average`: averaged over ranks without DDP."""
+        """Return gradients of the last step; if `average`, all_reduce averages gradients without DDP."""
         self.build(bare)
         for part, step in self.train(**how):
             for p in self.net.parameters() if average and part == "backward" else ():
@@ -255,7 +255,7 @@ class Rank:
                 return self.gradients()
 
     def single_process(self, numbers: Any) -> Any:
-        """Return a getter for the gradients of one process on the whole batch."""
+        """Train on the global batch in one process; return a getter of the gradients."""
         if self.set["in_group"]:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -265,7 +265,7 @@ class Rank:
         return lambda: gradients
 
     def compare(self, want: Any, **how: Any) -> Any:
-        """Yield gradients with relative errors above the tolerance, largest first."""
+        """Yield gradients whose error against `want()` exceeds the tolerance, largest error first."""
         got, right, allowed = self.last(**how), want(), self.set["tolerance"]
         got, sizes = {name: got.get(name, 0 * x).to(x) for name, x in right.items()}, scales(right)
         errors = {name: norm(got[name] - x) / max(sizes[name], 1e-30) for name, x in right.items()}
@@ -299,7 +299,7 @@ class Rank:
             yield step, {"samples": text} if again or missing else {}
 
     def recorded(self, which: str) -> Any:
-        """Yield numbers drawn or reduced by forward on the samples of rank 0."""
+        """Yield numbers that forward draws or reduces (`which`) on the samples of rank 0."""
         self.build(bare=True)
         into_training(self.net)
         data = self.gathered(self.batch(0))[0]

@@ -31,7 +31,7 @@ class TargetInfo:
 
 
 def probe_target(target: str, seed: int, train: bool) -> TargetInfo:
-    """Return facts about `target`, after one step if `train`: functions may import modules."""
+    """Return facts about `target`; if `train`, run a step first, which may import modules."""
     before, device = set(sys.modules), torch.device(this_rank.current().device)
     recipe, uses_random_numbers = load_on_rank(target), True
     with synchronised_on_cpu(), contextlib.suppress(Exception, SystemExit):

@@ -158,9 +158,9 @@ def {function}(recipe):
 def script_for(
     finding: Finding, report: Report, target: TargetInfo, beside: Mapping[str, str], ours: Iterable[tuple[str, str]]
 ) -> str:
-    """Return the script text with the code of `target` that reproduces `finding`.
+    """Return a script that contains the code of `target` and reproduces `finding`.
 
-    `beside` maps paths of copied modules to text; `ours` has the (module, name) imports from ddpcheck.
+    `beside`: text of each copied module, by path. `ours`: (module, name) of each import from ddpcheck.
     """
     code, head = Path(target.file).read_text(encoding="utf-8").rstrip(), ""
     lines, file, function = code.split("\n"), relative_path(target.file), "show_the_fault"
@@ -193,7 +193,7 @@ def script_for(
 
 
 def _repro_body(finding: Finding, report: Report, uses_random_numbers: bool, code: str) -> str:
-    """Return the function body that shows the fault; local names avoid clashes."""
+    """Return the function body that shows the fault and defines all names locally."""
     comparison, world = COMPARISONS[RULES[finding.code].repro], report.world
     num_steps, first = int(world.get("steps", 3)), min(finding.steps, default=0) + 1
     steps_to_failure = first if finding.steps else 0  # 0: the initial state shows the fault, and a step may crash
@@ -244,7 +244,7 @@ _SOURCES = (
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """Return imports and definitions of `_SOURCES` by name; `Rank` methods by ".name"."""
+    """Map names defined or imported in `_SOURCES` to code; methods of `Rank` are ".name"."""
     library: dict[str, str] = {}
     for source in _SOURCES:
         text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
@@ -261,7 +261,7 @@ def _library() -> dict[str, str]:
 
 
 def _parts_of(node: ast.stmt) -> list[ast.stmt]:
-    """Return [node]; for class `Rank`, the class up to `show` and its later methods."""
+    """Return [node], but split class `Rank` after `show`: the class, then each method."""
     if not isinstance(node, ast.ClassDef) or node.name != "Rank":
         return [node]
     node.end_lineno, methods = node.body[2].end_lineno, [n for n in node.body[3:] if isinstance(n, ast.FunctionDef)]
@@ -299,8 +299,8 @@ def _docstring(finding: Finding, report: Report, line: str, beside: Iterable[str
 def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) -> dict[str, Path]:
     """Return the source files of user modules, by path relative to the script.
 
-    User modules are files below the folder of `entry` or the working folder that are not installed. Includes imports
-    inside functions, and the modules `loaded` (name and file) by the target in `package`.
+    A user module is a file below the folder of `entry` or the working folder, and not installed. Such a module is
+    imported (even in a function) by the file `entry` of `package` or a user module, or `loaded` has its (name, file).
     """
     roots = [entry.parents[len(package.split(".")) if package else 0], Path.cwd().resolve()]
     modules: dict[str, Path] = {}

@@ -111,7 +111,7 @@ class _Simulation:
         self.is_changing = False  # True if the collectives still change in each round
 
     def run(self, folder: Path) -> None:
-        """Repeat rounds until a rank fails, or data sent between ranks no longer changes."""
+        """Simulate all ranks repeatedly until a rank fails, or sent data no longer changes."""
         asked = self.asked
         count = partial(calls.schedule_phases.count_shards, self.target, asked.seed, asked.world_size)
         self.shards = sum(self._on_ranks([0], lambda _rank: count))
@@ -204,11 +204,7 @@ class _Simulation:
 
 
 def _error_of(error: RankError, rank: int) -> ReportError:
-    """Convert the error of a simulated rank to a `ReportError`.
-
-    Raises:
-        UsageError: The rank failed with a `UsageError`.
-    """
+    """Convert the error of a simulated rank to a `ReportError`; re-raise a `UsageError`."""
     first = error.first
     if first is not None and isinstance(first.exception, UsageError):
         raise first.exception

@@ -103,7 +103,7 @@ _Parts = list[_Tensors | None]  # tensors per C++ collective of one call; None i
 
 
 class SimulatedAnswers:
-    """Tensors that one rank sends, and all ranks' tensors from an earlier round."""
+    """Tensors that a rank gives to collectives, and answers from an earlier round."""
 
     def __init__(self, folder: Path, rank: int, num_calls: Callable[[], int]) -> None:
         """Use the answers that `combine` saved; `num_calls` counts collectives called from Python."""
@@ -116,7 +116,7 @@ class SimulatedAnswers:
     def ask(self, group: Any, name: str, tensors: Any) -> list[_Tensors] | None:
         """Record `tensors` of this rank; return the tensors of all ranks, None if unknown.
 
-        One Python call may run several collectives (objects: sizes first): all are answered, or none.
+        One Python call may run several collectives: `all_gather_object` gathers sizes first. All have answers, or none.
         """
         if not collective_log.in_collective() or _is_made_by_torch(sys._getframe(1)):
             return None
@@ -156,7 +156,7 @@ def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
 
 
 def combine(world: Simulated) -> str:
-    """Save the tensors of all ranks as answers, for calls with equal shapes.
+    """Save all ranks' tensors as answers, for collectives with equal shapes on all ranks.
 
     Returns a digest of the tensors that differ between ranks, or '' if none differ.
     """
@@ -182,7 +182,7 @@ def combine(world: Simulated) -> str:
 
 
 def _align(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
-    """Return a call's tensors by rank, with objects padded; `None` if shapes differ."""
+    """Pad pickled objects to equal length; return tensors by rank, None if shapes differ."""
     aligned: list[list[_Tensors]] = [[] for _ in parts_by_rank]
     if len({len(parts) for parts in parts_by_rank}) > 1:
         return None
@@ -357,7 +357,7 @@ def _scale_to_world(tensor: torch.Tensor, operation: Any, size: int) -> None:
 def init_simulated_group(rank: int, world_size: int, folder: Path) -> tuple[list[ScheduledCall], SimulatedAnswers]:
     """Initialize a default process group with this rank real and all others simulated.
 
-    Returns the list of collectives of this process, which grows, and the object that records what it sends.
+    Returns the list of this process's collectives, which grows with each call, and the recorder of sent tensors.
     """
     calls: list[ScheduledCall] = []
     answers = SimulatedAnswers(folder, rank, calls.__len__)

@@ -54,7 +54,7 @@ class ResultExchanged(Entry, frozen=True):
 
 
 class SumsReduced(Entry, frozen=True):
-    """Consecutive all_reduces at one line, whose inputs are never below the previous outputs."""
+    """Series of all_reduces at one line; each input is at least the previous output."""
 
     location: Location | None  # line of the calls
     inputs: tuple[tuple[float, ...], ...]  # numbers of this rank, by call

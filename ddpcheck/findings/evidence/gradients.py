@@ -15,7 +15,7 @@ LEAST = 1e-30
 
 
 def relative(difference: float, scale: float) -> float:
-    """Return the relative difference; 0.0 if `difference` is at most `LEAST`."""
+    """Return `difference` / `scale`, or 0.0 if `difference` is at most `LEAST`."""
     if difference <= LEAST:
         return 0.0
     return difference / scale if scale else 1.0
@@ -54,7 +54,7 @@ class Difference(Struct, frozen=True):
 
 
 class RepeatedStep(Struct, frozen=True):
-    """Comparison of a rank's step with a repetition, and with a doubled loss gradient."""
+    """Comparison of a rank's step with repetitions: unchanged, and with doubled loss gradient."""
 
     differences: tuple[Difference, ...] = ()  # between the step and the repeated step
     nonlinear: tuple[str, ...] = ()  # parameters whose gradient does not double with the loss
@@ -78,8 +78,8 @@ class LossTerm(Struct, frozen=True):
 
     name: str = ""  # of the tensor in the recipe's loss ("loss['penalty']"), if there are several
     location: Location | None = None  # line that computes the term, if known
-    error: float = 0.0  # of the shards' gradients, weighted as by the ranks, against the global batch's
-    weights: tuple[float, ...] = ()  # of the shards, for the gradient sum nearest to the global batch's
+    error: float = 0.0  # error of the shards' gradients, weighted as by the ranks, against the global batch's gradient
+    weights: tuple[float, ...] = ()  # of the shards, for the gradient sum nearest to the global batch's gradient
     residual: float = 0.0  # remaining `error` with `weights`
     rank_weights: tuple[float, ...] = ()  # of the shards in the ranks' average; empty if a mean, or unknown
     ratio: float = 1.0  # factor of this term's gradient in the ranks' average, fitted for all terms together
@@ -91,7 +91,7 @@ class LossTerm(Struct, frozen=True):
 
     @property
     def is_sum(self) -> bool:
-        """True if the gradients of the shards add up to the global batch's."""
+        """True if the gradients of the shards add up to the global batch's gradient."""
         return bool(self.weights) and all(math.isclose(weight, 1.0, rel_tol=1e-3) for weight in self.weights)
 
     @property
@@ -109,7 +109,7 @@ class Fit(Struct, frozen=True):
 
 
 class WeightedFit(Struct, frozen=True):
-    """Best-fit weights of several gradients to another gradient, and the remaining error."""
+    """Weights of several gradients whose sum best fits another gradient, and the remaining error."""
 
     weights: tuple[float, ...] = ()
     residual: float = 1.0
@@ -125,9 +125,9 @@ class Coupling(Struct, frozen=True):
 
 
 class ShardAnalysis(Struct, frozen=True):
-    """Analysis of a difference between the global batch's gradients and the ranks' average.
+    """Explanation of the difference between the ranks' averaged gradients and the global batch's gradients.
 
-    The single process runs each shard. `terms` is empty if that failed; only the global batch is known then.
+    The single process runs each shard. If a shard fails, `terms` is empty, and only the global batch is known.
     """
 
     terms: tuple[LossTerm, ...] = ()  # of the loss, in order
@@ -141,7 +141,7 @@ class ShardAnalysis(Struct, frozen=True):
     shard_losses: tuple[float, ...] = ()  # loss on each shard
     global_loss: float = 0.0  # loss on the global batch
     coupling: Coupling = Coupling()  # where samples first depend on each other
-    rounded: tuple[str, ...] = ()  # gradients that differ from the global batch's only by rounding
+    rounded: tuple[str, ...] = ()  # gradients that differ from the global batch's gradients only by rounding
     # parameters that the loss of the shards reaches but not the loss of the global batch, or vice versa
     other_parameters: tuple[str, ...] = ()
     error: str = ""  # why the shards could not be run, or the result could not be explained further

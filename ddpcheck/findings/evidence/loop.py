@@ -65,7 +65,7 @@ class FunctionCompiled(Entry, frozen=True):
 
 
 class StepDraw(Entry, frozen=True):
-    """Random draws between two optimizer steps: by one call, or by all unrecorded calls."""
+    """Random draws between two optimizer steps, of one call or of unknown calls."""
 
     step: int  # optimizer steps before
     generator: str  # global generator "torch", "cuda", "python" or "numpy"; "" for a generator of the program
@@ -80,7 +80,7 @@ class StepDraw(Entry, frozen=True):
 
 
 class GatheredConstant(Entry, frozen=True):
-    """Loss that multiplies by gathered rows of all ranks, none with a gradient."""
+    """Loss that multiplies by rows gathered from all ranks, which carry no gradient."""
 
     step: int  # optimizer steps before
     operation: str  # the collective, whose input carries a gradient
@@ -92,7 +92,7 @@ class GatheredConstant(Entry, frozen=True):
 class OwnRowsReinserted(Entry, frozen=True):
     """Loss on gathered features, of which only this rank's part carries a gradient.
 
-    If every rank computes the whole loss, the gradients of the own parts add up over the ranks.
+    If every rank computes the whole loss, the gradients of these parts add up over the ranks.
     """
 
     step: int  # optimizer steps before
@@ -156,7 +156,7 @@ MAX_PACE_RUNS = 1024  # recorded per wrapper and rank; reached only without a re
 
 
 class PaceRun(Entry, frozen=True):
-    """Consecutive reductions, each after equally many forward passes and batches."""
+    """Consecutive gradient reductions, with the same number of forward passes and batches before each."""
 
     wrapper: int  # number of the wrapper
     first: int  # number of the first reduction
@@ -167,7 +167,7 @@ class PaceRun(Entry, frozen=True):
 
 
 class WrapperPace(Struct, frozen=True):
-    """All reductions of a wrapper on one rank, divided into runs of equal pace."""
+    """All reductions of a wrapper on one rank, as a series of `PaceRun`."""
 
     runs: tuple[PaceRun, ...]
     reductions: int
@@ -179,7 +179,7 @@ class WrapperPace(Struct, frozen=True):
 
 
 class StaleGradients(Entry, frozen=True):
-    """Optimizer step on stale gradients: left from before an earlier step, not zeroed since."""
+    """Optimizer step on gradients that were computed before an earlier step and not zeroed."""
 
     optimizer: int  # number of the optimizer
     own: bool  # True if the same optimizer used the gradients before; else left by the loss of another optimizer

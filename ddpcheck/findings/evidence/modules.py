@@ -22,7 +22,7 @@ _LOCAL = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduc
 
 
 def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]]) -> bool:
-    """Check if gradients and updates stay correct although the options differ across ranks.
+    """Return True if training stays correct although wrapper options `differing` differ across ranks.
 
     Measured on torch 2.13 with gloo: the storage of gradients may differ. Rank 0 broadcasts bucket sizes when buckets
     are rebuilt after the first step, except under `find_unused_parameters`; the first step has one bucket, unless
@@ -84,7 +84,7 @@ class WrapperFacts(Struct, frozen=True):
 
     @property
     def tolerates_unused(self) -> bool:
-        """True if training continues with a parameter that is never used."""
+        """True if the wrapper's options allow a parameter that is never used."""
         return self.find_unused_parameters or self.static_graph
 
     @property
@@ -94,12 +94,12 @@ class WrapperFacts(Struct, frozen=True):
 
     @property
     def goes_on_without(self) -> bool:
-        """True if training continues with a parameter that no rank uses in a step."""
+        """True if training continues although no rank uses a parameter in a step."""
         return self.tolerates_unused or self.sharded
 
     @property
     def tolerates_absence(self) -> bool:
-        """True if a parameter may be unused on some ranks only."""
+        """True if training continues with a parameter that only some ranks use."""
         return self.find_unused_parameters
 
 

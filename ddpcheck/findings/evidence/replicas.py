@@ -64,7 +64,7 @@ class PartStep(Entry, frozen=True):
 
 
 class RunningStatistic(Entry, frozen=True):
-    """Running mean or scale that the script itself keeps, at a call of forward."""
+    """Running mean or scale kept by the script, recorded at a forward call."""
 
     wrapper: int  # number of the wrapper
     forward: int  # earlier calls of the module
@@ -81,7 +81,7 @@ class RunningStatistic(Entry, frozen=True):
 
 
 class EvaluationCall(Entry, frozen=True):
-    """Call of a wrapped or similar module, in evaluation mode or without gradients."""
+    """Evaluation call of a wrapped module, or a module with the same parameter shapes."""
 
     step: int  # optimizer steps before
     name: str  # variable of the module, else its class

@@ -97,7 +97,7 @@ class Inputs(Entry, frozen=True):
 
 
 class EvaluationInputs(Entry, frozen=True):
-    """Inputs of one of a wrapper's first forward passes without gradients."""
+    """Inputs of an early forward pass of a wrapper without gradients."""
 
     wrapper: int  # number of the wrapper
     step: int  # averaged backward passes before
@@ -108,7 +108,7 @@ OF_A_LIST = ".index()"  # suffix of the table name of a list
 
 
 class DerivedTable(Entry, frozen=True):
-    """Dictionary of plain values, or positions of texts in a set-ordered list."""
+    """Dictionary of plain values, or string positions in a list made from a set."""
 
     name: str
     values: Mapping[str, str]
@@ -126,7 +126,7 @@ class OptimizerStep(Entry, frozen=True):
     wrapped_params: tuple[
         str, ...
     ] = ()  # wrapped parameters in the optimizer, with the number of the wrapper ("0/head.weight")
-    reductions: int = -1  # averaged backward passes of the wrappers in `held`; negative if `held` is empty
+    reductions: int = -1  # averaged backward passes of the wrappers of `wrapped_params`; negative if there are none
     averaged: bool = False  # True if backward ran since the last step, and every pass was averaged
     unaveraged: tuple[str, ...] = ()  # parameters in wrappers that averaged nothing since the last step
     norms: Mapping[str, float] = field(default_factory=dict)  # gradient norm of each wrapped parameter, by name
@@ -136,7 +136,7 @@ class OptimizerStep(Entry, frozen=True):
     )  # fingerprints of parameters in no wrapper, by name
     # gradient sketches of parameters in no wrapper; empty without gradient
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    marks: tuple[int, ...] = ()  # fingerprint of the smallest of `alone` at each step since the last entry
+    marks: tuple[int, ...] = ()  # fingerprint of the smallest of `unwrapped_params` at each step since the last entry
     unregistered_params: tuple[str, ...] = ()  # parameters in no wrapper and no module
     collectives: int = 0  # earlier collectives of all ranks on this rank
     idle_params: tuple[str, ...] = ()  # parameters of the same wrappers in optimizers that have not stepped yet
@@ -192,7 +192,7 @@ class OptimizerEnd(Entry, frozen=True):
 
 
 class UnwrappedModel(Entry, frozen=True):
-    """Model that is in no wrapper and no optimizer, before an optimizer step."""
+    """State, before an optimizer step, of a model outside all wrappers and optimizers."""
 
     optimizer: int  # number of the optimizer
     count: int  # earlier steps of the optimizer
@@ -289,7 +289,7 @@ class GradientsClipped(Entry, frozen=True):
 
 
 class GradientsZeroed(Entry, frozen=True):
-    """Zeroing of nonzero gradients at a line, equally often before two successive steps."""
+    """Line that zeroes nonzero gradients several times per step, equally often in two steps."""
 
     optimizer: int
     times: int
@@ -309,7 +309,7 @@ class ReducedInPlace(Entry, frozen=True):
 
 
 class FileSizes(Entry, frozen=True):
-    """Sizes in bytes of written files, by path, at removal or script end."""
+    """Size in bytes of each written file, when removed or at the script's end."""
 
     sizes: Mapping[str, int]
 

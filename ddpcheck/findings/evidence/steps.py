@@ -38,7 +38,7 @@ class PathEnd:
     left_out: int = added(0, compare=False)  # number of operations missing in `steps`
 
     def path_of(self, parameter: str) -> ParameterPath | None:
-        """Return the path for a report; None if the operations are unknown."""
+        """Return the path from `parameter` to this end, or None if operations are unknown."""
         if self.cause == "unused":
             return ParameterPath(parameter, "unused")
         if self.cause == "cut" and self.steps:
@@ -118,7 +118,7 @@ class Call(Struct, frozen=True):
 
 
 class ReductionInput(Struct, frozen=True):
-    """Input of a reduction, from the same samples and random numbers on every rank."""
+    """Input of a reduction when every rank uses the same samples and random numbers."""
 
     operation: str  # name of the reduction
     location: str = ""  # line of user code, as "path:line"; may be empty
@@ -170,7 +170,7 @@ SYNC_SETTING = "require_backward_grad_sync"
 
 
 class LoopEvent(Struct, frozen=True):
-    """Call of the training loop in a step under the wrapper."""
+    """Call that the training loop makes in a step with the wrapper."""
 
     # "forward" (of the wrapper), "backward", "reduction" (ended), "no_sync" (called), "enter no_sync", "leave no_sync",
     # "zero_grad", "step" (of an optimizer, on gradients of the backward passes before) or "apart" (the communication

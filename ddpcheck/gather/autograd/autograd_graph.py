@@ -59,8 +59,8 @@ def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
     """Return True for each AccumulateGrad node that the running backward pass will execute.
 
-    Call from a hook. All False under `torch.autograd.grad`: torch raises there, since the gradients are returned
-    instead of accumulated.
+    Call from a hook. All values are False under `torch.autograd.grad`, which returns gradients instead of accumulating
+    them, so that torch raises.
     """
     try:
         return list(map(torch._C._will_engine_execute_node, nodes))
@@ -71,7 +71,7 @@ def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
 def running_node() -> Any:
     """Return the autograd node that backward is executing, or None.
 
-    Call inside a hook of the node. Shows that backward executes its root, for which `will_be_reached` is False.
+    Call inside a hook of the node. This also finds the root of the backward pass, which `will_be_reached` does not.
     """
     # Private to torch; needed to use a loss returned by forward.
     current_node = getattr(torch._C, "_current_autograd_node", None)
@@ -107,8 +107,8 @@ def keeps_graph() -> bool:
 def saved_tensor(node: Any, name: str) -> torch.Tensor | None:
     """Return the tensor that a node saved under `name`; None if unsafe to read.
 
-    Unsafe are tensors packed by hooks (unpacking a checkpoint recomputes its forward), and overwritten or freed
-    tensors, for which torch raises.
+    A tensor is unsafe to read if a hook packed the tensor (unpacking a checkpoint recomputes its forward), or if the
+    tensor was overwritten or freed, so that torch raises.
     """
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or getattr(raw, "unpack_hook", None) is not None:
@@ -120,10 +120,8 @@ def saved_tensor(node: Any, name: str) -> torch.Tensor | None:
 
 
 def in_compiled_backward() -> bool:
-    """Return True if compiled autograd calls the running hook, so that `will_be_reached` is unusable.
-
-    Private to torch: False if this torch version cannot tell.
-    """
+    """Return True if compiled autograd calls the running hook, so that `will_be_reached` is unusable."""
+    # Private to torch: False if this torch version cannot tell.
     return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False))
 
 
@@ -173,7 +171,7 @@ def node_of(tensor: torch.Tensor) -> Any:
 
 
 class LossGraph:
-    """Autograd graph of tensors or nodes, limited to a number of nodes."""
+    """Autograd graph of tensors or nodes, walked up to a maximum number of nodes."""
 
     def __init__(
         self, roots: Iterable[Any], *, limit: int = WALK_LIMIT, is_end: Callable[[Any], bool] | None = None
@@ -224,7 +222,7 @@ class LossGraph:
 
     @functools.cached_property
     def _parents(self) -> dict[Any, list[tuple[Any, int]]]:
-        """Return by node the (parent, input index) pairs that send gradients to it."""
+        """Map each node to the (parent, input index) pairs from which gradients arrive."""
         parents: dict[Any, list[tuple[Any, int]]] = {}
         for node in self.nodes:
             for index, (child, _) in enumerate(node.next_functions):
@@ -232,7 +230,7 @@ class LossGraph:
         return parents
 
     def nearest(self, leaf: torch.Tensor, is_match: Callable[[Any, int], bool]) -> Iterator[Any]:
-        """Yield, for each path, the node nearest to `leaf` that satisfies `is_match(node, input_index)`."""
+        """Yield, on each path from `leaf` to roots, the first node with `is_match(node, input_index)`."""
         target = gradient_node(leaf)
         pending, seen = [target], {target}
         while pending:
@@ -244,7 +242,7 @@ class LossGraph:
                     pending.append(node)
 
     def nearest_functions(self, leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
-        """Return, for each path, the custom autograd Function nearest to `leaf`."""
+        """Return the first custom autograd Function on each path from `leaf` to the roots."""
         nodes = self.nearest(leaf, lambda node, _index: hasattr(node, "_forward_cls"))
         return tuple(dict.fromkeys(node._forward_cls for node in nodes))
 
@@ -264,7 +262,7 @@ def line_of(node: Any) -> Location | None:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name in DDP's order; tied ones by first name only."""
+    """Return parameters by name in DDP's order, a tied parameter by its first name."""
     return dict(module.named_parameters())
 
 
@@ -283,7 +281,7 @@ _SEARCH_DEPTH = 4
 
 
 def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) in attributes, containers and helper objects, not parameters or buffers."""
+    """Yield (path, tensor) of tensors in attributes, containers and objects, except parameters and buffers."""
     modules = list(module.named_modules())
     registered = {id(t) for t in (*module.parameters(), *module.buffers())} | {id(m) for _, m in modules}
     seen: set[int] = set()

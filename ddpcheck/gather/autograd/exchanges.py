@@ -31,7 +31,7 @@ _parts: Any = WeakIdKeyDictionary()
 def running_functions(frame: FrameType | None) -> set[type]:
     """Return the node class of the autograd Function in which `frame` runs.
 
-    Several classes if Functions inherit the same forward without `ctx` argument.
+    Returns several classes if several Functions inherit the same forward without `ctx` argument.
     """
     for caller in itertools.islice(frames_from(frame), _MOST_FRAMES):
         first = caller.f_code.co_varnames[:1]
@@ -63,7 +63,11 @@ def _record_function(*_arguments: Any, **_named: Any) -> None:
 
 
 def record_rank_local(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> None:
-    """Record leaves that `roots` reach only through all_to_all as rank-local, if `is_recorded(leaf)`."""
+    """Record as rank-local the leaves that `roots` reach only through all_to_all.
+
+    The gradient of a rank-local parameter, such as an expert, is complete on this rank. Only leaves for which
+    `is_recorded(leaf)` is True are recorded.
+    """
     before = LossGraph(roots, is_end=_is_exchange)
     if before.is_complete and before.ends:
         reached = {id(leaf) for leaf in before.leaves}

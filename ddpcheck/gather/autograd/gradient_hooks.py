@@ -57,7 +57,7 @@ def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def user_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
-    """Return user-defined Functions in `node_names`, as hooks located at their `backward`."""
+    """Return user-defined autograd Functions in `node_names`, as hooks with the line of `backward`."""
     hooks = []
     for cls in subclasses_of(torch.autograd.Function):
         code = code_of(cls.backward)

@@ -34,7 +34,7 @@ _MOST_STEPS = 4  # recorded at each end of a path
 
 @dataclass(slots=True)
 class OperationPath:
-    """Operations that compute a tensor from a suspect: number, first four and last four."""
+    """Operations from a suspect (parameter without gradient) to a tensor: count and both ends."""
 
     length: int = 0
     first: tuple[PathEnd, ...] = ()
@@ -116,8 +116,8 @@ class TensorRecorder(TorchFunctionMode):
 class PathRecorder(TensorRecorder):
     """Mode that records which tensors a forward pass computes from the values of `suspects`.
 
-    Records for every such tensor where autograd lost the connection to each suspect. Sees calls of torch's Python
-    functions, including `.data`, which the dispatcher misses, but no operations inside a function.
+    `suspects` are parameters without gradient. For each computed tensor, the recorder keeps where autograd lost the
+    connection to each suspect. The mode sees calls of torch's Python functions and of `.data`, not operations inside.
     """
 
     def __init__(self, module: nn.Module, suspects: Sequence[torch.Tensor]) -> None:
@@ -153,7 +153,7 @@ class PathRecorder(TensorRecorder):
         self._region = user_location(sys._getframe(1))
 
     def _follow_parameter(self, _kind: Any, data: Any = None, *_args: Any, **_kwargs: Any) -> _CallbackOfPatch:
-        """Follow values through `nn.Parameter(tensor)`, unseen by autograd and by a `TorchFunctionMode`."""
+        """Follow values through `nn.Parameter(tensor)`, which neither autograd nor a `TorchFunctionMode` sees."""
         parameter = yield
         cuts = self._cuts_of(data) if isinstance(data, torch.Tensor) else {}
         if cuts and parameter is not data:
@@ -204,7 +204,7 @@ class PathRecorder(TensorRecorder):
         return result
 
     def _cuts_of(self, tensor: torch.Tensor) -> _Cuts:
-        """Return for each suspect that `tensor` depends on where autograd lost the connection."""
+        """Map each suspect that `tensor` depends on to where autograd lost the connection."""
         cuts: _Cuts = {}
         entry = self._known.get(tensor)
         if entry is not None:
@@ -275,7 +275,7 @@ class PathRecorder(TensorRecorder):
     def _set_cuts(
         self, outputs: Iterable[torch.Tensor], input_cuts: _Cuts, paths: dict[int, OperationPath], cut: PathEnd | None
     ) -> None:
-        """Record cuts and paths of `outputs`; `cut`: reason to disconnect them now, or None."""
+        """Record cuts and paths of `outputs`; `cut`: why autograd disconnects `outputs` here, or None."""
         for output in outputs:
             cuts = {index: known if known is not None else cut for index, known in input_cuts.items()}
             self._known[output] = (cuts, output.requires_grad)
@@ -305,7 +305,7 @@ class PathRecorder(TensorRecorder):
         return ends
 
     def exit_of(self, index: int) -> PathEnd:
-        """Return the operation that converted a suspect to Python, else the last operation."""
+        """Return where parameter `index` became a Python value, else the parameter's last operation."""
         use = self._last_paths[index].last[-1]
         return self._conversions.get(index) or replace(use, reason=f"what follows {use.reason}")
 
@@ -373,7 +373,7 @@ def function_returning_none(graph: LossGraph, parameter: torch.Tensor) -> PathEn
 
 @dataclass(slots=True)
 class Explainer:
-    """Replay of a forward pass to explain why parameters do not contribute."""
+    """Replay of a forward pass that explains why parameters get no gradient."""
 
     module: nn.Module  # owner of the suspect parameters
     forward: Callable[[], Sequence[torch.Tensor]]  # reruns forward and loss with the same RNG state
@@ -381,7 +381,7 @@ class Explainer:
     runs_once: bool = False  # True if `forward` may run only once
 
     def explain(self, suspects: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
-        """Return where the path of each suspect ends, by name."""
+        """Return by name where the path from each suspect to the loss ends."""
         tensors = list(suspects.values())
         self.prepare()
         with PathRecorder(self.module, tensors) as recorder:
@@ -400,9 +400,10 @@ class Explainer:
     def _hidden_suspects(
         self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], values: Sequence[float]
     ) -> Iterator[int]:
-        """Yield suspects that affect the loss only through numpy, files or other code.
+        """Yield indices of suspects that affect the loss only through code outside torch.
 
-        Perturbs all candidates together first, since usually none does, then those with the same last operation.
+        Such code is numpy or a file, for example. All candidates are perturbed together. Only if this changes the loss,
+        which is rare, the candidates with the same last operation are perturbed.
         """
         groups: dict[PathEnd, list[int]] = {}
         for index, end in ends.items():

@@ -34,7 +34,7 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Graph edge at which a term ends; `node` is None for the whole loss."""
+    """Graph edge where a loss term ends; `node` is None for the whole loss."""
 
     node: Any  # node that reads the term
     index: int  # input index of `node`
@@ -44,7 +44,7 @@ class Edge:
 
 
 def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]:
-    """Return the edge of each additive term of `total`, the sum of `parts`."""
+    """Split `total`, the sum of `parts`, into additive terms; return each term's edge."""
     root = total.grad_fn
     part_by_node = {part.grad_fn: number for number, part in enumerate(parts)} if len(parts) > 1 else {}
     edges: list[Edge] = []
@@ -67,9 +67,9 @@ _NEAR_NODES = 64  # nodes
 
 
 def nearest_leaf_node(node: Any) -> Any:
-    """Return the AccumulateGrad node nearest to a term's node, or None if far.
+    """Return the AccumulateGrad node nearest to a loss term's node, or None if far.
 
-    Terms with the same nearest AccumulateGrad node come, for example, from the samples of one batch.
+    Terms of the samples of one batch, for example, have the same nearest AccumulateGrad node.
     """
     return next((n for n in LossGraph([node], limit=_NEAR_NODES).nodes if n.name().endswith("AccumulateGrad")), None)
 
@@ -79,10 +79,10 @@ _key: Callable[[Edge], _Key] = operator.attrgetter("part", "location", "operatio
 
 
 class PairedTerms:
-    """Numbering of the terms of a loss, the same in several forward passes (`runs`).
+    """Numbering of loss terms that is the same in several forward passes (`runs`).
 
-    Terms with the same key are merged if their count differs between passes (e.g. one per sample) or if there are more
-    than `most` terms.
+    A key is the part of the loss, line and operation. Terms with the same key are merged if their count differs between
+    passes (as with a term per sample) or if there are more than `most` terms. More than `most` keys make a single term.
     """
 
     def __init__(self, runs: Sequence[Sequence[Edge]], *, most: int) -> None:

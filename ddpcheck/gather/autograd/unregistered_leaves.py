@@ -31,9 +31,9 @@ def unregistered_leaves(
 ) -> tuple[UnregisteredTensor, ...]:
     """Return the leaves that receive gradient but are not parameters of `module`.
 
-    Tensors created by a forward pass (e.g. the input of a gradient penalty) are excluded: a leaf must be in `before`,
-    the tensors before the forward pass by `id`; default: the unregistered tensors of the module and all
-    `nn.Parameter`s. `ignore`: tensors to exclude.
+    A leaf created by the forward pass (e.g. the input of a gradient penalty) is not returned. `before`: tensors that
+    existed before the forward pass, by `id`; default: the unregistered tensors of the module, and leaves that are an
+    `nn.Parameter`. `ignore`: further tensors that are not returned.
     """
     known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
     unknown = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
@@ -52,7 +52,7 @@ def unregistered_leaves(
 
 
 def reachable_tensors(module: nn.Module, recipe: Recipe | None) -> list[_NamedTensor]:
-    """Return named tensors that the recipe's loss function uses, then those of the module."""
+    """Return named tensors that the recipe's loss function uses, then tensors of the module."""
     named = [*module.named_buffers(), *unregistered_tensors(module)]
     return [*function_tensors(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in named)]
 

@@ -23,14 +23,14 @@ def allreduce_grads(
 ) -> None:
     """Average the gradients of parameters that require grad over the ranks, in place.
 
-    No-op for one rank. Ranks may have different sets of gradients: `None` counts as zeros, and stays `None` only if it
-    is `None` on every rank, as under DDP with `find_unused_parameters=True`. A gradient that is sparse on every rank
-    that has it stays sparse, with the rows of all ranks; mixed with dense ones it becomes dense. float16 and bfloat16
-    are summed in float32.
+    No-op for one rank. Ranks may have different sets of gradients: a gradient that is `None` counts as zeros, and stays
+    `None` only if it is `None` on every rank, as under DDP with `find_unused_parameters=True`. A sparse gradient stays
+    sparse, with the rows of all ranks, and becomes dense if any rank has a dense gradient of the same parameter.
+    float16 and bfloat16 are summed in float32.
 
     Args:
         params: Parameters, the same in the same order on every rank.
-        coalesce: Reduce gradients of one dtype and device together; else one at a time.
+        coalesce: If True, reduce gradients of the same dtype and device together, else each gradient separately.
         bucket_size_mb: Bucket size in MiB; default: a single bucket.
         group: Process group; default: all ranks. No-op on a rank that is not in the group.
 
@@ -60,7 +60,7 @@ def allreduce_params(
 
     Args:
         params: Tensors, the same in the same order on every rank, e.g. `model.parameters()` or `model.buffers()`.
-        coalesce: Reduce tensors of one dtype and device together; else one at a time.
+        coalesce: If True, reduce tensors of the same dtype and device together, else each tensor separately.
         bucket_size_mb: Bucket size in MiB; default: a single bucket.
         group: Process group; default: all ranks. No-op on a rank that is not in the group.
 
@@ -83,7 +83,7 @@ def allreduce_params(
 def average_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], *, group: Any = None
 ) -> list[torch.Tensor | None]:
-    """Return the mean of each tensor over `group`; None if no rank has it."""
+    """Return each tensor's mean over `group`; None for a tensor that no rank has."""
     means = dict(averages_over_ranks(tensors, like, group=group))
     return [means.get(index) for index in range(len(tensors))]
 
@@ -99,7 +99,7 @@ def averages_over_ranks(
 
     Args:
         tensors: Tensors or None, the same positions and dtypes on every rank.
-        like: Tensor with the shape, dtype and device of each position; same length.
+        like: For each position, a tensor with the shape, dtype and device of the mean.
         group: Process group; default: all ranks.
         consume: If True, a mean may reuse the memory of its tensor if nothing else references it.
 
@@ -158,7 +158,7 @@ def _checked_tensors(function: str, params: object) -> list[torch.Tensor]:
 def _layouts_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any
 ) -> list[tuple[bool, bool]]:
-    """Return per tensor (True if any rank has it dense, True if sparse)."""
+    """Return (is dense on any rank, is sparse on any rank) for each tensor."""
     layouts = [(False, False) if t is None else (t.layout == torch.strided, t.layout != torch.strided) for t in tensors]
     if get_dist_info(group)[1] <= 1:
         return layouts
@@ -218,11 +218,8 @@ def _means(
 
 
 def owns_storage(tensor: torch.Tensor | None) -> bool:
-    """Return True if nothing else shares the storage of `tensor`; False if unknown.
-
-    The use count is private to torch.
-    """
-    count = getattr(torch._C, "_storage_Use_Count", None)
+    """Return True if nothing else shares the storage of `tensor`; False if unknown."""
+    count = getattr(torch._C, "_storage_Use_Count", None)  # private to torch
     if tensor is None or tensor.layout != torch.strided or count is None:
         return False
     storage: Any = tensor.untyped_storage()
@@ -269,7 +266,7 @@ def _overwrite(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tenso
 
 
 def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the mean, in COO layout, of a gradient that no rank has dense."""
+    """Return the COO mean of a gradient that is dense on no rank."""
     width = torch.tensor([gradient.sparse_dim() if gradient is not None else 1], device=owner.device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
     rows = torch.zeros(owner.shape[: int(width)], dtype=torch.uint8, device=owner.device)

@@ -102,7 +102,7 @@ def replace_collectives(stub: CollectiveStub) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_logging() -> Iterator[None]:
-    """Do not log collectives of this thread in the block: they are ddpcheck's own."""
+    """Do not log this thread's collectives in the block, which are ddpcheck's own."""
     _thread.depth += 1
     try:
         yield
@@ -127,9 +127,9 @@ def record_collectives(directory: Path, rank: int) -> None:
 
 
 def record_calls(sink: Callable[[Call], object], on_enter_exit: Callable[..., object] | None = None) -> None:
-    """Start passing each collective of this process to `sink`, before it runs.
+    """Start calling `sink` with each collective of this process, before the collective runs.
 
-    `on_enter_exit` is called with `begins=True` by a thread that enters a collective or a wait, else `begins=False`.
+    A thread calls `on_enter_exit(begins=True)` before a collective or a wait, and `on_enter_exit(begins=False)` after.
     """
     import torch
     from torch.distributed import _functional_collectives as functional
@@ -179,10 +179,7 @@ after_async_collective: list[Callable[[Call, Mapping[str, Any], object], object]
 def log_ddp_collective(
     operation: str, payload: str, group: Any = None, *, known: Group | None = None, call_place: str = ""
 ) -> None:
-    """Log a collective that DDP is about to start in C++.
-
-    `known`: result of `named_group` for the group, if available.
-    """
+    """Log a collective that DDP will start in C++; `known`: result of `named_group`."""
     if _sink is not None and not _thread.depth:
         name, members, description = known or named_group(group)
         call_place = call_place or this_rank.current_slots().status

@@ -41,7 +41,7 @@ class CompletedWork(_Work):  # type: ignore[misc]
 
 @forwards_calls
 def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return or write a collective's result for equal values on all ranks."""
+    """Return, or write into `kwargs`, a collective's result for equal values on all ranks."""
     tensor = kwargs.get("self", kwargs.get("input", kwargs.get("inputs", kwargs.get("tensor"))))
     if "output" not in kwargs and "tensor_list" not in kwargs and ("self" in kwargs or "group_name" in kwargs):
         size = int(kwargs.get("group_size", 1))

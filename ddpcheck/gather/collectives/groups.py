@@ -10,7 +10,7 @@ Group = tuple[str, tuple[int, ...], str]
 
 
 def named_group(handle: Any) -> Group:
-    """Return name, ranks and description of a group: object, name, ranks or mesh."""
+    """Return name, ranks and description of `handle` (group, group name, ranks or mesh)."""
     import torch.distributed as dist
 
     name, members = _name_and_members(handle)

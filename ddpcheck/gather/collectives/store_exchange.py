@@ -35,12 +35,11 @@ class StoreExchange:
 
     @classmethod
     def next_exchange(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
-        """Return the exchange of the n-th calls for `purpose` on the ranks of `group`.
+        """Return this rank's next exchange for `purpose` with the ranks of `group` (None: all).
 
-        Counters are kept in the store per set of ranks, so groups do not interfere and a new store starts from zero.
-        Keys that this rank wrote two exchanges ago are deleted: all ranks read them before the previous exchange.
-
-        `group` None means all ranks, `timeout` None the group's timeout.
+        The n-th calls of all ranks give the same exchange. The store counts calls separately for each set of ranks, so
+        groups do not interfere and a new store starts from zero. Keys that this rank wrote two exchanges ago are
+        deleted, since all ranks have read these keys. `timeout`: seconds; default: the timeout of the group.
         """
         import torch.distributed as dist
 
@@ -84,7 +83,7 @@ class StoreExchange:
         put_value(default_store().set, f"{self.prefix}/{key}/{self.rank}", pickle.dumps(value))
 
     def delete(self, *keys: str) -> None:
-        """Delete this rank's bytes under `keys`; of large values, the first piece only."""
+        """Delete this rank's values under `keys`; only the first piece of large values."""
         for key in keys:
             with contextlib.suppress(Exception):  # not supported by every store
                 default_store().delete_key(f"{self.prefix}/{key}/{self.rank}")

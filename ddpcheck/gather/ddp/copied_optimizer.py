@@ -44,7 +44,7 @@ class CopiedOptimizer:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> tuple[Difference, ...]:
-        """Step the copies from `before`; return their differences from `after`, relative to the update."""
+        """Step the copies from `before`; return how far `after` differs, relative to the update."""
         if self.trouble:
             return ()
         params = self._parameters

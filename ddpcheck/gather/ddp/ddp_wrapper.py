@@ -54,7 +54,10 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
 
 
 def find_wrapper(module: nn.Module) -> nn.Module:
-    """Return the only DDP in or around `module`, or root of `fully_shard`; else raise."""
+    """Return the only DDP wrapper in or around `module`, or the outermost sharded module.
+
+    Raises `UsageError` if `module` has no such wrapper, or several.
+    """
     wrappers: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
     if not wrappers:
         wrappers = [wrapper for wrapper in live_wrappers() if vars(wrapper)["_modules"].get("module") is module]
@@ -81,12 +84,12 @@ def is_ddp(wrapper: nn.Module) -> bool:
 
 
 def inner_module(wrapper: nn.Module) -> nn.Module:
-    """Return the wrapped module; a sharded module itself."""
+    """Return the module inside a DDP wrapper; return a sharded module unchanged."""
     return wrapper.module if isinstance(wrapper, nn.parallel.DistributedDataParallel) else wrapper
 
 
 def group_of(wrapper: nn.Module) -> Any:
-    """Return the process group that averages gradients; None for the default group or several."""
+    """Return the process group that averages gradients; None for the default or several groups."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel):
         return wrapper.process_group
     mesh = mesh_of(wrapper)
@@ -159,7 +162,7 @@ def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
 
 
 def plain_attributes(value: object) -> dict[str, str]:
-    """Return number and string attributes of a torch object as text; empty for others."""
+    """Return number and string attributes of torch objects as text; {} for other objects."""
     if not type(value).__module__.startswith("torch."):
         return {}
     names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
@@ -185,8 +188,8 @@ _FEEDBACK_ERROR = 1e6  # error feedback adds what a step lost to the next gradie
 def hook_error(wrapper: nn.Module | None) -> float:
     """Return the largest relative error of communication hooks in the last backward pass.
 
-    0 for torch's exact hooks, 0.1 for hooks that quantize or approximate, 1e6 with error feedback (PowerSGD), since no
-    single step can be judged; else machine eps of bfloat16. PowerSGD is exact until `start_powerSGD_iter`.
+    The error is 0 for torch's exact hooks (PowerSGD is exact until `start_powerSGD_iter`), 0.1 for hooks that quantize
+    or approximate, 1e6 for error feedback, since no single step can be judged, else machine eps of bfloat16.
     """
     errors = [0.0]
     for hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -337,7 +340,7 @@ def parameter_changes(
 def _is_dtensor_now(module: nn.Module, name: str) -> bool:
     """Return True if DDP's first forward replaced a parameter by a `DTensor`.
 
-    DDP does so under tensor parallelism: if its `device_mesh` is one dimension of a larger mesh.
+    DDP replaces parameters under tensor parallelism, if the `device_mesh` of DDP is one dimension of a larger mesh.
     """
     path, _, attribute = name.rpartition(".")
     with contextlib.suppress(AttributeError):
@@ -347,9 +350,10 @@ def _is_dtensor_now(module: nn.Module, name: str) -> bool:
 
 
 def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return changes made by forward: name -> (kind, name of the replacement in `seen`).
+    """Return parameters that forward changed: name -> (kind, name of the replacement, or '').
 
-    A parameter that only moved to another name is not changed for DDP. `seen` has every name of tied parameters.
+    The replacement has a name if it is a parameter in `seen`, which has every name of tied parameters. A parameter that
+    only moved to another name is not changed for DDP.
     """
     now = SeenParameter.current_params(nn.Module.named_parameters(module, remove_duplicate=False))
     identities = {after.identity for after in now.values()}

@@ -87,7 +87,7 @@ def record_loop_events(
 
 
 def wrap_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
-    """Wrap `no_sync` to report its call, enter and exit to function `note_of(wrapper)`."""
+    """Wrap `no_sync` so that function `note_of(wrapper)` receives each call, enter and exit."""
 
     @functools.wraps(original)
     def no_sync(self: Any) -> Any:
@@ -112,7 +112,7 @@ def _report_enter_and_exit(inner: Any, note: Callable[[str], None]) -> Iterator[
 
 
 def backward_through(handler: Any) -> Patch:
-    """Route each outermost `torch.autograd.backward` call through `handler` (not nested checkpoint calls)."""
+    """Call `handler` instead of `torch.autograd.backward`, except for backward calls inside `handler`."""
 
     def make_wrapper(original: Any) -> Any:
         is_inside = False

@@ -40,7 +40,7 @@ class DTensorLayout:
         return cls(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
     def to_dtensor(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the `DTensor` of this placement whose local tensor is `local`."""
+        """Return the `DTensor` with this layout whose local tensor is `local`."""
         tensor_module: Any = sys.modules["torch.distributed.tensor"]
         dtensor: torch.Tensor = tensor_module.DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
@@ -65,14 +65,14 @@ class ModelReplica:
 
 
 def placements_of(module: nn.Module) -> dict[str, DTensorLayout]:
-    """Return by name the placement of each parameter that is a `DTensor`."""
+    """Return by name the layout of each parameter that is a `DTensor`."""
     return {name: DTensorLayout.from_param(p) for name, p in module.named_parameters() if is_dtensor(p)}
 
 
 def replica_of(module: nn.Module, parts: Mapping[str, DTensorLayout], group: Any) -> ModelReplica:
     """Return the model replica of this rank; a collective over all ranks.
 
-    `module` is wrapped or sharded; `parts`: placements of parameters that DDP keeps as local tensors. Raises
+    `module`: a DDP wrapper or a sharded module. `parts`: layouts of parameters that DDP keeps as local tensors. Raises
     `TargetError` if the ranks do not form groups of equal size.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -99,7 +99,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, DTensorLayout], group: Any
 
 
 def split_over(module: nn.Module, parts: Mapping[str, DTensorLayout]) -> dict[str, list[int]]:
-    """Return, by parameter, the ranks that hold its parts, ignoring splits by `fully_shard`."""
+    """Map split parameters to the ranks that hold the parts; ignore splits by `fully_shard`."""
     sharding = _sharding_meshes(module)
     return {name: others for name, part in parts.items() if len(others := _ranks_of_split(part, sharding)) > 1}
 
@@ -127,7 +127,7 @@ def _is_sharded(part: DTensorLayout, sharding: Sequence[Any]) -> bool:
 
 
 def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, DTensorLayout]]:
-    """Return placements of `DTensor`s by submodule and name; for DDP, after the first forward."""
+    """Return `DTensor` layouts by submodule and name; under DDP, call after the first forward."""
     parts_by_module = {}
     for part in module.modules():
         attrs = {**vars(part), **dict(part.named_parameters(recurse=False))}
@@ -141,9 +141,9 @@ def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, DTensorLayout]]
 
 
 def input_layouts(module: nn.Module) -> Iterator[Sequence[Any]]:
-    """Yield input layouts of `parallelize_module` found in the forward pre-hooks.
+    """Yield input layouts that `parallelize_module` keeps in forward pre-hooks of `module`.
 
-    Private to torch: a closure of the hook has the style, or a partial with its layouts.
+    Private to torch: the closure of a hook has a `ParallelStyle`, or a `partial` whose first argument has the layouts.
     """
     for hook in module._forward_pre_hooks.values():
         for cell in getattr(hook, "__closure__", None) or ():
@@ -186,14 +186,14 @@ def _is_changed(value: object, before: object) -> bool:
 def as_dtensors(
     tensors: Iterable[tuple[str, torch.Tensor | None]], parts: Mapping[str, DTensorLayout]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield (name, tensor), with local tensors converted to `DTensor`s if in `parts`."""
+    """Yield (name, tensor); convert local tensors whose name is in `parts` to `DTensor`s."""
     for name, tensor in tensors:
         is_unchanged = tensor is None or name not in parts or is_dtensor(tensor)
         yield name, tensor if tensor is None or is_unchanged else parts[name].to_dtensor(tensor.detach())
 
 
 def redistribute_like(parameter: Any, gradient: Any) -> Any:
-    """Redistribute a gradient to the placements of its parameter; a collective if they differ."""
+    """Redistribute a gradient to the parameter's placements, by a collective if placements differ."""
     if not is_dtensor(gradient) or gradient.placements == parameter.placements:
         return gradient
     return gradient.redistribute(parameter.device_mesh, parameter.placements)

@@ -45,7 +45,7 @@ def sharded_facts(
 ) -> ShardedFacts:
     """Return the facts of a sharded module; `settings`: the events of `recorded_settings`.
 
-    `values_built` has fingerprints by name of parameters whose shard still has the values built on this rank.
+    `values_built`: by name, fingerprints of parameters that still have the values that this rank built (`values_kept`).
     """
     unused = [event.synchronises for event in settings if event.kind == _UNUSED_SETTING]
     is_set = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
@@ -60,7 +60,7 @@ def sharded_facts(
 
 
 def values_kept(module: nn.Module, full_params: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return fingerprints of `full_params` whose shard on this rank is unchanged in `module`."""
+    """Return fingerprints of `full_params` that agree with this rank's shards in `module`."""
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     unchanged = {}
     for name, parameter in module.named_parameters():
@@ -93,10 +93,7 @@ def refuse_fsdp1(module: nn.Module, what: str, error: type[DDPCheckError] = Usag
 
 
 def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
-    """Count the flat parameters of `FullyShardedDataParallel` (FSDP1).
-
-    torch marks flat parameters by a private attribute.
-    """
+    """Count the flat parameters of FSDP1, which torch marks by a private attribute."""
     return sum(map(hasattr, parameters, repeat("_fsdp_flattened")))
 
 
@@ -106,8 +103,8 @@ def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
 def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> dict[str, torch.Tensor]:
     """Return the full tensors by name; a collective over all ranks.
 
-    Plain tensors are returned unchanged, gathered tensors in new memory. None is omitted, and so are shards that
-    another rank lacks, which cannot be gathered.
+    Plain tensors are returned unchanged, gathered tensors in new memory. A name is missing in the result if its tensor
+    is None, or if the tensor is a shard that another rank lacks and that cannot be gathered.
     """
     by_name = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
     shards = [name for name, tensor in by_name.items() if is_dtensor(tensor)]
@@ -125,12 +122,12 @@ def _gathered_copy(shard: Any) -> torch.Tensor:
 
 
 def copy_local_tensors(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-    """Return copies of the local tensors of this rank by name; omit None."""
+    """Return copies of this rank's local tensors by name; skip entries that are None."""
     return {name: local_part(tensor).clone() for name, tensor in tensors if tensor is not None}
 
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return step counts and norms of non-constant optimizer state: {"weight: exp_avg": 0.3}."""
+    """Return norms of the optimizer state of shards, and step counts: {"weight: exp_avg": 0.3}."""
     states: dict[str, torch.Tensor] = {}
     for name, shard in shards.items():
         state, part = optimizer.state.get(shard), local_part(shard)
@@ -148,9 +145,9 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
 
 @contextlib.contextmanager
 def recorded_settings() -> Iterator[list[LoopEvent]]:
-    """Record `FSDPModule` calls in the block that control gradient reduction and its divisor.
+    """Record, in the block, calls that set how an `FSDPModule` reduces gradients.
 
-    `synchronises` of an event is the value that the call sets.
+    Such a call switches the reduction or sets the divisor. `synchronises` of an event is the value that the call sets.
     """
     events: list[LoopEvent] = []
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -163,7 +160,7 @@ def recorded_settings() -> Iterator[list[LoopEvent]]:
 def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable[str] = ()) -> list[Patch]:
     """Pass an event to `sink` for each call that switches reduction of an `FSDPModule`.
 
-    Calls of the methods named in `more` are passed too. Undo the returned patches to stop.
+    `more`: names of further methods whose calls give an event. Undo the returned patches to stop.
     """
 
     def record_call(name: str, _module: nn.Module, value: bool = True, **kwargs: Any) -> None:
@@ -199,7 +196,7 @@ def shards_in_use(module: nn.Module) -> set[int]:
 
 
 def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
-    """Return the `shards_in_use` of parameter `name` of submodule `part`."""
+    """Return the `shards_in_use` that belong to parameter `name` of submodule `part`."""
     identities: set[int] = set()
     for param in _parameters_of_groups(module):
         info = getattr(param, "_module_info", None)
@@ -209,7 +206,7 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
 
 
 def shards_of_tied_params(module: nn.Module) -> set[int]:
-    """Return ids of shards that `fully_shard` gathers repeatedly: parameters tied after sharding."""
+    """Return ids of shards of parameters tied after sharding, which `fully_shard` gathers repeatedly."""
     counts = Counter(id(getattr(param, "sharded_param", None)) for param in _parameters_of_groups(module))
     return {identity for identity, times in counts.items() if times > 1}
 
@@ -250,9 +247,9 @@ def mesh_of(module: nn.Module) -> Any:
 
 
 def shard_number(shard: Any, mesh: Any = None) -> int:
-    """Return the index of this rank's shard; replicas of a shard have its index.
+    """Return the index of this rank's shard; replicas of a shard share the index.
 
-    With `mesh` of `fully_shard`: the index among the ranks of `mesh`.
+    `mesh`: count only shards along dimensions of this mesh (of `fully_shard`); default: along all dimensions.
     """
     number = 0
     for size, coord, placement in _dimensions(shard, mesh):
@@ -261,7 +258,7 @@ def shard_number(shard: Any, mesh: Any = None) -> int:
 
 
 def _dimensions(shard: Any, mesh: Any) -> list[tuple[int, int, Any]]:
-    """Return (size, coordinate, placement) per mesh dimension, limited to those in `mesh`."""
+    """Return (size, coordinate, placement) of the shard's mesh dimensions that are in `mesh`."""
     full: Any = shard.device_mesh
     names = None if mesh is None or mesh.ndim == full.ndim else mesh.mesh_dim_names
     dims = zip(full.shape, full.get_coordinate(), shard.placements, full.mesh_dim_names or full.shape, strict=True)
@@ -279,7 +276,7 @@ def is_gathered(parameter: Any, shard: Any) -> bool:
 def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
     """Return (number of shards, split dim) of a parameter; None if split several times.
 
-    (1, 0) if not split. With `mesh` of `fully_shard`: the number of shards within `mesh` only.
+    The result is (1, 0) if the parameter is not split. `mesh`: as in `shard_number`.
     """
     dimensions = _dimensions(shard, mesh)
     split = [(size, p.dim) for size, _, p in dimensions if not p.is_replicate() and hasattr(p, "dim")]
@@ -304,9 +301,9 @@ def varying_params(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
 
 
 def shard_position(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
-    """Return (shard index, number of shards) if `value` has shards of all `parameters`.
+    """Return (shard index, shard count) if `value` has shards of all `parameters`, else None.
 
-    Else None. Searches dicts, such as a state dict, by parameter name for tensors of the same local shape.
+    `value` may be a dict, such as a state dict, in which each parameter name has a tensor of the local shape.
     """
     split = {name: p for name, p in parameters.items() if is_dtensor(p) and local_part(p).shape != p.shape}
     if not split or not any(_has_all_shards(mapping, split) for mapping in _nested_dicts(value)):
@@ -329,18 +326,15 @@ def _nested_dicts(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
 
 
 def mixed_precision(module: nn.Module) -> torch.dtype | None:
-    """Return the coarsest dtype in which `fully_shard` computes or reduces gradients, or None.
-
-    An unreadable policy counts as bfloat16.
-    """
+    """Return the coarsest dtype in which `fully_shard` computes or reduces gradients, or None."""
     dtypes = set()
-    for _, policy in _policies(module):
+    for _, policy in _policies(module):  # an unreadable policy counts as bfloat16
         dtypes |= {torch.bfloat16} if policy is None else {policy.param_dtype, policy.reduce_dtype}
     return max(dtypes - {None}, key=eps_of, default=None)
 
 
 def policies_of(module: nn.Module) -> dict[str, str]:
-    """Return the `mp_policy` of `fully_shard` as text; differing policies of submodules by path."""
+    """Return the first `mp_policy` of `fully_shard` as text, and different policies by path."""
     policies = {path: repr(policy) for path, policy in _policies(module) if policy is not None}
     first = next(iter(policies.values()), "")
     others = {f"mp_policy of {path}": text for path, text in policies.items() if text != first}

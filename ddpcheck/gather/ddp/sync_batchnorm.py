@@ -69,7 +69,7 @@ def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Ten
 
 @contextlib.contextmanager
 def synchronised_on_cpu() -> Iterator[list[str]]:
-    """Allow `nn.SyncBatchNorm` on CPU; yield a list that stays empty until one runs."""
+    """Allow `nn.SyncBatchNorm` on CPU; yield a list, empty until such a layer runs."""
     ddp: Any = nn.parallel.DistributedDataParallel
     refuse = "_passing_sync_batchnorm_handle"  # private to torch; it only refuses SyncBatchNorm on CPU
     original, original_refuse = nn.SyncBatchNorm.forward, getattr(ddp, refuse, None)

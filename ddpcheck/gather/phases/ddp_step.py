@@ -163,7 +163,8 @@ def _sharded_step(
 ) -> ShardedStep:
     """Compare the optimizer step with steps on copies of the full and sharded parameters.
 
-    `whole`: full parameters before the step, gradients, parameters after the step. `shard`: of shards, the first two.
+    `whole`: full parameters before the step, full gradients, and full parameters after the step. `shard`: this rank's
+    shards of the parameters before the step, and of the gradients.
     """
     state = rank_state()
     model = state.training_model
@@ -190,7 +191,7 @@ def _sharded_step(
 
 @contextlib.contextmanager
 def _record_events(model: TrainingModel) -> Iterator[LoopEventRecorder]:
-    """Record the model's loop events in the block; under `fully_shard`, only calls of settings."""
+    """Record loop events in the block; under `fully_shard`, only calls that change settings."""
     if not model.facts.sharded:
         with record_loop_events(model.module, model.wrapper, model.optimizer) as recorder:
             yield recorder
@@ -241,8 +242,8 @@ def _optimizer_state(state: RankState) -> dict[str, int]:
 def compiled_step(step: int) -> CompiledStep:
     """Run forward and backward through the compiled wrapper from the step's initial state.
 
-    See `worlds.compilation`. No optimizer step; the module is restored afterwards. ddpcheck's hooks are removed and
-    collectives are not logged meanwhile: both would change the compiled graph.
+    See `worlds.compilation`. There is no optimizer step, and the module is restored afterwards. Meanwhile, ddpcheck
+    removes its hooks and logs no collectives, since hooks and logging would change the compiled graph.
     """
     state = rank_state()
     model, data, module = state.training_model, state.step, state.module

@@ -43,7 +43,7 @@ from ddpcheck.worlds.compilation import uses_compile
 def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
     """Capture the module state before the wrapper's forward; rank 0 writes `file`.
 
-    If the model is large, each rank keeps its state in a file: in `file` if `shared`, else in a file of its own.
+    If the model is large, the state is kept in a file: `file` for all ranks if `shared`, else a file per rank.
     """
     state = rank_state()
     this_rank.set_status(f"step {step}: beginning")
@@ -211,7 +211,7 @@ def sample_count(batch: Any) -> int | None:
 
 
 def layout() -> ModuleDescription:
-    """Return the layout of the reference module after the local step."""
+    """Return the reference module's parameters and buffers, without values, after the local step."""
     return layout_of(rank_state().reference.module)
 
 
@@ -241,7 +241,7 @@ def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> 
 
 
 def batch_again(step: int) -> tuple[int, ...]:
-    """Return the fingerprints of the global batch of `step`, built again."""
+    """Build the global batch of `step` again; return the fingerprints."""
     return training_step.batch_fingerprint(rank_state().global_batch(step))
 
 
@@ -273,7 +273,7 @@ def _with_lines(leaves: Iterable[steps.UnregisteredTensor], state: RankState) ->
 def average(step: int, file: Path | None, *, shared: bool = True) -> None:
     """All-reduce the local gradients without DDP; rank 0 saves the average.
 
-    If the model is large, the average stays in a file: in `file` if `shared`, else in a file per rank.
+    If the model is large, the average is kept in a file: `file` for all ranks if `shared`, else a file per rank.
     """
     state = rank_state()
     data, parameters = state.step, state.reference.trainable
@@ -324,7 +324,7 @@ def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str
 
 
 def local_update(step: int) -> None:
-    """Step the reference module with averaged gradients, instead of an unusable wrapper."""
+    """Update the reference module with averaged gradients, if the wrapper cannot be used."""
     state = rank_state()
     reference, data = state.reference, state.step
     this_rank.set_status(f"step {step}: optimizer")
@@ -342,10 +342,10 @@ def local_update(step: int) -> None:
 
 @replays_step
 def average_exactly(step: int, file: Path) -> str:
-    """Average float64 gradients of the step into rank 0's `file`; return any error.
+    """Repeat the step in float64; rank 0 saves the averaged gradients in `file`.
 
-    Separates a real mismatch from rounding if ranks communicate in forward (e.g. SyncBatchNorm) and no process can
-    compute its part without the others.
+    Returns an error message or ''. The float64 average separates a mismatch from rounding if ranks communicate in
+    forward (e.g. SyncBatchNorm), so that a single process cannot repeat the forward of a rank.
     """
     state = rank_state()
     try:

@@ -119,7 +119,7 @@ def assignments(names: Sequence[str]) -> dict[str, Location]:
 
 
 def aliases() -> dict[str, tuple[str, ...]]:
-    """Return all names of each tied parameter by its first name."""
+    """Map the first name of each tied parameter to all names of the parameter."""
     return {names[0]: names for names in all_names(rank_state().module).values() if len(names) > 1}
 
 
@@ -277,7 +277,7 @@ def _wrapped_evidence(
 
 
 def _unsharded_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, DTensorLayout]) -> nn.Module:
-    """Return an unsharded copy of the module, with the other changes of `wrap`."""
+    """Return an unsharded copy of the module that has all other changes by `wrap`."""
     if not (parts or sharding.is_sharded(module)):
         return module_state.copied_module(module)
     match = next((candidate for candidate in changed if not module_state.differs_in_structure(module, candidate)), None)
@@ -299,7 +299,7 @@ def _watch_construction() -> Iterator[
 ]:
     """Compare options between ranks before a DDP constructor in the block communicates.
 
-    Yields dicts that the constructor fills: options, parameters, placements of `DTensor`s that became local tensors.
+    Yields dicts that the constructor fills: options, parameters, and layouts of `DTensor`s that became local tensors.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}

@@ -21,19 +21,19 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def note_program_data() -> None:
-    """Record small program data before the first step, for `changed_data`."""
+    """Record small values of `program_data` before the first step, for `changed_data`."""
     this_rank.state["program data"] = {name: hash(text) for name, text in program_data(_MOST_STATE).items()}
 
 
 def changed_data() -> list[str]:
-    """Return names of program data that changed since `note_program_data`."""
+    """Return names of `program_data` values that changed since `note_program_data`."""
     before = this_rank.state.get("program data", {})
     after = program_data(_MOST_STATE)
     return [name for name, digest in before.items() if name in after and hash(after[name]) != digest]
 
 
 def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
-    """Return plain values in module attributes and variables of recipe functions as text."""
+    """Return, as text, plain data in module attributes and in variables of recipe functions."""
     state = rank_state()
     texts: dict[str, str] = {}
     for prefix, module in state.module.named_modules():
@@ -50,7 +50,7 @@ def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
 
 
 def _texts_in(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapping[str, str]:
-    """Return the plain values in `value` as text by name, independent of set order."""
+    """Return, as text by name, the plain data in `value`, independent of set order."""
     if isinstance(value, bool):
         return {}  # usually an "is rank 0" flag
     if isinstance(value, (*PLAIN, *_CONTAINERS, torch.Tensor)):
@@ -69,7 +69,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _text_of(value: Any, depth: int, most: int) -> str:
-    """Return plain values or containers as text; '' if unsupported or too large."""
+    """Return a plain value or container as text; '' if unsupported or too large."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):  # only small tensors that are not trained

@@ -39,7 +39,7 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(slots=True)
 class ReferenceModule:
-    """Second build of the module, without a wrapper; runs the local steps."""
+    """Second build of the module, without a wrapper, on which the local steps run."""
 
     module: nn.Module
     # Set once the wrapper cannot be used any more; this module is trained from then on.
@@ -115,7 +115,7 @@ class StepData:
 
     @property
     def averaged(self) -> Mapping[str, torch.Tensor]:
-        """Return the mean gradient of each parameter that has one on any rank."""
+        """Return the mean gradient of each parameter that has a gradient on any rank."""
         if self.averages_file is not None:
             self.averages, self.averages_file = TensorFile(self.averages_file), None
         return self.averages
@@ -162,7 +162,7 @@ class RankState:
         self.step.before.restore(self.reference.module, self.reference.mapped)
 
     def own_file(self, file: Path | None, *, shared: bool) -> Path | None:
-        """Return `file` if `shared` or rank 0, else "file.<rank>"; None if not `large`."""
+        """Return `file` if `shared` or rank 0, else "file.<rank>"; None for a small model."""
         if not self.large or file is None:
             return None
         return file if shared or not self.rank else this_rank.current().directory / f"{file.name}.{self.rank}"
@@ -173,14 +173,14 @@ class RankState:
     def gradients(
         self, step: int, module: nn.Module, batch: Any, *, numbers: RandomNumbers = "drawn", phase: str = ""
     ) -> tuple[Gradients, Loss]:
-        """Return gradients and loss of `module`; ranks share the seed unless `numbers` is "drawn"."""
+        """Return gradients and loss of `module`; ranks have different seeds if `numbers` is "drawn"."""
         seed = self.seed_of(step) if numbers == "drawn" else training_step.step_seed(self.seed, step)
         return training_step.compute_gradients(
             self.recipe, module, batch, step=step, seed=seed, numbers=numbers, phase=phase
         )
 
     def run_loss(self, step: int, phase: str = "", module: nn.Module | None = None) -> Loss:
-        """Return the loss of `module`, default the reference, on this rank's shard; see `compute_loss`."""
+        """Return the loss of `module` (default: the reference) on this rank's shard; see `compute_loss`."""
         module = self.reference.module if module is None else module  # len() of a compiled DDP raises
         seed = self.seed_of(step)
         return training_step.compute_loss(self.recipe, module, self.step.batch, step=step, seed=seed, phase=phase)
@@ -204,7 +204,8 @@ def replays_step(
 ) -> Callable[Concatenate[int, Arguments], Result]:
     """Decorate a phase that replays the current step on the reference module.
 
-    Restores module and external state to the start of the step before the phase, and again afterwards.
+    Before and after the phase, restores the module, and `ExternalState` (variables outside the module), to the start of
+    the step.
     """
 
     @functools.wraps(function)

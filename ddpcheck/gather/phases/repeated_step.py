@@ -134,7 +134,10 @@ class _DrawRecorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def random_choices(samples: int) -> Iterator[dict[str, None]]:
-    """Yield a dict of drawn permutations and indices, not per sample: "torch.randperm at a.py:3"."""
+    """Yield a dict of draws of permutations and indices: "torch.randperm at a.py:3".
+
+    A draw of a single index, or of an index for each of the `samples`, is omitted.
+    """
     choices: dict[str, None] = {}
 
     def record(name: str, drawn: Any) -> None:
@@ -149,7 +152,7 @@ def random_choices(samples: int) -> Iterator[dict[str, None]]:
 
 @replays_step
 def draws(step: int) -> list[SharedDraw]:
-    """Return the random draws with one value per sample in this rank's forward."""
+    """Return the random tensors that this rank's forward draws with a row per sample."""
     state = rank_state()
     samples = next((len(t) for t in tree_tensors(state.step.batch) if t.dim()), 0)
     entries: list[SharedDraw] = []
@@ -191,10 +194,10 @@ _MOST_VALUES = 1 << 14
 
 @replays_step
 def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
-    """Return the inputs of this rank's reductions for rank 0's shard and random numbers.
+    """Run forward on rank 0's shard with rank 0's seed; return inputs of reductions.
 
-    Nothing is communicated, so no rank can hang: each collective is answered by `answer_locally`. Inputs that still
-    differ between ranks at the same call mean that the program itself depends on the rank.
+    No rank can hang, since `answer_locally` answers each collective without communication. If the inputs of the same
+    call still differ between ranks, the program itself depends on the rank.
     """
     state, module = rank_state(), rank_state().reference.module
     payloads: list[ReductionInput] = []
@@ -226,7 +229,7 @@ def _reduced_values(kwargs: Mapping[str, Any]) -> tuple[float, ...]:
 
 @replays_step
 def explain(step: int) -> dict[str, PathEnd]:
-    """Return why each missing gradient of this rank is missing, by parameter.
+    """Return, for each parameter without gradient on this rank, why the gradient is missing.
 
     Every rank replays, even without missing gradients, because forward may communicate. If forward communicates, each
     rank replays only once, and causes that need a changed parameter value stay undetected.
@@ -257,7 +260,7 @@ def nonzero_when_perturbed(step: int, names: Sequence[str]) -> list[str]:
 
 @replays_step
 def why_zero(step: int, names: Sequence[str]) -> dict[str, PathEnd]:
-    """Return the operations that zero gradients of `names`, after perturbing every parameter."""
+    """Perturb every parameter; return operations that turn gradients of `names` to zero."""
     state = rank_state()
     _perturb_reference(state, step)
     parameters = {name: state.reference.trainable[name] for name in names}
@@ -275,7 +278,7 @@ def _perturb_reference(state: RankState, step: int) -> None:
 
 
 def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -> None:
-    """Perturb every parameter slightly; those in `mapped` get new memory mapped from `file`."""
+    """Perturb every parameter slightly; move parameters in `mapped` to memory mapped from `file`."""
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(module.named_parameters())
 

@@ -35,8 +35,8 @@ _COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, i
 def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size: int, threads: int) -> ShardAnalysis:
     """Run each of `world_size` shards without a process group to explain a mismatch.
 
-    The files have the ranks' averaged gradients, `exact_file` in float64. `threads`: number of threads of a rank, to
-    reproduce its bits: sums split over other threads round differently, and a deep network can amplify this by 1000.
+    Both files have the averaged gradients of the ranks; `exact_file` has float64 gradients. `threads`: threads of a
+    rank. With another number, sums round differently, and a deep network can amplify the difference by 1000.
     """
     single: SingleProcess = this_rank.state["single"]
     num_threads = torch.get_num_threads()
@@ -133,7 +133,7 @@ def _add_terms(
 def _with_statistics_of_shards(
     run: ShardRun, compared: Mapping[str, torch.Tensor], batch: Any, norms: Sequence[str], shards: int
 ) -> Fit:
-    """Return the best fit of `compared` by gradients with BatchNorm layers `norms` per shard."""
+    """Fit `compared` by gradients for which BatchNorm layers `norms` normalize each shard separately."""
     best = Fit()
     for views in (False, True):
         with contextlib.suppress(Exception):  # rows may not be samples
@@ -178,7 +178,7 @@ def _rounded(
 def _rounded_on_shards(
     run: ShardRun, averaged: Mapping[str, torch.Tensor], batch: Any, shards: Sequence[Any]
 ) -> tuple[str, ...]:
-    """Apply `_rounded` to the averages that equal the mean gradient of the shards."""
+    """Apply `_rounded` to averaged gradients that equal the mean gradient of the shards."""
     if run.exact is None:
         return ()
     data = run.single_process.step
@@ -198,11 +198,9 @@ def _mean_of(run: ShardRun, shards: Sequence[Any]) -> Gradients:
 
 
 def _coupling(run: ShardRun, batch: Any, shard: Any) -> Coupling:
-    """Find the first module whose output for a sample depends on other samples.
-
-    float64 reveals a coupling smaller than rounding in the model's dtype.
-    """
+    """Find the first module whose output for a sample depends on other samples."""
     coupling = first_coupling(run.module, partial(run.forward, batch), partial(run.forward, shard))
+    # float64 reveals a coupling smaller than rounding in the model's dtype.
     if coupling.module is None and (exact_run := run.exact) is not None:
         forwards = partial(exact_run.forward, batch), partial(exact_run.forward, shard)
         exact = first_coupling(exact_run.module, *forwards, rounding=_COUPLED_EXACTLY)

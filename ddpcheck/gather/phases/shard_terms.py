@@ -36,7 +36,10 @@ _MOST_PRECISE = 1e-5  # resolution of weights fitted to float32 gradients
 
 @contextlib.contextmanager
 def _forward_by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
-    """Make `module` process its input shard by shard; `samples`: rows per concatenated view."""
+    """Make `module` process its input shard by shard in the block.
+
+    `samples`: number of rows of a view, if the input is several views (e.g. augmentations) of the batch, concatenated.
+    """
     original = module.forward
     override = vars(module).get("forward")
 
@@ -73,13 +76,13 @@ class ShardRun:
 
     @property
     def exact(self) -> ShardRun | None:
-        """Return the same settings in float64; None if the model has no float64 copy."""
+        """Return these settings with the module's float64 copy; None if there is no copy."""
         double = self.single_process.double
         return None if double is None else replace(self, module=double)
 
     @contextlib.contextmanager
     def loss(self, part: Any) -> Iterator[Loss]:
-        """Yield the loss on `part` from the step's initial state, ready for backward."""
+        """Restore the step's initial state; yield the loss on `part`, ready for backward."""
         part = upcast(part) if self.module is self.single_process.double else part
         self.single_process.rewind(self.module)
         training_step.clear_gradients(self.module)
@@ -111,7 +114,7 @@ class ShardRun:
             return split_loss(loss.total, loss.parts), loss.names
 
     def gradients(self, part: Any, paired: PairedTerms) -> Iterator[Gradients]:
-        """Yield gradients per loss term on `part`."""
+        """Yield the gradients of each loss term on `part`."""
         with self.loss(part) as loss:
             if not len(paired):
                 training_step.run_backward(loss.total)
@@ -167,7 +170,7 @@ class Terms:
         )
 
     def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
-        """Return per term the shard weights that fit the ranks' average, or None."""
+        """Fit the ranks' average by weighted shards; return weights per term, or None."""
         flat = [_divide_by_scale(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
         weights, residual = fit(_divide_by_scale(averaged, self.scale), flat)
         count = len(self.parts[0])
@@ -176,7 +179,7 @@ class Terms:
         return [tuple(weights[start : start + count]) for start in range(0, len(weights), count)]
 
     def error(self, number: int, weights: Sequence[float]) -> float:
-        """Return the norm of a term minus weighted shards, relative to the total."""
+        """Return how far weighted shard gradients are from term `number`, relative to the total."""
         residual = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
         total = _scaled_norm(self.total, self.scale)
         return _scaled_norm(residual, self.scale) / total if total else 0.0
@@ -254,7 +257,7 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
 
 
 def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *, large: bool) -> list[bool | None]:
-    """Return True for terms whose gradient of other samples depends on `shard`'s activations."""
+    """Return True for each term that makes other samples' gradients depend on `shard`."""
     part = FirstActivations()
     replace(run, activations=part).forward(shard)
 
@@ -278,7 +281,7 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
 def _matching_count(
     shards: Sequence[Any], weights: Sequence[float], *, precision: float
 ) -> tuple[str, tuple[float, ...]]:
-    """Return the count, e.g. samples, that is proportional to `weights`, with values by shard.
+    """Return name and values by shard of a count (e.g. samples) proportional to `weights`.
 
     Ratios of small counts are close to each other, so counts must match within `precision`, the accuracy of `weights`;
     the closest count wins.

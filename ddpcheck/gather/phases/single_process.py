@@ -141,7 +141,7 @@ def join_single_process_group() -> None:
 
 
 def adopt(module_file: Path) -> None:
-    """Replace the module and its float64 copy by rank 0's module after `wrap`."""
+    """Replace the single process's module by rank 0's module, saved in `module_file` after `wrap`."""
     single: SingleProcess = this_rank.state["single"]
     single.module = wire.loads(module_file.read_bytes()).to(single.device)
     single.mapped = _move_large_to_file(single.module)
@@ -153,8 +153,8 @@ def adopt(module_file: Path) -> None:
 def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     """Compute the gradients of the global batch, in native dtype and in float64.
 
-    `state_file` has rank 0's state before the step; None if the module already has the same state. Returns the first
-    difference instead if the recipe builds another model in one process than on several ranks.
+    `state_file` has rank 0's state before the step; None if the module already has the same state. If the model that
+    the recipe builds here differs from the model on rank 0, the result is a string that describes the first difference.
     """
     single: SingleProcess = this_rank.state["single"]
     if single.after is not None:
@@ -174,7 +174,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
 
 
 def _model_mismatch(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
-    """Describe the first parameter that rank 0 lacks or has in another shape."""
+    """Describe the first parameter that is missing or has another shape on rank 0."""
     for name, parameter in module.named_parameters():
         if name not in rank0_tensors:
             return f"{name} is missing on rank 0"
@@ -184,7 +184,7 @@ def _model_mismatch(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]
 
 
 def run_with_constants(step: int) -> SingleStep:
-    """Rerun the step, and all later steps, with constants instead of random numbers."""
+    """Repeat the step with constants instead of random numbers, which later steps use too."""
     single: SingleProcess = this_rank.state["single"]
     single.numbers = "constant"
     single.rewind(single.module)
@@ -223,7 +223,7 @@ def _measure_step(single: SingleProcess, step: int) -> SingleStep:
 
 
 def _comparable_gradients(single: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:
-    """Return gradients, loss and backward count, with random numbers that ranks can reproduce."""
+    """Return gradients that ranks can reproduce, the loss and the number of backward calls."""
     while True:
         try:
             with count_backwards() as backwards:
@@ -240,9 +240,9 @@ def _comparable_gradients(single: SingleProcess, batch: Any, step: int) -> tuple
 
 
 def _rounding_norms(single: SingleProcess, batch: Any, step: int, streamed: Collection[str]) -> dict[str, float] | None:
-    """Return rounding error norms of the module's dtype by parameter; None if unknown.
+    """Return the norm of each gradient's rounding error, against float64; None if unknown.
 
-    Only one float64 gradient of the parameters in `streamed` is in memory at a time.
+    The float64 gradients of parameters in `streamed` are written to a file, so that only one is in memory at a time.
     """
     gradients = single.step.gradients
     if single.double is None:
@@ -286,7 +286,7 @@ def _exact_gradients(
 def _rounding_by_perturbation(single: SingleProcess, batch: Any, step: int) -> dict[str, float]:
     """Return how far gradients move if parameters and batch change by machine epsilon.
 
-    All zeros if the gradients move too far for rounding. Rounding errors are equivalent to such input perturbations
+    All values are 0 if the gradients change too much for rounding. Rounding errors are equivalent to such perturbations
     (backward error analysis: N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.5).
     """
     gradients = single.step.gradients
@@ -315,9 +315,10 @@ def _rounding_by_perturbation(single: SingleProcess, batch: Any, step: int) -> d
 
 
 def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:
-    """Compare the ranks' averaged gradients with those of the last `run_step`.
+    """Compare the ranks' averaged gradients with the gradients of the last `run_step`.
 
-    `trained` parameters require grad on the ranks: parameters that a wrapper froze or added are not compared.
+    `trained`: names of the parameters that require grad on the ranks. Only these parameters are compared, and only if
+    they require grad here: the wrapper may have frozen or added parameters.
     """
     single: SingleProcess = this_rank.state["single"]
     data = single.step

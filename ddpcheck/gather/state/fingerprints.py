@@ -26,7 +26,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` detached; for a `DTensor`, its local tensor, sharing memory."""
+    """Return a detached view of `tensor`, or of the local tensor of a `DTensor`."""
     detached: Any = tensor.detach()
     local: torch.Tensor = detached.to_local() if is_dtensor(detached) else detached
     return local
@@ -35,9 +35,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """Return the values of `tensor` as dense tensors, or None if not readable.
 
-    Several for a nested tensor; local values for a `DTensor`, whose full values may need a collective. Not readable:
-    meta and fake tensors, freed storage, and subclasses without the operations used here. Such tensors are compared by
-    shape and dtype.
+    A nested tensor gives several tensors, and a `DTensor` its local values: full values may need a collective. Meta and
+    fake tensors, tensors with freed storage, and subclasses without the operations used here are not readable, and are
+    compared by shape and dtype.
     """
     try:
         value = local_part(tensor)
@@ -59,14 +59,14 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` stores dense values itself, neither conjugated nor negated."""
+    """Return True for a strided tensor: no subclass, not nested, quantized, conjugated or negated."""
     if type(tensor) not in PLAIN or tensor.layout != torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the storage has all elements of `tensor`; reading freed storage crashes."""
+    """Return True if `tensor` can be read: reading freed or missing storage crashes."""
     if tensor.is_meta:
         return False
     if type(tensor) not in PLAIN:
@@ -82,7 +82,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return `data_ptr()` of a dense tensor, equal for some views, else the `id`."""
+    """Return `data_ptr()` of a dense tensor, which views may share, otherwise the `id`."""
     has_address = type(tensor) in PLAIN and tensor.layout == torch.strided and has_memory(tensor)
     return tensor.data_ptr() if has_address else id(tensor)
 
@@ -125,7 +125,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StackedTensors:
-    """Tensors for several computations: small tensors stacked in `rows`, the rest in `others`."""
+    """Tensors by name: small tensors stacked in `rows`, the other tensors in `others`."""
 
     names: Sequence[str]
     rows: list[Rows]
@@ -157,7 +157,7 @@ def stack_rows(small: Mapping[str, torch.Tensor]) -> list[Rows]:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` is dense, readable and at most 64 KiB: hot path."""
+    """Return True if `tensor` is dense, readable and at most 64 KiB; called often."""
     if type(tensor) not in PLAIN or _storage_kind(tensor) not in _READABLE or tensor.is_neg():
         return False
     size = tensor.nbytes
@@ -169,7 +169,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
-    """Return each row's numbers by name, with one transfer per device and one dtype."""
+    """Return each row's numbers by name, with one transfer and one dtype per device."""
     numbers: dict[str, tuple[Any, ...]] = {}
     for names, values in _transfer_to_cpu(rows):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)

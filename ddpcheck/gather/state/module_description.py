@@ -56,10 +56,10 @@ class Origins:
         return self._lines.get(id(value))
 
     def line_by_name(self, module: nn.Module, name: str) -> Location | None:
-        """Return the line that created `name` in `module`, or its nearest recorded parent.
+        """Return the line that created the part `name` of `module`.
 
-        Copies made by `copy.deepcopy` (e.g. the layers of `nn.TransformerEncoder`) are not registered one by one; the
-        line of the containing module is returned for them.
+        If this line is not recorded, return the line of the nearest containing module with a recorded line. Copies made
+        by `copy.deepcopy`, such as the layers of `nn.TransformerEncoder`, are not registered one by one.
         """
         location: Location | None = None
         current: object = module
@@ -101,7 +101,7 @@ _LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
 class Parts(NamedTuple):
-    """Submodules, parameters and buffers by first name, and all names per parameter."""
+    """Submodules, parameters and buffers, each once, and all names of each parameter."""
 
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
@@ -135,9 +135,9 @@ def parts_of(module: nn.Module) -> Parts:
 
 
 class KnownParts:
-    """Cached parts and structure of one module, recomputed after a change.
+    """Cache of the parts and the structure of one module, recomputed after a change.
 
-    Checking for a change takes a third of the time of a new walk.
+    To look for changes takes a third of the time of `parts_of`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -147,7 +147,7 @@ class KnownParts:
         self._structure: tuple[Parts, Any, ModuleDescription] | None = None  # with the inputs that it was computed from
 
     def now(self) -> Parts:
-        """Return the current parts."""
+        """Return the current parts of the module; walk the module only after a change."""
         if self._parts is None or _change_marks(self._parts) != self._marks:
             self._parts = parts = parts_of(self.module)
             self._marks = _change_marks(parts)
@@ -158,7 +158,7 @@ class KnownParts:
         return self._parts
 
     def structure(self, parts: Parts) -> ModuleDescription:
-        """Return `structure_of` the module; `parts` must be current."""
+        """Return the result of `structure_of`, cached; `parts`: result of `now`."""
         inputs = _description_inputs(parts)
         known = self._structure
         if known is None or known[0] is not parts or known[1] != inputs or inputs is None:
@@ -178,7 +178,7 @@ def _change_marks(parts: Parts) -> tuple[list[str], list[int]]:
 
 
 def _description_inputs(parts: Parts) -> Any:
-    """Return the properties on which a description depends, or None if unknown."""
+    """Return the properties that determine the result of `structure_of`, or None if unreadable."""
     tensors, modules = [*parts.parameters.values(), *parts.buffers.values()], parts.modules.values()
     try:
         shown = [*map(_TENSOR_PROPERTIES, tensors)], [*map(torch.Tensor.stride, tensors)]
@@ -259,5 +259,5 @@ def class_name(module: nn.Module) -> str:
 
 
 def _options(module: nn.Module) -> str:
-    """Return `extra_repr` of a torch layer; '' for user classes, which may print ranks."""
+    """Return `extra_repr` of torch layers; user classes, which may print ranks, give ''."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""

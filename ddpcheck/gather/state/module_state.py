@@ -32,7 +32,7 @@ from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, kept_in_file
 
 @dataclass(slots=True)
 class ModuleState:
-    """Module state changed by a step: parameters, buffers, unregistered tensors, plain attributes."""
+    """Module state that a step may change: parameters, buffers, unregistered tensors, plain attributes."""
 
     tensors: Mapping[str, torch.Tensor]  # copies of parameters and buffers
     # Copies of unregistered tensors, by path in `unregistered_tensors`.
@@ -45,8 +45,8 @@ class ModuleState:
     def restore(self, module: nn.Module, mapped: Collection[str] = ()) -> None:
         """Restore the state into `module`, in place for tensors of the same shape.
 
-        Parameters in `mapped` are mapped copy-on-write from the state's file, or from a converted file if the dtype
-        differs.
+        Parameters with a name in `mapped` are not copied, but mapped copy-on-write from the file of this state. If the
+        dtype differs, they are mapped from a converted copy of the file.
         """
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
@@ -121,7 +121,7 @@ def _unregistered_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def unshared_parameters(module: nn.Module) -> frozenset[str]:
-    """Return the names of parameters that share memory with no other tensor."""
+    """Return the names of dense CPU parameters that share memory with no other tensor."""
     tensors = [tensor for named in (_registered_tensors(module), unregistered_tensors(module)) for _, tensor in named]
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if is_dense(tensor))
     return frozenset(
@@ -132,7 +132,7 @@ def unshared_parameters(module: nn.Module) -> frozenset[str]:
 
 
 def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
-    """Move the `unshared_parameters` to an unlinked mapped file; return their names."""
+    """Move `unshared_parameters` to a memory-mapped, deleted file; return their names."""
     settle_allocator()
     names = unshared_parameters(module)
     parameters = dict(module.named_parameters())
@@ -143,9 +143,9 @@ def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
 
 
 def free_parameters(module: nn.Module, names: Collection[str], dtype: torch.dtype | None = None) -> None:
-    """Free the memory of parameters until `ModuleState.restore`; they read as zeros.
+    """Free the memory of parameters, which are zero until `ModuleState.restore`.
 
-    If `dtype` is set, floating-point parameters are converted to it.
+    If `dtype` is set, floating-point parameters get this dtype.
     """
     for name, parameter in module.named_parameters():
         if name in names:
@@ -185,8 +185,6 @@ class _HelperState:
 
 @dataclass(slots=True)
 class _GeneratorState:
-    """State of a random generator in a module."""
-
     state: Any
 
 
@@ -228,9 +226,10 @@ def copied_module(module: nn.Module) -> nn.Module:
 
 
 def differs_in_structure(first: nn.Module, second: nn.Module, wholes: Mapping[str, torch.Size] | None = None) -> bool:
-    """Return True if classes or parameter names or shapes differ.
+    """Return True if the modules' classes, or their parameters' names, order or shapes, differ.
 
-    `wholes`: full shapes of parameters of which `first` has a part; then order is ignored, since DDP reorders.
+    `wholes`: full shapes of the parameters, by name, of which `first` has shards only. If set, order is ignored,
+    since DDP reorders parameters.
     """
     shapes = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(first).items()]
     others = [(name, p.shape) for name, p in named_parameters(second).items()]
@@ -267,7 +266,7 @@ Restore = Callable[[], None]
 class ExternalState:
     """State that recipe functions and module methods reach through globals and closures.
 
-    Objects in `ignore` (by `id`) are restored elsewhere.
+    Objects whose `id` is in `ignore` are not captured: the caller restores them.
     """
 
     def __init__(self, functions: Collection[Any], module: nn.Module, ignore: Collection[int]) -> None:
@@ -299,7 +298,7 @@ class ExternalState:
 
 
 def _restorers_of(value: Any, put: Callable[[Any], None], depth: int, visited: set[int]) -> Iterator[Restore]:
-    """Yield functions that restore `value` and its contents; `put` rebinds the variable."""
+    """Yield functions that restore `value` and its contents; `put` sets the variable of `value`."""
     if isinstance(value, reachable.PLAIN):
         yield lambda: put(value)
         return
@@ -374,7 +373,7 @@ def _restorers_of_holder(holder: Any, depth: int, visited: set[int]) -> Iterator
 
 
 def _remover_of_new_numbers(namespace: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
-    """Return a function that deletes numbers added to `namespace` from now on."""
+    """Return a function that deletes variables with numbers, added to `namespace` from now on."""
     before = frozenset(namespace)
 
     def undo() -> None:

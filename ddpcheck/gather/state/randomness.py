@@ -38,8 +38,8 @@ def seed_everything(seed: int) -> None:
 def _has_only_cpu() -> bool:
     """Return True if no accelerator exists, so that seeding the CPU generator is enough.
 
-    For each uninitialized device type `torch.manual_seed` queues a call with a formatted stack (torch/cuda/__init__.py,
-    `_lazy_call`), 5 ms in total, and a check seeds a dozen times per rank.
+    `torch.manual_seed` takes 5 ms, since it formats the stack for each uninitialized device type
+    (torch/cuda/__init__.py, `_lazy_call`), and a check seeds a dozen times per rank.
     """
     if torch.cuda.device_count():  # does not initialize CUDA, so a rank can still fork workers
         return False
@@ -79,7 +79,7 @@ class UserGenerator:
 
 
 def user_generator(value: Any) -> UserGenerator | None:
-    """Return access to a random generator, also recorded in `_watched`; None for other values."""
+    """Return and store (`_watched`) access to a random generator; None for other values."""
     if isinstance(value, torch.Generator):
         source = UserGenerator("torch", lambda: value.get_state().clone(), value.set_state)
     elif isinstance(value, random.Random):
@@ -96,7 +96,6 @@ def user_generator(value: Any) -> UserGenerator | None:
 
 
 def _numpy_classes(name: str) -> tuple[type, ...]:
-    """Return a tuple with a class of numpy.random, or () if not imported."""
     return (getattr(sys.modules["numpy.random"], name),) if "numpy.random" in sys.modules else ()
 
 
@@ -104,7 +103,7 @@ _watched: dict[int, UserGenerator] = {}  # generators of the recipe by `id`; kep
 
 
 def generator_states(device: torch.device) -> dict[tuple[str, int], Any]:
-    """Return the states of global and watched generators; see `drawn_since`."""
+    """Return the states of the global and the recipe's generators, to compare by `drawn_since`."""
     states: dict[tuple[str, int], Any] = {("random", 0): random.getstate(), ("torch", 0): torch.get_rng_state()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -139,9 +138,9 @@ _MOST_DRAWS = 10_000
 class QuietRandomness(TorchDispatchMode):
     """Mode that replaces results of torch's random operations by constants.
 
-    A sharded run and a run of the global batch cannot draw the same numbers for a sample. With constants (dropout keeps
-    everything) both compute the same deterministic function, in forward, backward and checkpoint recomputation. Scalars
-    drawn by Python's `random` or numpy agree by their seed.
+    A run on shards and a run on the global batch cannot draw the same numbers for a sample. With constants (dropout
+    keeps all elements) both compute the same deterministic function, in forward, backward and checkpoint recomputation.
+    Scalars drawn by Python's `random` or numpy are not replaced: they are equal because the seeds are equal.
 
     After 10,000 draws real numbers are returned, so that rejection sampling loops end.
     """
@@ -218,7 +217,6 @@ def _rrelu_without_noise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` with all arguments named dropout or dropout_p set to 0."""
     names = [argument.name for argument in func._schema.arguments]
     without_dropout = [0.0 if name in _DROPOUT else value for name, value in zip(names, args, strict=False)]
     return func(*without_dropout, **{name: 0.0 if name in _DROPOUT else value for name, value in kwargs.items()})
@@ -245,7 +243,7 @@ for _handler in (*_QUIET.values(), *_DETERMINISTIC.values()):
 
 @contextlib.contextmanager
 def quiet_modules(module: nn.Module) -> Iterator[None]:
-    """Disable dropout of recurrent layers: no `TorchDispatchMode` sees their fused kernels draw."""
+    """Disable dropout of recurrent layers, whose fused kernels draw unseen by a `TorchDispatchMode`."""
     saved = [(layer, layer.dropout) for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     for layer, _ in saved:
         layer.dropout = 0.0
@@ -260,15 +258,15 @@ _MOST_SAMPLES = 4096
 
 
 class _NoPartsError(Exception):
-    """Raised if the result of an operation has no part for each sample."""
+    """Raised if a random tensor cannot be divided into one part per sample."""
 
 
 class SampleRandomness(QuietRandomness):
     """Mode that draws each sample's part of a random tensor from the sample's seed.
 
-    Masks and noise are random, yet a rank and the single process draw the same numbers for a sample. A part is one
-    element of the first dimension whose size is the batch size, or an equal share of the first dimension. A tensor
-    without such parts gets constants.
+    Masks and noise are random, yet a rank and the single process draw the same numbers for a sample. If dim 0 or dim 1
+    has the batch size, a part is one index of this dim; otherwise, dim 0 is divided into equal parts. If dim 0 is
+    not divisible, the tensor gets constants, as in `QuietRandomness`.
 
     Every operation draws exactly one number from its generator, so the parts of the next operation differ, and a
     checkpoint that restores the generator draws the same numbers again.
@@ -299,9 +297,9 @@ class SampleRandomness(QuietRandomness):
         return result
 
     def _numbers(self, draw: int, like: torch.Tensor, *, normal: bool = False) -> torch.Tensor:
-        """Return random numbers shaped like `like`, with a part per sample.
+        """Return numbers shaped like `like`: one part per sample, seeded by sample and `draw`.
 
-        In float32, so that a model in float64 gets the same numbers.
+        The numbers are float32, so that a model in float64 gets the same numbers.
         """
         count = len(self._samples)
         shape = like.shape
@@ -334,7 +332,7 @@ def _draw_integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> tor
 
 
 def _to_exponential(uniform: torch.Tensor) -> torch.Tensor:
-    """Convert uniform to exponential numbers, never 0: users take the logarithm (Gumbel softmax)."""
+    """Convert uniform to exponential numbers, never 0, since Gumbel softmax takes their logarithm."""
     return -torch.log1p(-uniform).clamp_max(-torch.finfo(uniform.dtype).tiny)
 
 

@@ -34,7 +34,7 @@ class Variable(NamedTuple):
 
 
 def do_not_bind(_value: Any) -> None:
-    """Do nothing, as `bind` of a variable that cannot be rebound."""
+    """Do nothing; used as `Variable.bind` if the variable cannot be rebound."""
 
 
 def function_variables(function: FunctionType) -> Iterator[Variable]:
@@ -91,7 +91,7 @@ def is_user_object(value: Any) -> bool:
 
 
 def is_small_array(value: Any) -> bool:
-    """Return True if `value` is a numeric array small enough to be state."""
+    """Return True for a small numeric numpy array: state, not a data set."""
     numpy = sys.modules.get("numpy")
     return (
         numpy is not None and type(value) is numpy.ndarray and value.size <= _MOST_NUMBERS and not value.dtype.hasobject
@@ -99,7 +99,7 @@ def is_small_array(value: Any) -> bool:
 
 
 def refill(container: Any, items: Any) -> None:
-    """Replace the contents of a list, deque, set, mapping or array in place."""
+    """Set the contents of a list, deque, set, mapping or array, in place."""
     if is_small_array(container):
         if container.flags.writeable and container.shape == items.shape:
             container[...] = items

@@ -25,13 +25,13 @@ from ddpcheck.gather.state.fingerprints import PLAIN, has_memory, is_plain
 
 
 def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
-    """Return a callable weak reference to a tensor that `swap_tensors` does not reject."""
+    """Return a callable weak reference to a tensor; `swap_tensors` accepts the tensor nonetheless."""
     _patch_swap_tensors()
     return _TensorRef(tensor)
 
 
 class _TensorRef:
-    """Holder of a weakref to a tensor, which is dropped during `swap_tensors`."""
+    """Holder of a weakref to a tensor; drops the weakref during `swap_tensors`."""
 
     __slots__ = ("__weakref__", "_visible")
 
@@ -57,7 +57,7 @@ def _patch_swap_tensors() -> None:
 
 
 def _drop_refs_during_swap(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
-    """Drop the weak references during `swap_tensors`; both tensor objects stay the same."""
+    """Drop the weak references during `swap_tensors`, and restore them to the same tensor objects."""
     holders = [(holder, tensor) for tensor in (t1, t2) for holder in _holders_of(tensor)]
     for holder, _ in holders:
         holder._visible = None
@@ -85,7 +85,7 @@ _VALUES, _INDEX = "values", "index"
 
 
 def is_large(module: nn.Module) -> bool:
-    """Return True if copies of `module` are kept in files: large CPU parameters."""
+    """Return True if CPU parameters have at least `LARGE` bytes; copies then use files."""
     parameters = [p for p in module.parameters() if type(p) in PLAIN and p.device.type == "cpu"]
     return sum(p.nbytes for p in parameters if p.layout == torch.strided and not p.is_nested) >= LARGE
 
@@ -99,7 +99,7 @@ class _TensorEntry(NamedTuple):
 
 
 class TensorWriter:
-    """Writer of tensors into a folder; later tensors replace earlier ones by name."""
+    """Writer of tensors into a folder; `add` replaces a tensor of the same name."""
 
     def __init__(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)  # existing mappings stay valid
@@ -118,7 +118,7 @@ class TensorWriter:
                 torch.save(index, self._path / _INDEX)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor; small and non-dense ones are copied and written on exit."""
+        """Write a tensor; a small or non-dense tensor is copied, and written on exit."""
         tensor = tensor.detach()
         if not is_dense(tensor) or tensor.nbytes < _SMALL:
             self._small[name] = tensor.clone()  # clone: a view would keep its whole storage alive
@@ -147,9 +147,9 @@ class TensorWriter:
 class TensorFile(Mapping[str, torch.Tensor]):
     """Tensors in a folder by name, mapped copy-on-write.
 
-    Pages of a tensor are released on access to the next one, and read again if still needed; `keep` disables the
-    release, as required if a tensor is written to. Tensors that were not on the CPU are not mapped, but loaded to
-    `device`.
+    Access to a tensor releases the memory of the tensor accessed before, which is read again from the file if needed.
+    `keep=True` disables the release, which would discard what is written to a tensor. Tensors that were not on the CPU
+    are not mapped, but loaded to `device`.
     """
 
     def __init__(self, path: Path, *, keep: bool = False, device: torch.device | str = "cpu") -> None:
@@ -184,14 +184,14 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
 
 def save(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
-    """Write tensors into a folder, releasing each before requesting the next."""
+    """Write tensors into a folder, one at a time."""
     with TensorWriter(path) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor)
 
 
 def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, keep: bool = False) -> TensorFile:
-    """Write tensors into folder `path`, map them, delete the folder, and return the tensors."""
+    """Write tensors into folder `path`, map the files, delete the folder, return the tensors."""
     save(tensors, path)
     file = TensorFile(path, keep=keep)
     shutil.rmtree(path)
@@ -199,10 +199,10 @@ def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, kee
 
 
 def settle_allocator() -> None:
-    """Make this process return freed tensor memory to the system, if glibc allows.
+    """Make this process return memory of freed tensors to the system; no-op without glibc.
 
-    glibc adapts to keep freed blocks of up to 32 MiB (`M_MMAP_THRESHOLD` in mallopt(3)): for a large model, up to the
-    size of all gradients.
+    By default, glibc keeps freed blocks of up to 32 MiB (`M_MMAP_THRESHOLD` in mallopt(3)): for a large model, up to
+    the size of all gradients.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -210,7 +210,7 @@ def settle_allocator() -> None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` stores its values itself, in this process's CPU memory."""
+    """Return True if `tensor` is on the CPU, plain (`is_plain`) and readable (`has_memory`)."""
     return tensor.device.type == "cpu" and is_plain(tensor) and has_memory(tensor)
 
 

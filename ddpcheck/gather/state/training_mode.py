@@ -13,8 +13,8 @@ BUILT_IN_EVAL_MODE = "model() returns the model in eval mode; it was checked in 
 def into_training(module: nn.Module) -> bool:
     """Call `module.train()`; return True if the module itself was in eval mode.
 
-    Overrides of the user may keep parts in eval mode. Parts that `model()` set to eval mode inside a module in training
-    mode stay in eval mode.
+    A user's override of `train` may keep submodules in eval mode. If `module` was in training mode, submodules that the
+    recipe's `model()` had set to eval mode stay in eval mode.
     """
     evaluating = not module.training
     if not evaluating and not any(_is_overridden(part) for part in module.modules()):

@@ -34,7 +34,7 @@ _SCALED = 1e-3  # largest relative residual of tensors that differ by a factor
 
 @dataclass(slots=True)
 class _ForwardRecord:
-    """Results of a forward pass by module and user line, in completion order."""
+    """Results of modules and of user lines in a forward pass, in completion order."""
 
     # of modules: name, inputs, outputs, and number of operations before the end of the call
     calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor], int]] = field(default_factory=list)
@@ -51,8 +51,6 @@ class _ForwardRecord:
 
 
 class _OperationRecorder(TorchFunctionMode):
-    """Mode that records the result of each operation called from user code."""
-
     def __init__(self, record: _ForwardRecord) -> None:
         super().__init__()
         self.record = record
@@ -69,9 +67,10 @@ class _OperationRecorder(TorchFunctionMode):
 def first_coupling(
     module: nn.Module, run_whole: Callable[[], None], run_part: Callable[[], None], *, rounding: float = 0.0
 ) -> Coupling:
-    """Find where the output for a sample first differs between batch and part.
+    """Find the first operation whose result for a sample depends on other samples.
 
-    `run_whole` and `run_part` compute the loss on batch and part. `rounding`: relative tolerance (0: by dtype).
+    `run_whole` computes the loss on a batch and `run_part` on some of its samples; the results for these samples are
+    compared. `rounding`: relative tolerance; 0 for a multiple of the dtype's machine eps.
     """
     whole, part = _record_forward(module, run_whole), _record_forward(module, run_part)
     whole_inputs = _tensors_by_key((name, inputs) for name, inputs, _, _ in whole.calls)
@@ -106,7 +105,7 @@ def _tensors_by_key(results: Iterable[tuple[Any, Sequence[torch.Tensor]]]) -> di
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
-    """Return True if `part` contains the scaled first rows of a tensor in `whole`."""
+    """Return True if `part` has the first rows of a tensor in `whole`, scaled."""
     for piece, full in product(part, whole):
         axes = axes_that_grow(full, piece)
         if len(axes) == 1 and piece.numel() > 1:
@@ -117,7 +116,10 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
 
 
 def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
-    """Return True if `whole` lacks rows of `part`; with `pairs`, for sample-by-sample tensors too."""
+    """Return True if a tensor of `part` has rows that are nowhere in `whole`.
+
+    With `pairs`, return True also for results with an entry per pair of samples, such as a similarity matrix.
+    """
     for piece in part:
         axes = {shape: len(axes_that_grow(tensors[0], piece)) for shape, tensors in whole.items()}
         grown = [shape for shape, count in axes.items() if count == 1]
@@ -130,9 +132,9 @@ def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, 
 
 
 def _all_lack_rows(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
-    """Return True if every tensor in `whole` lacks rows of `part`; rotates `whole`.
+    """Return True if every tensor in `whole` lacks rows of `part`.
 
-    For a line called in a loop, each result is first compared with the one of the same iteration.
+    Rotates `whole`: if a line runs in a loop, the next call begins with the result of the next iteration.
     """
     for _ in range(len(whole)):
         whole.rotate(-1)
@@ -176,7 +178,7 @@ def watched_modules(
 
 
 def _lacks_rows(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
-    """Return True if rows of `part` are missing in `whole`, at any position."""
+    """Return True if a row of `part` is nowhere in `whole`, up to `rounding`."""
     axis = (axes_that_grow(whole, part) or [0])[0]
     all_rows, rows = (t.movedim(axis, 0).unsqueeze(-1).flatten(1).double() for t in (whole, part))
     scale = float(torch.linalg.vector_norm(all_rows, dim=1).max()) if len(all_rows) else 0.0
@@ -201,7 +203,7 @@ def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
 class FirstActivations(TorchFunctionMode):
     """Mode that records the first results computed from data and parameters, with gradients.
 
-    `factors`, by position in the forward pass, multiply these activations.
+    These activations are multiplied by `factors`: {index of the activation in the forward pass: factor}.
     """
 
     def __init__(self, factors: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -245,14 +247,15 @@ class FirstActivations(TorchFunctionMode):
 
 
 def _is_data(tensor: torch.Tensor) -> bool:
-    """Return True for a non-parameter leaf (e.g. input of a gradient penalty)."""
+    """Return True for a leaf tensor that is not a parameter, e.g. a batch."""
     return bool(tensor.dim()) and not isinstance(tensor, nn.Parameter) and tensor.is_leaf
 
 
 def rows_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
     """Return the mask of rows (dim 0) of `whole` that `part` contains, or None.
 
-    Tries consecutive samples first, then several concatenated views of all samples.
+    `part` may have the first samples of `whole`; or both concatenate 2 to 4 views (augmentations) of their samples, as
+    in contrastive learning, and `part` has the first samples of each view.
     """
     if axes_that_grow(whole, part) != [0]:
         return None
@@ -271,10 +274,10 @@ Changes = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, large: bool) -> Changes:
-    """Return factors that change only the part's rows of the first activations.
+    """Return factors for `FirstActivations` that change only the samples of `part`.
 
-    `large` factors negate and enlarge, so that discrete choices change too, such as the expert of a sample or the
-    samples with the largest losses.
+    `whole` and `part` are the first activations of a batch and of some of its samples. `large` factors negate and
+    enlarge, so that discrete choices change too, such as a sample's expert or the samples with the largest losses.
     """
     changes = {}
     generator = torch.Generator().manual_seed(0)
@@ -292,7 +295,7 @@ def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, 
 def gradients_changed(
     before: Mapping[int, torch.Tensor], after: Mapping[int, torch.Tensor], changes: Changes
 ) -> bool | None:
-    """Return True if gradients of the unchanged rows changed; None if not comparable."""
+    """Return True if `changes` change the gradients of other rows; None if not comparable."""
     compared = False
     for index, (rows, _) in changes.items():
         old, new = before.get(index), after.get(index)

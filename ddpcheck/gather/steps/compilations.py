@@ -53,7 +53,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
         self._count = 0
 
     def begin(self) -> None:
-        """Start recording; callers pass each of `MODULES` imported later to `follow_compiler`."""
+        """Start recording; call `follow_compiler` for each module of `MODULES` that is imported later."""
         _open_recorders.add(self)
         for module in filter(None, map(sys.modules.get, MODULES)):
             follow_compiler(module)
@@ -73,7 +73,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
     def note(
         self, code: CodeType, graphs: Iterable[Any], message: str, seconds: float, *, trains: bool, given_up: bool
     ) -> None:
-        """Record a compilation; `message`: recompile reason, `trains`: grad enabled, `given_up`: limit hit."""
+        """Record a compilation, with recompile reason `message`; `given_up`: the recompile limit was hit."""
         self._count += 1
         if self._count > _MOST:
             return
@@ -97,7 +97,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
 
 
 def follow_compiler(module: ModuleType) -> None:
-    """Patch one of `MODULES` until no recorder is open."""
+    """Patch `module`, one of `MODULES`, until the last recorder closes."""
     name, kind = module.__name__, vars(module).get("OutputGraph")
     if name == _FRAMES and name not in _patches and hasattr(module, "_compile"):
         _patches[name] = patched(module, "_compile", _record_compilation)
@@ -106,7 +106,7 @@ def follow_compiler(module: ModuleType) -> None:
 
 
 def _record_graphs(original: Any) -> Any:
-    """Wrap `call_user_compiler` to record graphs; `patched` calls nothing during tracing."""
+    """Wrap `call_user_compiler` to record graphs: callbacks of `patched` do not run during tracing."""
     note = guarded(_graphs.append)
 
     @functools.wraps(original)
@@ -134,26 +134,23 @@ def _record_compilation(code: CodeType, *_arguments: Any, **_named: Any) -> Gene
 
 
 def _reasons(code: CodeType) -> list[str]:
-    """Return the recompile reasons of `code` so far; empty if unavailable."""
     failures = getattr(sys.modules.get(_UTILS), "guard_failures", {})  # private to torch
     return [str(failure) for failure in failures.get(code, ())]
 
 
 def _hit_recompile_limit() -> bool:
-    """Return True if the last compilation hit the recompile limit; False if unknown."""
     metrics: list[Any] = getattr(sys.modules.get(_UTILS), "get_compilation_metrics", list)()  # private to torch
     return bool(metrics) and "limit" in str(getattr(metrics[-1], "fail_reason", None)).partition("\n")[0]
 
 
 def _line_in(message: str) -> Location | None:
-    """Return the innermost program line in the stack trace of a reason."""
+    """Return the innermost program line in the stack trace of a recompile reason."""
     lines = [(match["file"], int(match["line"])) for match in _LINE.finditer(message)]
     lines = [(file, line) for file, line in lines if is_of_program(file)]
     return Location(relative_path(lines[-1][0]), lines[-1][1]) if lines else None
 
 
 def _has_gradient(node: Any) -> bool:
-    """Return True if a graph node's result requires grad, as noted by torch."""
     value = node.meta.get("example_value")
     tensors = value if isinstance(value, tuple | list) else (value,)
     called = node.op.startswith("call_")

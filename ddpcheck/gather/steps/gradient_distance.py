@@ -39,21 +39,21 @@ _KEPT = 4096  # max cached signs; longer vectors are recomputed to save device m
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's sketch: at most 2 * `SIZE` numbers, in at least float32."""
+    """Return at most 2 * `SIZE` random projections, whose norm estimates the gradient's norm."""
     parts = plain_values(gradient) or (torch.zeros(0),)  # not readable: norm 0
     rows = [_to_real_rows(part.reshape(1, -1)) for part in parts]
     return _sketch_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
 
 
 class Kept(Struct):
-    """Record of a gradient until the step ends: copy if small, else sketch."""
+    """Gradient kept until the step ends: a copy if small, otherwise its `sketch`."""
 
     value: torch.Tensor
     is_sketch: bool
 
     @classmethod
     def record(cls, gradient: torch.Tensor) -> Kept:
-        """Record a detached gradient."""
+        """Keep a detached gradient."""
         if gradient.is_complex() or not is_small(gradient):
             return cls(sketch(gradient), is_sketch=True)
         return cls(gradient.clone(), is_sketch=False)
@@ -65,13 +65,13 @@ class Kept(Struct):
 
 @dataclass(slots=True)
 class KeptParts:
-    """Records of the parts of a gradient that are reduced onto different ranks."""
+    """Parts of a gradient under `fully_shard`; each part is reduced onto another rank."""
 
     parts: list[Kept]
 
     @classmethod
     def record(cls, gradient: torch.Tensor, count: int, dim: int) -> KeptParts:
-        """Record `count` parts along `dim`, split like `torch.chunk`."""
+        """Split `gradient` into `count` parts along `dim`, as `torch.chunk` does, and keep the parts."""
         return cls([Kept.record(part) for part in gradient.chunk(count, dim)])
 
     def __add__(self, other: KeptParts) -> KeptParts:
@@ -108,7 +108,6 @@ def _sketch_all(tensors: StackedTensors) -> list[tuple[Sequence[str], torch.Tens
 
 
 def _to_real_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows as real numbers in at least float32."""
     real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     return real.to(_real_dtype(rows.dtype))
 
@@ -164,7 +163,7 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield matching chunks of tensors of the same shape."""
+    """Yield the tensors, which have one shape, in chunks of the same elements."""
     if tensors[0].numel() <= _MOST_CONVERTED:
         yield tensors
         return
@@ -173,7 +172,7 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def norms(tensors: Mapping[str, torch.Tensor] | StackedTensors) -> dict[str, float]:
-    """Return the norm of each tensor; small ones batched, one transfer per device."""
+    """Return the norm of each tensor, with one transfer per device."""
     grouped = stack_small(tensors)
     sizes = [(names, _norms_of(values, dim=1)) for names, values in grouped.rows]
     sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in grouped.others.items()]
@@ -206,10 +205,10 @@ def is_subnormal(gradient: torch.Tensor | None) -> bool:
 
 
 def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return the reference size for each gradient's relative error.
+    """Return the norm by which each gradient's error is divided.
 
-    The norm of the gradient, or its norm if it had the largest root mean square in the same module: the gradient of a
-    bias before a BatchNorm is pure rounding error, and its norm is no scale.
+    It is the largest root mean square of a gradient in the same module, times the square root of the gradient's size:
+    the gradient of a bias before a BatchNorm is pure rounding error, so that its own norm is too small.
     """
     l2 = {name: norm(tensor) for name, tensor in reference.items()}
     rms = {name: l2[name] / math.sqrt(max(tensor.numel(), 1)) for name, tensor in reference.items()}
@@ -232,9 +231,9 @@ def tolerances(
 ) -> dict[str, float]:
     """Return the tolerance of each relative error.
 
-    At least 16 machine eps (correct DDP stays within about 1.4 at any depth), or 3 times the rounding error of the
-    single-process run in the model's dtype against float64, on this parameter or on the median one. `noise` is the norm
-    of (own dtype - float64) by name, None without a float64 run.
+    It is at least 16 machine eps (correct DDP stays within about 1.4 at any depth), and at least 3 times the rounding
+    error of the single-process run, of this parameter and of the median parameter. `noise`: norm of the rounding error
+    (gradient in the model's dtype minus gradient in float64) by name, or None without a float64 run.
     """
     if noise is None:
         return {
@@ -253,7 +252,7 @@ def tolerances(
 def difference(
     name: str, got: torch.Tensor | None, want: torch.Tensor | None, *, scale: float, tolerance: float
 ) -> Difference:
-    """Compare `got` with `want`; a gradient that is None counts as zeros."""
+    """Compare gradient `got` with gradient `want`; a gradient that is None counts as zeros."""
 
     def relative(size: float) -> float:
         return _to_finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
@@ -364,7 +363,7 @@ def _to_finite(value: float) -> float:
 
 
 def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[float], float]:
-    """Return least-squares weights of `parts` for `target`, and the relative residual."""
+    """Return least-squares weights with which `parts` sum to `target`, and the relative residual."""
     names = [name for name in target if all(name in part for part in parts)]
     count = len(parts)
     gram = torch.zeros(count, count, dtype=torch.float64)
@@ -372,7 +371,6 @@ def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.T
     power = 0.0
 
     def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield target elements in float64, and matching elements of the parts as rows."""
         for name in names:
             for wanted, *others in _pieces(*(dense(tensors[name]) for tensors in (target, *parts))):
                 yield wanted.double().reshape(-1), torch.stack([part.double().reshape(-1) for part in others])

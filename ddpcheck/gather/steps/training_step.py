@@ -52,7 +52,7 @@ class Loss:
 
     @property
     def value(self) -> float:
-        """Return the total as a number."""
+        """Return `total` as a Python number."""
         return float(self.total.detach())
 
 
@@ -96,8 +96,8 @@ def run_backward(
 ) -> None:
     """Call `backward` as a training loop does.
 
-    If a saved tensor was modified in place, a note on the error names candidates in `module`; `since` has the tensor
-    versions at the start of the step.
+    If a saved tensor was modified in place, a note added to torch's error names the tensors of `module` that the
+    error may refer to. `since`: result of `versions` at the start of the step.
     """
     try:
         total.backward(retain_graph=retain_graph)
@@ -125,7 +125,8 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> list[str]:
     """Return names of tensors that torch's in-place modification error may refer to.
 
-    The message has the shape, maybe of a view (e.g. a transposed weight), and the version, which views share.
+    The message has the shape of the tensor or of a view of it (e.g. a transposed weight), and the version, which all
+    views share.
     """
     match = _IN_PLACE.search(message)
     if match is None:
@@ -147,7 +148,7 @@ def run_optimizer(optimizer: torch.optim.Optimizer, method: Literal["step", "zer
 
 @contextlib.contextmanager
 def random_numbers(which: RandomNumbers, model: nn.Module, batch: Any) -> Iterator[None]:
-    """Use random numbers "drawn", "by sample" or "constant" for `model` on `batch`."""
+    """Select "drawn" (torch's own), "by sample" or "constant" random numbers in the block."""
     if which == "drawn":
         yield
         return
@@ -179,18 +180,18 @@ def compute_gradients(
 
 
 def clear_gradients(model: nn.Module, *tensors: torch.Tensor) -> None:
-    """Set `.grad` to None on the model and on `tensors`, e.g. removed parameters."""
+    """Set `.grad` of the model's parameters and of `tensors` to None."""
     for parameter in (*model.parameters(), *tensors):
         parameter.grad = None
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """Return existing gradients by name as dense tensors; dense ones are not copied."""
+    """Return gradients by name, as dense tensors; parameters without a gradient are omitted."""
     return {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tuple[list[torch.Tensor], str]:
-    """Return tensors that DDP finds in `outputs`, and the first output class without tensors.
+    """Return tensors that DDP finds in `outputs`, and the first class without tensors.
 
     DDP searches lists, tuples, dicts and dataclasses (torch/nn/parallel/distributed.py, `_find_tensors`). With
     `static_graph` it searches `torch.utils._pytree` nodes: lists, tuples, dicts, and registered classes
@@ -236,7 +237,7 @@ def make_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> Any:
 
 
 def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> str:
-    """Return a note on the samples dropped by `make_batch`, or ''."""
+    """Return a sentence on the samples that `make_batch` drops, or '' if none."""
     if recipe.shard is not None:
         return ""
     seed_everything(batch_seed(seed, step))
@@ -256,9 +257,9 @@ def batch_fingerprint(batch: Any) -> tuple[int, ...]:
 
 
 def sample_fingerprints(batch: Any) -> tuple[int, ...]:
-    """Return one fingerprint per sample of `batch`, over its rows in all tensors.
+    """Return one fingerprint per sample of `batch`, over the sample's rows in all tensors.
 
-    Empty if the tensors disagree on the number of samples, are not dense or readable, or are too large.
+    The result is empty if the tensors differ in size of dim 0, are not dense or readable, or are too large.
     """
     tensors = [tensor for tensor in tree_tensors(batch) if tensor.dim() > 0]
     if any(t.is_nested or t.layout != torch.strided or t.is_quantized or plain_values(t) is None for t in tensors):

@@ -138,7 +138,7 @@ def _line_of_construction(obj: object, frame: FrameType | None) -> Location | No
 
 
 def _seed_choosing_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame that chooses the seed rather than passing it on."""
+    """Return the innermost frame that does not just pass on its caller's seed."""
     caller = _frame_of_program(frame.f_back)
     while caller is not None and _passes_parameter(frame):
         frame, caller = caller, _frame_of_program(caller.f_back)
@@ -179,7 +179,7 @@ _old_draws: dict[str, bytes] = {}  # digest of earlier output
 
 
 def begin_history(generator: str) -> None:
-    """Record the state of a new or reseeded generator: "torch", "python" or "numpy"."""
+    """Record the state of a new or reseeded global generator ("torch", "python" or "numpy")."""
     global _num_seeds
     _num_seeds += 1
     if _num_seeds <= _MOST_SEEDS:
@@ -250,7 +250,7 @@ def draw_history() -> int:
 
 
 def generator_state(generator: str) -> tuple[int, int]:
-    """Return a digest of a global generator's state, and the next number's index."""
+    """Return (digest of a global generator's state, index of the next number)."""
     if generator == "python":
         state: Any = random.getstate()
         return _digest_number(repr(state).encode()), state[1][-1]
@@ -261,7 +261,7 @@ def generator_state(generator: str) -> tuple[int, int]:
 
 
 def available_generators() -> list[str]:
-    """Return the names of the available global generators (numpy is imported lazily)."""
+    """Return the names of the global generators; numpy's only if numpy is imported."""
     return ["torch", "python", *(["numpy"] if "numpy.random" in sys.modules else [])]
 
 
@@ -279,7 +279,7 @@ def _torch_state(generator: Any) -> tuple[int, int]:
 
 
 def generator_bytes(generator: Any) -> bytes:
-    """Return the state of a torch generator, without requiring numpy."""
+    """Return the state of a torch generator as bytes, without requiring numpy."""
     state = generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
 
@@ -289,5 +289,4 @@ def _digest(state: bytes) -> bytes:
 
 
 def _digest_number(state: bytes) -> int:
-    """Return a 56-bit digest."""
     return int.from_bytes(_digest(state)[1:], "big")

@@ -122,10 +122,10 @@ def digests_of(dataset: Any) -> dict[str, int]:
 
 
 def first_samples(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Return fingerprints of the first items of each attribute with an item per sample.
+    """Return fingerprints of the first items of attributes that have an item per sample.
 
-    Also return True if any attribute contains the samples themselves (rows of many numbers, or existing files). Nested
-    datasets are searched; a dataset may be a list.
+    Also return True if any attribute contains the samples themselves: the items are rows of many numbers, or names of
+    existing files. Nested datasets are searched; a dataset may be a list.
     """
     if type(dataset) is Subset:  # its indices are no samples
         whole: Any = dataset.dataset
@@ -180,7 +180,6 @@ def _item_digests(values: Any) -> tuple[int, ...]:
 
 
 def _item_digest(value: Any) -> int | None:
-    """Return a fingerprint of a sample or its part; None if of unknown type."""
     if isinstance(value, torch.Tensor):
         return fingerprint(value.detach().cpu()) if value.layout == torch.strided else None
     if hasattr(value, "tobytes"):
@@ -203,7 +202,7 @@ def attribute_digests(dataset: Any) -> dict[str, int]:
 
 
 def sliced_array_rows(dataset: Any) -> int:
-    """Return the row count of the array that a dataset slices; -1 for texts."""
+    """Return the full length of the array that `dataset` slices; -1 for texts."""
     for value in getattr(dataset, "__dict__", {}).values():
         for part in value if isinstance(value, tuple) else (value,):
             base = getattr(part, "_base", None) if isinstance(part, torch.Tensor) else getattr(part, "base", None)
@@ -245,10 +244,10 @@ def _without_side_effects() -> Iterator[None]:
 
 
 def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
-    """Return True if a sampler's order depends on the epoch, tried on copies.
+    """Return True if a sampler's copies have different orders in epochs 0 and 1.
 
-    Runs user code, so call only for suspicious orders. Copies share the dataset and draw the same random numbers; their
-    collectives return as if all ranks contributed the same values.
+    Runs user code, so call only for suspicious orders. Copies share the dataset and draw the same random numbers. Their
+    collectives do not communicate, but return as if all ranks contributed the same values.
     """
     shared = [dataset, *(value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Dataset))]
     orders = []
@@ -261,7 +260,7 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
 
 
 def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
-    """Return True if a dataset's samples differ between attributes `before` and the current ones."""
+    """Return True if samples of `dataset` differ when its attributes have the values `before`."""
     digests = []
     for state in (before, {}):
         with _without_side_effects():
@@ -273,7 +272,7 @@ def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> b
 
 
 def epoch_line() -> Location | None:
-    """Return the line of the (epoch) loop around a loader pass, or of `iter()`."""
+    """Return the line of the loop over epochs, or of `iter(loader)` in this loop."""
     begun = user_frame(sys._getframe(1))
     for frame in frames_from(begun):
         location, file = location_of(frame), frame.f_code.co_filename
@@ -285,7 +284,7 @@ def epoch_line() -> Location | None:
 
 
 def persistent_workers_line(call: Location) -> Location:
-    """Return the line of a call's argument `persistent_workers`, or else of the call."""
+    """Return the line of argument `persistent_workers` in a call, or of the call."""
     calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
     keywords = (keyword for node in calls if node.lineno == call.line for keyword in node.keywords)
     lines = (keyword.value.lineno for keyword in keywords if keyword.arg == "persistent_workers")
@@ -320,7 +319,7 @@ class InputRecorder(Recorder, subjects=("data",)):
 
 
 def _input_samples(inputs: Any) -> tuple[int, ...]:
-    """Return fingerprints of the input samples; () if all tensors may be indices."""
+    """Return fingerprints of samples in forward inputs; () if all tensors may be indices."""
     are_indices = all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(inputs))
     return () if are_indices else sample_fingerprints(inputs) or batch_fingerprint(inputs)
 
@@ -338,9 +337,10 @@ def copied_samples(batch: Any) -> list[torch.Tensor]:
 
 
 def noise_sketch(samples: Sequence[torch.Tensor], inputs: Any) -> tuple[float, ...]:
-    """Return a sketch of the noise that `inputs` add to `samples`; `()` if none.
+    """Return the `sketch` of the noise that forward `inputs` contain, compared to `samples`.
 
-    The sketch ignores any part that is equal for all samples, and a scale and offset per sample.
+    `samples` are from the data loader. The result is () if there is no noise. A term that is equal for all samples, and
+    a scale and an offset per sample, are not noise.
     """
     for tensor in tree_tensors(inputs):
         for sample in samples if _is_sample_tensor(tensor) and tensor.is_floating_point() else ():

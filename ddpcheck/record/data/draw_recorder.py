@@ -62,7 +62,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
         follow_steps(self)
 
     def begin(self) -> None:
-        """Start the first interval, at the first wrapper: earlier draws may determine sample orders."""
+        """Start the first interval, at the first wrapper: earlier draws may shuffle data."""
         if not self._intervals:
             self._begin_interval()
 

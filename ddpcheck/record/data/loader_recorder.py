@@ -155,7 +155,10 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
 
     def _follow_unused(self, pass_: _Pass, batch: Any) -> None:
-        """Count batches freed before any forward or step, except the last (perhaps copied)."""
+        """Count the batches that are freed before any forward pass or optimizer step.
+
+        At the first forward pass or step, the last batch is not counted: a copy of the batch may be in use.
+        """
 
         def note_freed(_batch: object) -> None:
             if self._count_uses() == pass_.uses_before:
@@ -273,7 +276,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         pass_.batches, pass_.dataset, pass_.sampler, self._run.samples = [], None, None, []
 
     def _would_shuffle(self, pass_: _Pass, order: int) -> bool:
-        """Return True if a sampler repeated its order, but would shuffle after `set_epoch`."""
+        """Return True if the second pass repeats an order that `set_epoch` would change."""
         orders = self._orders.setdefault(pass_.entry.loader, [])
         orders.append(order)
         has_epoch = pass_.entry.has_epoch or pass_.entry.epoch >= 0

@@ -32,8 +32,8 @@ _NUMBERS = 2 * len(GENERATORS)  # per batch: states before and after
 class SampleDraws:
     """Random draws in the first batches of a data loader iterator, per worker.
 
-    The object is sent to the workers, forked or spawned, as `collate_fn` and `worker_init_fn`. Workers write to memory
-    that is shared with this process, before they return the batch.
+    Its methods replace the loader's `collate_fn` and `worker_init_fn`, so that workers get the object. Workers write to
+    memory that is shared with this process, before they return the batch.
     """
 
     def __init__(self, loader: Any, batches: int) -> None:
@@ -66,7 +66,7 @@ class SampleDraws:
             self._begin_batches([number])
 
     def batch_states(self, number: int) -> Mapping[str, tuple[int, int]]:
-        """Return, for each generator used, its states before and after batch `number`."""
+        """Return the states before and after batch `number` of each generator that was used."""
         worker, index = (number % self._workers, number // self._workers) if self._workers else (0, number)
         begin = (worker * self._most_batches + index) * _NUMBERS
         recorded = self._recorded_states[begin : begin + _NUMBERS] if index < self._most_batches else []
@@ -78,7 +78,7 @@ class SampleDraws:
         self._states_before = self._states() if indices else ()
 
     def _states(self) -> list[int]:
-        """Return digests of the states of the generators that augmentations use."""
+        """Return digests of the states of the dataset's and the global generators."""
         return [digest_of_generators(self._generators), *(generator_state(name)[0] for name in available_generators())]
 
     @forwards_calls

@@ -89,7 +89,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         patched(torch, "save", self._note_save)
 
     def note_backward(self, _loss: Any) -> None:
-        """Begin a new round of evaluations if one has ended; called when backward begins."""
+        """Begin the next round if an evaluation has ended; called when backward begins."""
         self.awaits_backward = False
         self._backwards += 1
         self._unfinished = None
@@ -131,7 +131,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._sink(replace(exchanged, round=self._round))
 
     def _rewrite_counters(self, call: Call | None = None) -> None:
-        """Write counters again if the last batch may be counted only after the pass."""
+        """Write the last evaluation again, whose last batch may be counted after the pass."""
         if self._unfinished is None:
             return
         pass_, written = self._unfinished
@@ -183,7 +183,6 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
     # Shown values
 
     def _note_broadcast(self, call_args: Mapping[str, Any]) -> None:
-        """Record a broadcast of few numbers from this rank (a metric, possibly)."""
         value = call_args.get("tensor", call_args.get("object_list"))
         is_small = not isinstance(value, torch.Tensor) or (value.is_floating_point() and value.numel() <= _FEW)
         if call_args.get("src") == dist.get_rank() and is_small and self._is_after_evaluation():
@@ -255,7 +254,7 @@ def _rows_in(value: Any) -> int:
 
 
 def _is_fetched_ahead() -> bool:
-    """Return True if a package or generator takes the batches, which may prefetch one."""
+    """Return True if a package or generator, which may prefetch, takes the batches."""
     codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
     code = next((code for code in codes if is_user_file(code.co_filename)), None)
     return code is not None and (is_installed(code.co_filename) or bool(code.co_flags & inspect.CO_GENERATOR))
@@ -299,7 +298,6 @@ def _row_values(value: Any) -> tuple[float, ...]:
 
 
 def _floats_of(value: Any) -> tuple[float, ...]:
-    """Return the values of a floating-point tensor, array or list, row by row."""
     if isinstance(value, list) and len(value) <= _MOST_LABELS and all(type(item) is float for item in value):
         return tuple(value)
     array = program_numbers.array_of(value, "f")
@@ -369,7 +367,7 @@ _MOST_COMPARED_ROUNDS, _MOST_COMPARISONS = 3, 8  # evaluations, and lines of eac
 
 
 class ComparisonRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of comparisons, differences and losses of two tensors, patched only while open (overhead)."""
+    """Recorder of comparisons, differences and losses of two tensors; patches torch only while open."""
 
     def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
         self._sink = sink
@@ -379,7 +377,7 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
         self._seen: set[Location | None] = set()
 
     def open(self, number: int, size: int) -> None:
-        """Start recording: results of `size` samples are gathered in round `number`."""
+        """Start recording in round `number` of evaluations, over a dataset of `size` samples."""
         if number != self._round:
             self._round, self._rounds = number, self._rounds + 1
             self._seen = set()
@@ -390,7 +388,7 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
             self._patches += [patched(owner, name, self._note_comparison) for name in names]
 
     def close(self) -> None:
-        """Stop recording: the script trains again, or iterates over other data."""
+        """Stop recording; called when the script trains again or iterates over other data."""
         while self._patches:
             self._patches.pop().undo()
 

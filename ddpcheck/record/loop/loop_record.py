@@ -53,7 +53,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self._wrapper: Callable[[], nn.Module | None] = lambda: None
 
     def attach(self, wrapper: nn.Module) -> None:
-        """Record each `no_sync` of `wrapper`; for `fully_shard`, calls that turn reductions on or off."""
+        """Record each `no_sync` of `wrapper`, or each switch of reductions of `fully_shard`."""
         if not is_ddp(wrapper):
             follow_switches()
         self._wrapper = ref(wrapper)
@@ -69,7 +69,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(step_location() or "")))
 
     def report(self, step: int) -> None:
-        """Request a report of the events so far, which show a fault, after `step`."""
+        """Request a report after `step`, of the events so far, which show a fault."""
         if not self.to_report:
             events = (*self._last_step, *self.ledger.events)
             is_off = any(event.kind == "forward" and not event.synchronises for event in events)
@@ -104,7 +104,7 @@ _kept_patches: list[Patch] = []  # never undone
 
 
 def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
-    """Record calls of `FSDPModule` in `switch_calls`, until the last `detach` or `to_the_end`."""
+    """Record switches of `fully_shard` reductions in `switch_calls`; `to_the_end`: even after `detach`."""
     fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not _switch_patches and not _kept_patches:
         (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
@@ -132,10 +132,10 @@ class StepListener:
         """Handle parameters that the step did not use and that DDP waits for."""
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Handle parameters missing in an ended step because its second backward pass never ran."""
+        """Handle parameters missing in an ended step: its second backward pass never ran."""
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
-        """Handle shards that backward will not reach, and for which torch does not wait."""
+        """Handle shards that backward will not reach; `fully_shard` does not wait for them."""
 
     def backward_hidden(self) -> None:
         """Handle the first backward pass under compiled autograd: steps are no longer followed."""
@@ -168,7 +168,7 @@ class Snapshot(Struct):
     def take(
         cls, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], *, thorough: bool
     ) -> Snapshot:
-        """Record a forward pass about to run; `thorough` (see `random`) costs about 40 microseconds."""
+        """Record a forward pass about to run; `thorough`: also Python's and numpy's generators."""
         autocast: tuple[tuple[str, torch.dtype], ...] = ()
         for device_type in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device_type):
@@ -184,7 +184,7 @@ class Snapshot(Struct):
         """Rerun forward on this rank; return where each missing parameter's path to loss ends.
 
         Restores the module's buffers and attributes, the generators and `.grad`. Side effects outside of the module
-        happen twice. Compiled code runs eagerly. Under `context()`, a framework does not count or log the rerun.
+        happen twice. Compiled code runs eagerly. `context()` makes a framework neither count nor log the rerun.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
             return dict.fromkeys(missing, PathEnd("unknown"))  # a rerun would consume data of the run
@@ -225,7 +225,6 @@ class Snapshot(Struct):
 
 
 def _containers(module: nn.Module) -> Iterator[Any]:
-    """Yield containers in attributes of `module`, e.g. outputs collected over an epoch."""
     for part in module.modules():
         for key, value in vars(part).items():
             if key not in MODULE_INTERNALS and type(value) in (list, dict, set, deque):

@@ -43,7 +43,7 @@ class _OptimizerEntry:
 
 @dataclass(eq=False)
 class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_step")):
-    """Recorder of optimizer steps on a wrapper's parameters, as loop events."""
+    """Recorder of optimizer steps on a wrapper's parameters, into a `LoopRecord`."""
 
     _tracker: StepTracker
     _loop: LoopRecord
@@ -75,7 +75,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self.record_step(optimizer)
 
     def record_step(self, optimizer: Any) -> None:
-        """Record an optimizer step, once its forward and backward passes have ended."""
+        """Record an optimizer step; called when all backward passes before the step have ended."""
         last_reductions, self._last_reductions = self._last_reductions, self._tracker.number
         if last_reductions == self._last_reductions and self._loop.ledger.prepared is not None:
             self._count_missing_reduction()
@@ -102,14 +102,17 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._step_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
 
     def _count_missing_reduction(self) -> None:
-        """Count a missing prepared reduction; report replaced parameters after 3, 6, 12, ..."""
+        """Count a missing reduction that forward prepared; report replaced parameters after 3, 6, 12."""
         self._missing_reductions += 1
         times, remainder = divmod(self._missing_reductions, _FEWEST)
         if not remainder and is_probed(times) and self._has_others():
             self._report_replaced()
 
     def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
-        """Record an optimizer step without reduction (`no_reduction`), or on gradients added after a reduction."""
+        """Record an optimizer step that may have used gradients that were not reduced.
+
+        `no_reduction`: True if no reduction ran since the optimizer's last step.
+        """
         ledger = self._loop.ledger
         prepared, uses = bool(ledger.forwards[True]), ledger.has_unreduced and self._are_unreduced(param_ids)
         used = [entry for entry in ledger.open if not entry.reduced] if uses else []
@@ -142,9 +145,9 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._report_unreduced(from_forward[-1] if from_forward else None)
 
     def _step_unreduced_shards(self, *, no_reduction: bool) -> None:
-        """Record a step on shards without reduction (`no_reduction`), or with gradients added afterwards.
+        """Record an optimizer step that may miss gradients of shards that were not reduced.
 
-        Gradients that are not reduced never reach `.grad` of the shards.
+        Gradients that are not reduced never reach `.grad` of the shards. `no_reduction`: as in `_step_unreduced`.
         """
         ledger = self._loop.ledger
         pending = [entry for entry in ledger.open if not entry.reduced]
@@ -156,7 +159,6 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._report_unreduced(pending[-1])
 
     def _are_unreduced(self, param_ids: set[int]) -> bool:
-        """Return True if any of these parameters has a gradient that was not reduced."""
         tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
         params = [tensors[i] for i in indices if id(tensors[i]) in param_ids]
         return any(map(has_gradient, params if indices else [*tensors[:1], *tensors[-1:]]))
@@ -184,12 +186,12 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Record the versions of two gradients at the start of any backward pass."""
+        """Record the versions of the first and last gradient when any backward pass begins."""
         self._in_forward = in_forward
         self._marks, self.reductions = self._read_marks(), reductions
 
     def backward_ended(self) -> None:
-        """Report a bypass if the two gradients changed in a backward pass without reduction."""
+        """Report a bypass if the first or last gradient changed without a reduction."""
         marks, last_marks = self._read_marks(), self._marks
         if any(mark is not None and mark != previous for mark, previous in zip(marks, last_marks, strict=False)):
             if self._in_forward:
@@ -216,7 +218,6 @@ class BypassRecorder(Recorder, subjects=("loop",)):
             self._handles = [before_forward(part, hook) for part in self._module.modules()]
 
     def _note_call(self, *_arguments: Any) -> None:
-        """Record the program line that calls a hooked module, unless within DDP's forward."""
         if self.event.location or not torch.is_grad_enabled():
             return
         parts = set(self._module.modules())

@@ -69,7 +69,7 @@ class StepSink(Protocol):
         """Handle a backward pass under compiled autograd: ends of steps are no longer detected."""
 
     def left_out(self, step: int) -> None:
-        """Handle missing parameters of `step`: its second backward pass never ran."""
+        """Handle missing parameters of the ended `step`: a second backward pass never ran."""
 
     def absent(self, report: RankReport) -> None:
         """Handle shards that the starting backward pass will not reach: collectives may mismatch."""
@@ -186,7 +186,10 @@ class StepRecorder(StepListener):
         return wrapper is not None and uses_join(wrapper)
 
     def report_unaveraged(self, used: Contribution | None) -> None:
-        """Report steps on unreduced gradients; `used`: the last from the wrapper's forward, or None."""
+        """Report optimizer steps that use gradients that no reduction has averaged.
+
+        `used`: the last backward pass that computed such gradients; None if all of them bypass the wrapper's forward.
+        """
         if self.uses_join:  # under Join, a rank without batches steps a sharded optimizer for the others
             return
         if used is not None and used.after is not None:
@@ -199,7 +202,7 @@ class StepRecorder(StepListener):
         self.report_now(*switches, *(bypassing if used is None else used.events))
 
     def report_unpaired(self) -> None:
-        """Report a backward pass without a forward pass of its own."""
+        """Report a backward pass without a new forward pass of the wrapper."""
         self.loop.report(self.step)
         self.report_now(*self.loop.to_report)
 
@@ -214,7 +217,7 @@ class StepRecorder(StepListener):
             self._sink.report_now(replace(self._plain_report(self.step), changes=changed))
 
     def report_now(self, *events: LoopEvent) -> None:
-        """Report `events` that show a fault without other ranks' reports."""
+        """Report `events` that show a fault even without the reports of other ranks."""
         self._sink.report_now(replace(self._plain_report(self.step), events=events))
 
     def _plain_report(self, step: int) -> RankReport:
@@ -223,7 +226,7 @@ class StepRecorder(StepListener):
     # Methods of `StepListener`
 
     def forward_begins(self) -> None:
-        """Update `may_diverge`, and keep the state before forward, for a comparison."""
+        """Update `may_diverge`; with `keeps_start`, fingerprint the parameters before the first forward pass."""
         wrapper = self.tracker.parameters.wrapper()
         self.may_diverge = wrapper is not None and ranks_may_diverge(wrapper)
         if self.replica.awaits_forward:
@@ -272,20 +275,20 @@ class StepRecorder(StepListener):
             self._probe.backward_begins()
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
-        """Request reports, unless the missing parameters were reported before."""
+        """Request an exchange of reports, unless the missing parameters were reported before."""
         if self._probe is not None:
             self._probe.detach()
         if self._checks_parameters and not self.history.is_reported(names):
             self._sink.alarm(step)
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Request reports one step later, unless the missing parameters were reported before."""
+        """Request an exchange of reports one step later, unless the parameters were reported before."""
         if self._checks_parameters and not self.history.is_reported(names):
             self.history.left_out(step, names, snapshot)
             self._sink.left_out(step)
 
     def backward_unpaired(self, *, raises: bool) -> None:
-        """Report now if DDP will raise; otherwise, an optimizer step on the gradients reports."""
+        """Report the fault if DDP will raise; otherwise, the next optimizer step reports it."""
         if raises:
             self.report_unpaired()
 
@@ -301,7 +304,7 @@ class StepRecorder(StepListener):
         self._sink.cannot_follow()
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
-        """Report now, before DDP raises on this rank."""
+        """Report `names` without waiting for other ranks, since DDP will raise on this rank."""
         if self._checks_parameters:
             self._sink.report_now(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
 
@@ -330,11 +333,14 @@ class StepRecorder(StepListener):
     # Reports
 
     def notices_unfrozen(self, ended: EndedStep) -> bool:
-        """Return True when a parameter is first found unfrozen; False with a probe."""
+        """Return True the first time that a frozen parameter requires grad.
+
+        Return False if hooks recorded the step (`probe`): the report of this step names the parameter anyway.
+        """
         return self._checks_parameters and ended.probe is None and self.history.notices_unfrozen()
 
     def report(self, ended: EndedStep, parameters: Mapping[str, nn.Parameter] | None = None) -> RankReport:
-        """Return this rank's report up to `ended`; `parameters`: the module's current ones, if known."""
+        """Return this rank's report up to `ended`; `parameters`: the module's parameters now, if known."""
         report = self._plain_report(ended.number)
         if self._checks_parameters:
             report = self.history.report(
@@ -351,7 +357,7 @@ class StepRecorder(StepListener):
         return replace(report, events=events, micro_batches=measured, seconds=seconds)
 
     def last_report(self) -> RankReport | None:
-        """Return a report of facts not yet reported when the script ends, or `None`."""
+        """Return a report of facts not reported so far; None if there are none."""
         if self.judges_at_end:
             return self.history.report(self.step - 1, settled=True)
         if self.history.not_reported or self.loop.to_report:
@@ -360,9 +366,9 @@ class StepRecorder(StepListener):
 
     @property
     def judges_at_end(self) -> bool:
-        """Return True if unused parameters remain to be judged at the script's end.
+        """Return True if tolerated unused parameters are to be judged at the script's end.
 
-        A live comparison has judged before, except in a short run.
+        A watch has already judged these parameters during training, except in a short run.
         """
         trains_on = self.context.wrapper.goes_on_without and self._checks_parameters
         return trains_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)

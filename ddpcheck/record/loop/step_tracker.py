@@ -51,7 +51,7 @@ _FREQUENT_EVENTS = ("called", "forward_begins", "step_begins", "forward_returned
 
 
 class BackwardKind(Enum):
-    """Kind of the running backward pass; `NO_SYNC` becomes `SYNCED` at a synchronized forward output."""
+    """Kind of the running backward pass; `NO_SYNC` may change to `SYNCED` during the pass."""
 
     NONE = "none runs: no gradient has reached an output of a forward pass"
     NO_SYNC = "of forward passes under no_sync"
@@ -68,7 +68,7 @@ _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 class _Step:
     """State of the current step.
 
-    The first synchronized forward pass sets `ready`. `_finish_step` starts the next step, after one or more backwards.
+    The first synchronized forward pass sets `ready`. After all backward passes, `_finish_step` starts the next step.
     """
 
     # True once a forward pass that averages has returned; otherwise, a backward pass is unpaired
@@ -233,7 +233,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             self._pass_handles = [p.register_hook(self._hook) for p in self.parameters.leaves if p.requires_grad]
 
     def _hook_leaves(self, output: Any) -> None:
-        """Hook leaf tensors in `output`, at which backward may end (e.g. an empty batch)."""
+        """Hook leaf tensors that forward created: backward may end there (e.g. an empty batch)."""
         leaves = [leaf for leaf in trainable_leaves(output) if not isinstance(leaf, nn.Parameter)]
         if leaves and (snapshot := self._step.snapshot) is not None:
             input_ids = {id(value) for value in tree_leaves((snapshot.arguments, snapshot.named))}
@@ -319,14 +319,14 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             listener.backward_unpaired(raises=self._ddp_waits)
 
     def _disable(self) -> bool:
-        """Stop following steps, since backward runs under compiled autograd; return True."""
+        """Stop following steps, since backward runs in compiled autograd; always return True."""
         self._is_compiled = True
         for listener in self._listeners:
             listener.backward_hidden()
         return True
 
     def _hook_unreached(self, reached: Set[int]) -> None:
-        """Hook parameters not in `reached`, which a re-entrant checkpoint may still reach."""
+        """Hook parameters outside of `reached`, since a re-entrant checkpoint may reach them later."""
         self._reached = reached_now = set(reached)
         for index in self.parameters.all - reached:
             parameter = self.parameters.leaves[index]
@@ -335,10 +335,10 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 self._pass_handles.append(handle)
 
     def _expected_later(self, reached: Set[int]) -> set[int]:
-        """Return indices that a later backward pass may reach, through an output unused now.
+        """Return indices of parameters that a later backward pass may reach through unused outputs.
 
-        If such an output also depends on a parameter reduced now, the later pass comes too late, and is possible only
-        if the graph is kept: its parameters are added to `late`.
+        If such an output also depends on a parameter that is reduced now, the later pass comes too late, and is
+        possible only if the graph is kept. Then the indices of all parameters of the output are added to `late`.
         """
         later: set[int] = set()
         late: set[int] = set()
@@ -378,7 +378,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # End of a step
 
     def _end_step(self, callbacks: int) -> None:
-        """Add zero gradients that DDP waits for; end the step after `callbacks` engine callbacks."""
+        """Add missing zero gradients for DDP, or await `callbacks` engine callbacks; end the step."""
         if self._step.unused and (missing := sorted(self.parameters.awaited_by_ddp(self._step.unused))):
             if names := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:

@@ -65,7 +65,7 @@ class SyncedParameters:
         return bool(getattr(self.wrapper(), "require_backward_grad_sync", False))
 
     def hooks_for_leaves(self) -> list[Any]:
-        """Register forward pre-hooks that find the unsharded parameters of `fully_shard`; return the handles."""
+        """Hook sharded modules, to find their unsharded parameters in forward; return the hook handles."""
         if not self.is_sharded or (wrapper := self.wrapper()) is None:
             return []
         classes = sharding_classes()
@@ -76,7 +76,7 @@ class SyncedParameters:
         ]
 
     def find_unsharded(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
-        """Find unsharded parameters of submodule `part` (path `prefix`) when its forward pass begins."""
+        """Find unsharded parameters of submodule `part` in its forward; parameter names begin with `prefix`."""
         for name, parameter in nn.Module.named_parameters(part) if self._not_found else ():  # even if overridden
             index = self._not_found.get(prefix + name)
             if index is not None and parameter.requires_grad and is_gathered(parameter, self.tensors[index]):
@@ -87,12 +87,12 @@ class SyncedParameters:
         return frozenset(map(self.names.__getitem__, indices))
 
     def reached(self) -> Set[int]:
-        """Return indices that the running backward pass will reach; the object `all` if all."""
+        """Return indices of parameters that backward will reach; `self.all` itself if all are reached."""
         reached = will_be_reached(self._nodes)
         return self.all if all(reached) else {index for index, is_reached in enumerate(reached) if is_reached}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """Return indices reached by a new AccumulateGrad node (after a cast), unknown to DDP."""
+        """Return indices of parameters reached by an AccumulateGrad node without DDP's hook (after casts)."""
         reached = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
@@ -135,7 +135,7 @@ class SyncedParameters:
         return bool(getattr(self.wrapper(), "static_graph", False))
 
     def awaited_by_ddp(self, unused: Set[int]) -> Set[int]:
-        """Return those of the indices `unused` that DDP, with its options, waits for."""
+        """Return indices in `unused` whose gradients DDP awaits, given `find_unused_parameters` and `static_graph`."""
         if not unused or self._finds_unused or self.is_sharded:
             return NONE
         if self.is_static_graph:
@@ -143,5 +143,5 @@ class SyncedParameters:
         return unused
 
     def newly_used(self, used: Set[int]) -> list[int]:
-        """Return indices in `used` but unused in step 0: DDP raises under `static_graph`."""
+        """Return indices in `used` that step 0 did not use; under `static_graph`, DDP raises."""
         return sorted(used & self.unused_first) if self.unused_first and self.is_static_graph else []

@@ -31,7 +31,7 @@ _MAX_FINGERPRINTS = 4096  # of a parameter, while ranks train independently
 
 
 class LocalSgdTracker(StepListener, Recorder, subjects=("replicas",)):
-    """Fingerprints of the smallest parameter, one per change, while ranks train independently."""
+    """Recorder of fingerprints of the smallest parameter, while ranks train independently (local SGD)."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:
         self._recorder = recorder
@@ -49,7 +49,7 @@ class LocalSgdTracker(StepListener, Recorder, subjects=("replicas",)):
             self._add_fingerprint(recorder)
 
     def final_entry(self) -> LocalSgdEnd | None:
-        """Return the fingerprints recorded, and those of all parameters now; `None` if none recorded."""
+        """Return an entry with recorded and final fingerprints; None if nothing was recorded."""
         if not self._fingerprints:
             return None
         recorder = self._recorder()
@@ -67,7 +67,7 @@ _CALLER = 3  # frames from the recording function to the assigning line
 
 
 class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
-    """Recorder of `.data` assignments that shards ignore; `sink` gets them before the next forward."""
+    """Recorder of `.data` assignments without effect on shards; each forward calls `sink` with entries."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
         self._recorder = recorder
@@ -145,7 +145,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
             self._run.add(PaceRun(self._number, step, *pace, location))
 
     def ended(self, step: int) -> None:
-        """Record forward passes and batches since the last reduction, unless another loader is used."""
+        """Record forward passes and batches since the last reduction, unless the loader has changed."""
         pace = self.forwards, self._batches()
         if any(pace) and self._run.position[0] == self._last_loader and 0 < self._num_runs < MAX_PACE_RUNS:
             self._run.add(PaceRun(self._number, step, *pace, None))
@@ -201,7 +201,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
 
     @property
     def code(self) -> CodeType | None:
-        """Return the program function that called the last forward pass with gradients."""
+        """Return the code of the program function that ran the last forward with gradients."""
         return next((key[0] for key, line in self._lines_by_code.items() if key and line is self._line), None)
 
     @property
@@ -216,7 +216,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
                 log_ddp_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
 
     def _exchanges_bucket_order(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
-        """Return True if DDP broadcasts the rebuilt bucket order: first forward after a backward."""
+        """Return True in the first forward after backward, if DDP broadcasts the bucket order."""
         searches = wrapper.find_unused_parameters and not wrapper.static_graph
         rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)
         return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)
@@ -230,7 +230,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         log_ddp_collective(SHARD_FORWARD, self._label, group, call_place=backward_place)
 
     def note_reduction(self, wrapper: nn.Module) -> None:
-        """Record the reduction of a DDP backward pass (FSDP2's collectives run in Python)."""
+        """Record a DDP reduction, which runs in C++; collectives of FSDP2 are recorded elsewhere."""
         if not isinstance(wrapper, nn.parallel.DistributedDataParallel) or wrapper._join_config.enable:
             return
         self._has_reduced = True

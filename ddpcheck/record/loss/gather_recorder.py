@@ -124,9 +124,9 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         return tuple(name for names in numbered for key, name in names.items() if key in gathered_only)
 
     def _hook_gradients(self, node: Any, parts: _GatheredParts, *, besides: bool) -> None:
-        """Hook `node`, which joins ranks' parts, to record the gradients of the parts.
+        """Hook `node`, which joins the tensors of all ranks, to record gradients around `node`.
 
-        `besides`: True if this rank's part has another path to the loss.
+        `besides`: True if this rank's tensor also reaches the loss without `node`.
         """
         function = getattr(type(node), "_forward_cls", None)
         source_line = parts.location if function is None else defined_at(function.backward)
@@ -150,10 +150,10 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
 
 
 def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-    """Yield tensors without grad that `nodes` saved for backward, as matrices of `shape`.
+    """Yield saved tensors without grad of `nodes`, as matrices of `shape`.
 
-    For example, a factor of a product, or one side of a distance. Leading dimensions are broadcast, so the first index
-    is taken.
+    For example, a saved factor of a product, or one side of a distance. Of leading dimensions, which are broadcast,
+    only index 0 is used.
     """
     rows = shape[0]
     for node in nodes:
@@ -201,7 +201,7 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _find_put_back_parts(node: Any, parts: list[_GatheredParts], ends: set[Any]) -> _GatheredParts | None:
-    """Return the gathered parts that `node` joins, if only this rank's part requires grad."""
+    """Return gathered parts joined by `node`, if only the put-back own part requires grad."""
     following = [next_node for next_node, _ in node.next_functions]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # a custom autograd function of the program
         inside = next((part for part in parts if part.node is not None and part.node in following), None)
@@ -217,9 +217,10 @@ def _find_put_back_parts(node: Any, parts: list[_GatheredParts], ends: set[Any])
 def _passed_gradient(
     node: Any, input_grads: Any, output_grads: Sequence[torch.Tensor | None], parts: _GatheredParts
 ) -> tuple[tuple[float, ...], float]:
-    """Return a sketch of all parts' gradients, and the scale of this rank's gradient.
+    """Return (sketch of all parts' gradients, scale of the gradient of this rank's part).
 
-    The sketch is `()` without gradients of other parts; the scale is 0 if `node` changes the direction.
+    The sketch is `()` if the gradients of other ranks' parts are zero or unknown. The scale is the factor by which
+    `node` multiplies the gradient of this rank's part, and 0 if `node` changes the direction of the gradient.
     """
     pairs = zip(input_grads, node.next_functions, strict=True)
     own_grad = next((grad.detach().flatten() for grad, (to, _) in pairs if to is not None and grad is not None), None)
@@ -239,7 +240,6 @@ def _passed_gradient(
 
 
 def _nodes_between(loss: torch.Tensor, ends: set[Any]) -> list[Any]:
-    """Return the graph nodes between a loss and `ends`, at most `_MOST_NODES`."""
     graph = LossGraph([loss], limit=_MOST_NODES, is_end=ends.__contains__)
     return [node for node in graph.nodes if node not in ends]
 
@@ -257,7 +257,7 @@ _KEEPS_COLUMNS = (
 
 
 class TargetRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of gathered tensors that are classes of a cross entropy in the loss."""
+    """Recorder of contrastive losses: cross entropies in which gathered rows are the classes."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
@@ -273,7 +273,7 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
             self.awaits_backward = True
 
     def note_backward(self, loss: Any) -> None:
-        """Record gathered tensors that are the class columns of a cross entropy in `loss`."""
+        """Record the gathered tensors whose rows are classes of a cross entropy in `loss`."""
         gathered, self._gathered, self.awaits_backward = self._gathered, [], False
         if not gathered or not isinstance(loss, torch.Tensor) or node_of(loss) is None:
             return
@@ -294,7 +294,7 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
 
 
 def _line_of_cross_entropy() -> Location | None:
-    """Return the next line that calls cross entropy, in a function on the stack."""
+    """Return the line that will call cross entropy in a function on the stack."""
     for frame in program_numbers.program_frames():
         body, names = body_of(frame.f_code), {**frame.f_globals, **variables_of(frame)}
         calls = (node for node in own_nodes(body) if isinstance(node, ast.Call)) if body is not None else ()
@@ -314,7 +314,7 @@ def _is_cross_entropy(function: ast.expr, variables: Mapping[str, Any]) -> bool:
 
 
 def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield targets and class matrix (logits: `features @ matrix`) of each cross entropy."""
+    """Yield (targets, `matrix`) of each cross entropy whose logits are `features @ matrix`."""
     graph = LossGraph([loss], limit=_MOST_TARGET_NODES, is_end=lambda node: node.name().startswith("NllLoss"))
     for node in graph.ends:
         targets = saved_tensor(node, "target")
@@ -334,7 +334,7 @@ def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
-    """Return the column index at which `rows` occur once, consecutively, or None."""
+    """Return the index of the column where `rows` begin; None if absent or repeated."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:
         return None

@@ -44,7 +44,7 @@ _MOST_NUMBERS = 16  # max reduced numbers between two backward passes
 
 
 class LossRecorder(Recorder, subjects=("loss",)):
-    """Recorder of backward passes in sampled optimizer steps."""
+    """Recorder of losses, at backward passes in sampled optimizer steps."""
 
     def __init__(
         self, run: Recording, optimizers: OptimizerRecorder, listeners: Sequence[Any], taken: AutogradGradRecorder
@@ -86,7 +86,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
             del self._reduced_numbers[:-_MOST_NUMBERS]
 
     def _is_probed(self, step: int) -> bool:
-        """Return True if `step` is sampled, counted from 0 or since the newest wrapper."""
+        """Return True if `step`, counted from 0 or from the newest wrapper, is sampled."""
         return self._run.are_probed() or is_probed(step - self._newest_wrapper[1])
 
     def _note_scaled_loss(self, scaler: Any, *_outputs: Any, **_named: Any) -> Generator[None, Any, None]:
@@ -189,9 +189,10 @@ def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
 
 
 def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
-    """Return, by term, the line that assigns the smallest variable containing the term.
+    """Return a line of the program for each term of `loss`, by graph node.
 
-    Only scalar local variables of the function that calls backward, with fewer terms than the loss, are considered.
+    The line assigns the variable that contains the term and has the fewest terms. Only scalar local variables of the
+    function that calls backward, with fewer terms than the loss, are considered.
     """
     frame = user_frame(sys._getframe(1))
     lines: dict[Any, Location] = {}
@@ -223,7 +224,7 @@ def _term_hook(
 
 
 def _add_target_weight(totals: list[float], gradients: Any) -> None:
-    """Append the total weight of targets: minus the sum of the gradient of log-probabilities."""
+    """Append the total weight of targets, which is minus the sum of log-probability gradients."""
     if gradients[0] is not None:
         totals.append(-float(local_part(gradients[0]).double().sum()))
 
@@ -233,7 +234,7 @@ _Scales = tuple[tuple[str, float], ...]
 
 
 def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
-    """Yield (node, "sum" or "mean", scales) of a loss's reductions; none in large graphs."""
+    """Yield (node, "sum" or "mean", scales) per reduction in `loss`, except in large graphs."""
     pending: list[tuple[Any, int, _Scales]] = [(node_of(loss), loss.output_nr, ())]
     terms = []
     for node, index, scales in pending:  # appended to in the loop
@@ -281,7 +282,7 @@ def _count_elements(node: Any) -> tuple[int, bool]:
 
 
 def _is_selected(node: Any, shape: tuple[int, ...]) -> bool:
-    """Return True if an index or mask selected the rows from another tensor."""
+    """Return True if an index or mask selected the rows that `node` outputs."""
     for _ in range(_MOST_FOLLOWED):
         if node is None or ((shapes := output_shapes(node)) and shapes[0][:1] != shape[:1]):
             return False
@@ -297,7 +298,7 @@ _ARITHMETIC = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshap
 
 
 def loss_targets(loss: torch.Tensor) -> tuple[LossTarget, ...]:
-    """Return the targets saved by torch's losses, of which `loss` is an arithmetic combination."""
+    """Return targets of torch's loss functions, followed from `loss` through arithmetic operations only."""
     targets = []
     graph = LossGraph(
         [loss], limit=_MOST_NODES, is_end=lambda node: _has_target(node) or not node.name().startswith(_ARITHMETIC)

@@ -72,7 +72,7 @@ def loss_source(frame: FrameType | None) -> LossSource:
 
 
 def _trace_statement(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
-    """Trace a statement's loss; return the parameter that passed the loss, or None."""
+    """Trace a statement's loss; return the argument name if the caller passed the loss."""
     if statement is None:
         return None
     losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
@@ -113,7 +113,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def _trace_expr(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
-    """Trace a loss, or container item `part`, to its origin; return True if found."""
+    """Trace the loss `node`, or item `part` of container `node`; return True if found."""
     trace.steps += 1
     if trace.steps > _DEEPEST or trace.made is not None:
         return trace.made is not None
@@ -143,7 +143,7 @@ def _trace_expr(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part
 
 
 def _trace_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
-    """Trace a name to its last assignment, and factors of later in-place operations."""
+    """Trace a variable to its last assignment; add factors of later `*=` and `/=`."""
     for pos, target, value in sorted(bindings(scope.body, name), key=lambda binding: binding[0], reverse=True):
         if pos >= before:
             continue
@@ -222,7 +222,7 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
 
 
 def _trace_call(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
-    """Trace the result of a script function, cast or copy; other calls are origins."""
+    """Trace results of script functions, casts and copies; any other call is the origin."""
     called = resolve_node(scope, call.func)
     is_library = function_of(called)[0] is None
     if is_library and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
@@ -243,7 +243,7 @@ def _trace_call(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part
 
 
 def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
-    """Return True if an expression is computed from the world size; `seen`: checked names."""
+    """Return True if `node` is computed from the world size; `seen`: names already checked."""
     return any(_is_world_size_node(scope, child, seen) for child in ast.walk(node))
 
 
@@ -274,7 +274,7 @@ def gradients_scaled_at(frame: FrameType | None) -> Location | None:
 def gradients_changed_at(frame: FrameType | None) -> Location | None:
     """Return the only line that writes `.grad` between backward and the step, or None.
 
-    Searches the functions on the stack of the step, and the functions that they call in between.
+    Searches the functions on the stack of the step, and the functions called between backward and the step.
     """
     for scope, active_frame in scopes_from(frame):
         calls = (node for node in own_nodes(scope.body) if isinstance(node, ast.Expr) and _backward_call(node))

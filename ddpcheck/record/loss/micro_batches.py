@@ -37,7 +37,7 @@ _Measured = tuple[int, int, str, int, int, torch.Tensor]  # fields of a MicroBat
 
 
 class MicroBatches(Recorder, subjects=("loss",)):
-    """Micro-batches of a wrapper in optimizer steps 0, 1, 2, 4, 8 ..."""
+    """Recorder of a wrapper's micro-batches in optimizer steps 0, 1, 2, 4, 8 ..."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -91,9 +91,9 @@ class MicroBatches(Recorder, subjects=("loss",)):
     # Optimizer steps
 
     def _is_accumulating(self) -> bool:
-        """Return True if no optimizer step has run since the last reduction.
+        """Return True if gradients accumulate over reductions, without an optimizer step in between.
 
-        True only if parameters have changed between earlier reductions, and gradients were not zeroed.
+        True requires that parameters have changed between earlier reductions, and that gradients are not zeroed now.
         """
         if sum(map(version_counter, self._sampled_params)) != self._version_sum:
             self._has_moved = True
@@ -119,7 +119,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
             self._hook_node(*_original_output(scores[index]), key, _SampledLogits(scores[index]))
 
     def _hook_node(self, node: Any, output_nr: int, key: tuple[int, str, int, int], measure: _Measure) -> None:
-        """Measure the gradient at a node's output; `key`: step, head, position, sequence count."""
+        """Hook a node to measure the gradient of its output; `key`: fields of `MicroBatch`."""
         index = self._optimizer_step
 
         def measure_gradient(grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -149,7 +149,7 @@ def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
-    """Return indices of nodes that share a head (`nearest_leaf_node`) with no other node."""
+    """Return indices of nodes whose head (`nearest_leaf_node`) is the head of no other node."""
     heads = [nearest_leaf_node(node) for node in nodes]
     return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 
@@ -171,7 +171,7 @@ def _original_output(logits: torch.Tensor) -> tuple[Any, int]:
 
 
 def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """Return the target count, common weight (0 if weights differ), and row count."""
+    """Return [number of counted targets, common weight (0 if weights differ), number of rows]."""
     rows = torch.tensor(float(counted.numel()), device=counted.device)
     count = counted.sum().float()
     weights = weights[sampled].float()
@@ -183,7 +183,7 @@ def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor
 
 
 def _weights_of_log_probs(gradient: torch.Tensor) -> torch.Tensor:
-    """Measure weights: log-probability gradients are -weight at the target (less with label smoothing)."""
+    """Measure target weights from log-probability gradients: -weight at the target (less if smoothed)."""
     least = _target_rows(gradient).amin(-1)
     counted = least < 0
     return _summary(-least, counted, counted)
@@ -220,12 +220,12 @@ class _SampledLogits:
 
 
 def _coefficients(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """Return, per row, the coefficient of the projection on its direction."""
+    """Return, per row, the coefficient of the projection of the row on its direction."""
     squares = directions.square().sum(-1, keepdim=True).clamp_min(torch.finfo(directions.dtype).tiny)
     return (rows * directions).sum(-1, keepdim=True) / squares
 
 
 def _target_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape to (targets, classes); the classes are dimension 1 of images, else the last."""
+    """Reshape `tensor` to (targets, classes), from (N, classes, height, width) or (..., classes)."""
     classes_last = tensor.movedim(1, -1) if tensor.ndim > 3 else tensor
     return classes_last.reshape(-1, classes_last.shape[-1])

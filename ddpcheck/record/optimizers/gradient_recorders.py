@@ -113,7 +113,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
 
 
 def kinds_clipped(error: BaseException) -> list[list[str]]:
-    """Return parameter names of the `clip_grad_norm_` call that raised: [shards, others]."""
+    """Return names of parameters that a failed `clip_grad_norm_` call got: [DTensors, plain tensors]."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     clip = next((frame for frame in frames if frame.f_code.co_name == "clip_grad_norm_"), None)
     parameters = None if clip is None else variables_of(clip).get("parameters")
@@ -125,13 +125,13 @@ def kinds_clipped(error: BaseException) -> list[list[str]]:
 
 
 def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
-    """Call `before` with the arguments of each clip by norm (see `norm_before_clip`)."""
+    """Patch torch to call `before` at each clip by norm, with the clip's arguments."""
     has_norm = hasattr(clip_grad, _TORCH_CLIP)
     patched(clip_grad if has_norm else nn.utils, _TORCH_CLIP if has_norm else "clip_grad_norm_", before)
 
 
 def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the total norm before a clip; infinity if `max_norm` is, None if unknown."""
+    """Return the norm before a clip; infinity if `max_norm` is infinite, None if unknown."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf
     if not hasattr(clip_grad, _TORCH_CLIP):
@@ -179,7 +179,7 @@ class _TrackedOptimizer:
 
 
 class ZeroingRecorder(Recorder, subjects=("loop",)):
-    """Recorder of stale or repeatedly zeroed gradients, by a sample parameter of each optimizer."""
+    """Recorder of stale or repeatedly zeroed gradients, checked on one parameter of each optimizer."""
 
     def __init__(
         self,
@@ -355,13 +355,13 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         return Location.parse(self._largest[1])
 
     def inputs_for(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
-        """Return the fingerprints of all inputs if their total size is a gradient list's."""
+        """Return all fingerprints, if inputs and one of the gradient lists have equal sizes."""
         sizes = [[gradient.numel() for gradient in group] for group in gradients]
         elements = {sum(size for size in group if size > least) for group in sizes for least in (0, _FEW)}
         return tuple(digest for _, digest in self._inputs) if sum(size for size, _ in self._inputs) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:
-        """Return True if the gradient of this rank's own `parameter` was all-reduced repeatedly."""
+        """Return True if gradients of `parameter`, which only this rank has, were all-reduced repeatedly."""
         return self._reduction_counts[id(parameter)] > 1
 
 

@@ -249,7 +249,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return self._with_lines(step, optimizer, entry, has_shards=bool(shards))
 
     def _with_lines(self, step: OptimizerStep, optimizer: Any, entry: _Optimizer, *, has_shards: bool) -> OptimizerStep:
-        """Add to `step` lines that construct or restore the optimizer, change or reduce gradients."""
+        """Add source lines to `step`: of the optimizer's constructor, of gradient changes and reductions."""
         lines = lines_of_program(sys._getframe(1))
         if not entry.steps:
             frame = user_frame(sys._getframe(1))

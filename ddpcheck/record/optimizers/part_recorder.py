@@ -42,7 +42,7 @@ _BINDINGS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location | None:
     """Return the first line that takes the norm of gradient shards, or None.
 
-    `plain`: True if shards are plain tensors; otherwise, `to_local` has to be called nearby.
+    `plain`: True if shards are plain tensors; if False, the function or its callees have to use `to_local`.
     """
     for scope, _ in scopes_from(frame):
         for inner, _arguments in ((scope, {}), *called_in(scope)):
@@ -114,7 +114,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._sink(ModelSplit(ranks, where))
 
     def note_layouts(self, modules: Iterable[nn.Module]) -> None:
-        """Hook the modules whose inputs an earlier `parallelize_module` splits."""
+        """Hook those of `modules` whose inputs are split, as set by an earlier `parallelize_module`."""
         for module in modules:
             for layouts in [*input_layouts(module)]:
                 self._hook_split_input(module, layouts)
@@ -134,13 +134,13 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._hook_split_input(module, getattr(style, "input_layouts", None) or ())
 
     def _hook_split_input(self, module: nn.Module, layouts: Sequence[Any]) -> None:
-        """Hook a module whose input is split, except along the last dimension."""
+        """Hook `module` if it splits an input along any dimension except the last."""
         if parts := [index for index, layout in enumerate(layouts) if getattr(layout, "dim", -1) != -1]:
             hook = UnpickledHook(functools.partial(self._before_forward, parts))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _before_forward(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Note if the script itself splits data over ranks: an input requires no grad."""
+        """Record if an input requires no grad: the script itself splits data over ranks."""
         inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():
             self._script_splits_input |= any(isinstance(t, torch.Tensor) and not t.requires_grad for t in inputs)

@@ -76,7 +76,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         patched(ReduceLROnPlateau, "step", self._note_plateau_metric)
 
     def state_of(self, optimizer: Any) -> ScheduleState | None:
-        """Return the state of an optimizer's schedule with the most steps, or None."""
+        """Return the state of the schedule of `optimizer` that has made the most steps."""
         if not self.followed_types:
             return None
         groups = optimizer.param_groups  # shared with wrappers around the optimizer
@@ -224,7 +224,6 @@ def _is_number_of_ranks(scope: Scope, node: ast.AST) -> bool:
 
 
 def _innermost_iterable(scope: Scope, line: int) -> ast.expr | None:
-    """Return the iterable of the innermost loop around a line, or None."""
     iterables: dict[int, ast.expr] = {}
     for node in own_nodes(scope.body):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.end_lineno or 0):
@@ -367,7 +366,7 @@ def _optimizer_states_in(obj: Any, numbers: Mapping[str, int], depth: int) -> It
 
 
 def _step_count(step: Any) -> int:
-    """Return the optimizer steps in a parameter's state; 0 if not on the CPU."""
+    """Return `step` of an optimizer state as an integer; 0 if on a GPU."""
     if isinstance(step, torch.Tensor) and step.numel() == 1 and step.device.type == "cpu":
         return int(step)
     return step if type(step) is int else 0

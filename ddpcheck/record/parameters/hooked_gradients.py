@@ -45,7 +45,7 @@ class HookedGradients:
         """Register hooks before and after the program's hooks; return the handles.
 
         `accumulated(name)` is called after hooks that may have changed `.grad`. The lists of hooks are private to
-        torch: if missing, nothing is registered.
+        torch. If a torch version lacks the lists, nothing is registered.
         """
         handles: list[Any] = []
         if not leaf.requires_grad or not leaf.is_leaf:  # temporarily frozen
@@ -61,7 +61,7 @@ class HookedGradients:
         return handles
 
     def attach_to_module(self, name: str, module: nn.Module) -> list[Any]:
-        """Before forward, register hooks around a module's full backward hooks; return the handles."""
+        """Register hooks before and after a module's full backward hooks; return the handles."""
         handles: list[Any] = []
         for attribute, registration in _REGISTRATIONS.items():
             if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, attribute):

@@ -162,7 +162,7 @@ class ParameterHistory:
         )
 
     def _lost_gradients(self, probe: StepProbe, snapshot: Snapshot | None) -> dict[str, PathEnd]:
-        """Return where backward lost gradients, by parameter; rerun compiled code eagerly."""
+        """Return where backward lost gradients, by parameter; for compiled code, after an eager rerun."""
         compiled = {name for name, end in probe.lost.items() if end.reason == COMPILED_CODE}
         self._path_ends |= self._explain_missing(compiled - self._path_ends.keys(), snapshot)
         ends = {name: self._path_ends[name] for name in compiled & self._path_ends.keys()}
@@ -180,7 +180,7 @@ class ParameterHistory:
         return snapshot.explain(self._module, parameters, self.around_replay)
 
     def _always_zero(self, excused: Set[str]) -> set[str]:
-        """Return parameters, except `excused`, with an always-zero gradient while another parameter changed."""
+        """Return parameters (except `excused`) whose gradient was always zero while another parameter changed."""
         if not self._zero_so_far:
             return set()
         zero_or_missing = zero_gradients(self._parameters) | excused
@@ -283,7 +283,7 @@ class StepProbe:
             self.local[name] = self.keep(name, dense(grad))
 
     def _keep_earlier(self, name: str) -> None:
-        """Keep `.grad` of earlier backward passes without a reduction, which DDP averages, too."""
+        """Keep `.grad` that earlier backward passes without a reduction left; DDP averages the sum."""
         grad = self._parameters[name].grad
         if name in self.local or name in self.grads_before or grad is None or self.keep is None:
             return
@@ -293,7 +293,7 @@ class StepProbe:
             self.local[name] = self.keep(name, dense(grad))
 
     def backward_begins(self) -> None:
-        """Keep `.grad`; a parameter used outside of forward may already have a gradient."""
+        """Keep each `.grad` that exists already, e.g. of a parameter used outside of forward."""
         for name in self._parameters if self.keep is not None else ():
             self._keep_earlier(name)
 
@@ -321,10 +321,10 @@ class StepProbe:
             self.unregistered = tuple(UnregisteredTensor(*names[key]) for key in names if key in wanted)
 
     def close(self) -> None:
-        """Remove the hooks; find parameters whose gradient was lost: only None arrived.
+        """Remove the hooks; find lost gradients: parameters at which only None arrived.
 
         Under `find_unused_parameters`, and in the first step under `static_graph`, DDP wraps the forward outputs in a
-        Function, through which outputs outside of the loss return None: no gradient is lost.
+        Function. For an output outside of the loss, this Function returns None: no gradient is lost.
         """
         self.detach()
         graph, self._graph = self._graph or LossGraph([]), None

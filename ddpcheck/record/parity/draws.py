@@ -44,7 +44,7 @@ _MOST_FRAMES = 12  # max torch frames between the call and a line of the program
 
 
 class DrawReplay(Recorder, subjects=("parity",)):
-    """Recorder of random draws by program lines; in a single process, their replay."""
+    """Recorder of the program's random numbers on ranks, replayed in the single process."""
 
     def __init__(self, samples: Samples, *, replays: bool) -> None:
         self._samples = samples
@@ -138,9 +138,9 @@ class DrawReplay(Recorder, subjects=("parity",)):
 
 
 def _line_of_draw(frame: FrameType) -> str:
-    """Return the program line of a draw ("train.py:9 without gradients"); "" outside of steps.
+    """Return the program line that draws random numbers; "" outside of training steps.
 
-    The suffix distinguishes an evaluation, possibly on rank 0 only, from a step that runs the same line.
+    Draws under `no_grad` (an evaluation, possibly on rank 0 only) have the suffix " without gradients".
     """
     if str(frame.f_globals.get("__name__", "")).startswith("ddpcheck."):
         return ""
@@ -158,10 +158,10 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 class RankLayers(Recorder, subjects=("parity",)):
-    """Recorder of generator states before dropouts; a single process restores each rank's state.
+    """Recorder of generator states at dropouts; the single process replays dropout rank by rank.
 
     In the replay, batch normalization uses the statistics of each rank's rows. The rows of the first rank update the
-    running statistics: rank 0, whose buffers DDP broadcasts, or another rank if noise is measured.
+    running statistics. The first rank is rank 0, whose buffers DDP broadcasts, or another rank if noise is measured.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -216,7 +216,7 @@ class RankLayers(Recorder, subjects=("parity",)):
         return is_rank and self._samples.draws and not torch.compiler.is_compiling()
 
     def _draw_by_rank(self, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Compute each rank's rows with its generator state; on a rank, record the state."""
+        """Replay `compute` with each rank's rows and generator state; ranks record the state."""
         if self._backwards != self._samples.backwards:
             self._backwards, self._calls = self._samples.backwards, 0
         key, generator = f"dropout {self._calls}", torch.default_generator
@@ -265,7 +265,7 @@ class RankLayers(Recorder, subjects=("parity",)):
 def _without_padding(
     compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Compute on unpadded inputs (as many draws as on the rank); pad the output."""
+    """Compute on inputs without padding (padding would draw extra random numbers); pad the output."""
     trimmed = [x[tuple(map(slice, (len(x), *shape[1:])))].clone() for x, shape in zip(inputs, shapes, strict=True)]
     output = compute(*trimmed)
     sizes = inputs[0].shape if len(inputs) == 1 else (*inputs[0].shape[:-1], output.shape[-1])  # dropout, attention
@@ -278,7 +278,7 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lig
 
 
 class Frameworks(Recorder, subjects=("parity",)):
-    """Patches of frameworks: Lightning uses one device; accelerate's schedule steps are detected."""
+    """Patches of Lightning (to use one device), and accelerate (to detect steps of schedules)."""
 
     def __init__(self, *, is_single_process: bool) -> None:
         self.steps_schedules = False  # True if a schedule is stepped once per rank, as accelerate does
@@ -324,7 +324,7 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf
 
 
 class Noise:
-    """Perturbation of clocks, and (after parameter initialization) of random numbers and gradients."""
+    """Perturbation of clocks, random numbers and gradients, to measure differences that are chance."""
 
     def __init__(self) -> None:
         self._has_begun = False
@@ -338,7 +338,7 @@ class Noise:
             Patch(module, "manual_seed" if module is torch else "seed", self._patched_seed)
 
     def begin(self) -> None:
-        """Reseed the generators once, at an optimizer's construction or a wrapper's forward."""
+        """Reseed generators after parameter initialization: at the first optimizer construction or wrapper forward."""
         if self._has_begun:
             return
         self._has_begun = True

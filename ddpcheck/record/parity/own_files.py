@@ -122,7 +122,7 @@ class _Overlay:
         return (path.removeprefix(self._files) or "/") if f"{path}/".startswith(f"{self._files}/") else path
 
     def entries(self, path: str) -> dict[str, os.DirEntry[str]]:
-        """Return the overlay files of a folder, and originals that are not hidden."""
+        """Return entries of a folder by name: overlay files, and originals if not hidden."""
         by_name: dict[str, os.DirEntry[str]] = {}
         for folder in (self._files + path, path):
             with self.real.scandir(folder) if self._status(f"{folder}/.") else contextlib.nullcontext(()) as entries:
@@ -179,7 +179,7 @@ class _Overlay:
         self._removals[file.path] = time.time()
 
     def _new_path(self, path: str) -> str:
-        """Return the overlay path of a new file; create its folder if not hidden."""
+        """Return a new file's overlay path; create its folder if the script's folder exists."""
         self._parents.clear()
         parent = os.path.dirname(path)
         original = self._status(f"{parent}/.")
@@ -284,7 +284,7 @@ class _Functions:
 
     @forwards_calls
     def _call(self, original: Any, paths: Any, follow: bool, arguments: list[Any], named: dict[str, Any]) -> Any:
-        """Call `original` with redirected paths; `paths`: (index, keyword, use) of path arguments."""
+        """Call `original` with redirected paths; `paths`: (index, keyword, flags or callback) per path argument."""
         folder = None
         for index, keyword, use in paths:
             holder, key = (arguments, index) if len(arguments) > index else (named, keyword)

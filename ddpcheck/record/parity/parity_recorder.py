@@ -58,7 +58,7 @@ _OF_KERNELS = 8  # number of rounding errors by which activations of a deep mode
 
 
 class ParityRecorder(Recorder, subjects=("parity",)):
-    """Recorder of steps, shown numbers and inputs in a process whose run is compared."""
+    """Recorder of steps, shown numbers and inputs, to compare ranks with a single process."""
 
     def __init__(self, options: ParityOptions) -> None:
         self._options = options
@@ -146,7 +146,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self.samples.note_evaluation()
 
     def _begin_evaluation(self) -> None:
-        """Keep the program's numbers, and start to trace a possible evaluation."""
+        """Start to trace a possible evaluation; keep the numbers that the program already has."""
         if not self.samples.evaluates and self._evaluation_count < _MOST_EVALUATIONS:
             self._evaluation_count += 1
             self._shown_recorder.keep_known_numbers()
@@ -189,7 +189,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         os._exit(0)
 
     def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
-        """Record gradients before an optimizer step; a single process sets the ranks' learning rates.
+        """Record gradients before an optimizer step; the single process uses the ranks' learning rates.
 
         With a closure, which computes the gradients, the gradients are recorded after the step.
         """
@@ -222,7 +222,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             _set_rates(optimizer, recorded[0])
 
     def _exit_if_in_turn(self, number: int) -> None:
-        """Exit if the first step has world-size times the ranks' rows (see `IN_TURN`)."""
+        """Exit (`IN_TURN`) if a single-process step has world-size times the rows of all ranks."""
         key, rows = f"rows {number}", self._input_features[-1].item()
         if self._reader is None:
             self.samples.keep(key, rows)
@@ -335,7 +335,7 @@ def _is_first_replica(parameter: Any) -> bool:
 
 
 def _sum_of_sketches(parts: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the sum of the sketches, permuted and with signs that differ per tensor."""
+    """Return the sum of the sketches, each permuted and with its own signs."""
     size = max(map(len, parts.values()), default=0)
     total = [0.0] * size
     for index, part in enumerate(parts.values()):

@@ -131,7 +131,9 @@ def _offsets_in(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def join_ranks(values: Sequence[Any], *, is_whole: bool = False) -> Any:
-    """Concatenate the ranks' values along the batch dimension; return equal values once unless `is_whole`.
+    """Concatenate the values of all ranks along the batch dimension.
+
+    If all values are equal, and `is_whole` is False, one value is returned instead.
 
     Raises:
         ConcatenationError: The values have no batch dimension, or their other dimensions differ.
@@ -173,7 +175,7 @@ _PADDING = (-100, 0)  # labels, other tensors; fallback: the most frequent const
 
 
 def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Pad sequences to the longest of all ranks; empty if padding is unknown."""
+    """Pad tensors of ranks to equal sizes; return [] if the padding is unknown."""
     shapes = [value.shape for value in values]
     if len({len(shape) for shape in shapes}) > 1 or not all(value.numel() for value in values):
         return []
@@ -195,7 +197,7 @@ def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_padded(value: Any, part: Any) -> bool:
-    """Return True if concatenated `value` is padded, compared to one rank's `part`."""
+    """Return True if sequences in concatenated `value` are longer than in one rank's `part`."""
     if isinstance(value, Mapping | UserDict):
         return any(is_padded(value[key], part[key]) for key in value)
     if isinstance(value, list | tuple) and isinstance(part, list | tuple):

@@ -58,7 +58,7 @@ class _Pass:
 
 
 class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
-    """Recorder of batches on a rank; in a single process (with `reader`), their replay."""
+    """Recorder of batches on a rank; with `reader`, the single process replays the batches."""
 
     def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
         self._sink = sink
@@ -122,7 +122,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return self._reader is not None
 
     def rank_values(self, key: str, number: int) -> list[Any]:
-        """Return the ranks' values of a key and index, in concatenation order.
+        """Return the ranks' values under `key` and index `number`, in concatenation order.
 
         If the single process takes the ranks' batches in turn, return only the value of the rank whose turn it is.
         """
@@ -167,7 +167,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return value
 
     def note_rows(self, rows: tuple[int, ...]) -> None:
-        """Record the rows per rank of a concatenated value; () clears the record."""
+        """Record row counts by rank of a concatenated value; () clears the record."""
         if rows:
             self.rows.pop(sum(rows), None)
             self.rows[sum(rows)] = rows
@@ -188,14 +188,14 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
     def in_rows(self, value: torch.Tensor) -> torch.Tensor:
-        """Reorder a value concatenated by rank into the row order of the script."""
+        """Return a value, concatenated by rank, in the script's order of rows."""
         owners = self.owners(len(value))
         if owners is None or bool((owners.diff() >= 0).all()):
             return value
         return value[owners.argsort(stable=True).argsort().to(value.device)]
 
     def note_cat(self, made: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> None:
-        """Record which ranks own the rows of `made = torch.cat(tensors)` (crops, views)."""
+        """Record which rank owns each row of `made = torch.cat(tensors)`, e.g. of two crops."""
         owners = [self.owners(len(tensor)) for tensor in tensors if len(tensor)] if self.rows and not dim else [None]
         if known := [owner for owner in owners if owner is not None]:
             if len(known) == len(owners) > 1:
@@ -238,7 +238,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     def _batch_size_of(
         self, frame: FrameType, kind: type, loader: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> int | None:
-        """Return a batch size to replace the script's, or None; record a rank's size."""
+        """Return a new batch size for a loader, or None; ranks record the size."""
         if os.getpid() != self._process or not (line := _line_of(frame, loader)):
             return None
         name = kind.__name__

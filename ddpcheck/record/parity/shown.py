@@ -72,7 +72,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         when_imported(("wandb",), lambda module: patched(module, "log", self._record_scalars))
 
     def keep_known_numbers(self) -> None:
-        """Keep the program's numbers before an evaluation, and their ratios to counts."""
+        """Keep the program's numbers before an evaluation, and their quotients by integer numbers."""
         known = program_numbers.numbers_of_program()
         counts = [(name.partition(".")[0], value) for name, value in known.items() if value > 1 and value == value // 1]
         shares = {v / n for name, v in known.items() for function, n in counts if name.startswith(f"{function}.")}
@@ -264,7 +264,7 @@ class ValueTrace(Recorder, subjects=("parity",)):
 
 
 def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
-    """Return the numbers in local variables and in their objects and mappings, by path."""
+    """Return the numbers in local variables, and inside objects and mappings, by variable path."""
     variables: dict[str, _Numbers] = {}
     for name, value in [*frame.f_locals.items()]:
         if (numbers := _numbers_of(value)) is not None:

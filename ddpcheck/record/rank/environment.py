@@ -110,7 +110,7 @@ def when_imported(names: Iterable[str], follow: _Callback) -> None:
 def errors_to_folder(function: Callable[..., object]) -> Callable[..., None]:
     """Wrap a function so that errors are written to the run folder, not raised.
 
-    Errors include ImportError: a program may block modules unknown to it.
+    Errors include ImportError, since a program may forbid imports of modules that it does not know.
     """
 
     def call(*arguments: object) -> None:

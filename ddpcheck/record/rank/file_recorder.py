@@ -147,7 +147,7 @@ class FileRecorder(Recorder, subjects=("files",)):
                 self._write_use(os.path.realpath(path), line, waited=True)
 
     def _record_removal(self, path: Any, *_folder: int) -> None:
-        """Keep a removed file's size, found by base name (`dir_fd` paths are relative)."""
+        """Keep a removed file's size, matched by base name since paths may be relative."""
         basename = os.path.basename(os.fsdecode(path))
         for name in self._sizes:
             if os.path.basename(name) == basename:

@@ -162,7 +162,7 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
 
 
 def _path_in(watch: WrapperRecorder, module: nn.Module) -> str | None:
-    """Return the path of `module` in the wrapped module; "" if `module` contains it."""
+    """Return the path of `module` in the wrapped module; "" for a containing module."""
     path = watch.path_of(module)
     return "" if path is None and any(part is watch.module for part in module.modules()) else path
 
@@ -235,7 +235,7 @@ class ConstructionRecorder(Recorder):
                 self._sizes.update((variable, None) for variable in variables if _is_near_size(variable.size, sizes))
 
     def _registration_lines(self, module: nn.Module) -> dict[str, Location]:
-        """Return registration lines by path; omitted if equal to the parent module's line."""
+        """Return the line that registers each path, unless equal to the parent module's line."""
         locations: dict[str, Location] = {}
         nearest: dict[str, Location | None] = {}  # registration line by module path, inherited from the parent
         for path, part in module.named_modules():

@@ -224,7 +224,7 @@ class _RankRecorder:
             replacements["destroy_process_group"] = accompany(stand_in, self._record_destroy)
 
     def _record_call(self, call: Call) -> None:
-        """Record a collective before the call, with its thread and the handled exception."""
+        """Record a collective before it runs, with the thread and the exception being handled."""
         error, thread = sys.exc_info()[1], threading.current_thread()
         if thread in self._threads:
             lines = (*call.callers, *self._threads[thread])
@@ -328,7 +328,7 @@ class _RankRecorder:
         return watch
 
     def _record_overwrite(self, call: Call, call_args: Mapping[str, Any]) -> None:
-        """Record a sum; add a hook if backward may run through the overwritten tensor."""
+        """Record a collective that has overwritten its tensor; hook the tensor to notice backward."""
         self._sums.note_output(call, call_args)
         tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()
@@ -407,7 +407,6 @@ def _unregister_stacks() -> None:
 
 
 def _write_torchrun_error(message: str, traceback: str) -> None:
-    """Write the error file of this rank for torchrun (see `torch.distributed.elastic`)."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path and not os.path.exists(path):
         details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
@@ -418,7 +417,7 @@ def _write_torchrun_error(message: str, traceback: str) -> None:
 
 
 def _main_frame() -> FrameType | None:
-    """Return the main module's frame or None; it keeps only the module's globals alive."""
+    """Return the main module's frame, or None; a reference keeps only the globals alive."""
     modules = (frame for frame in frames_from(sys._getframe()) if frame.f_code.co_name == "<module>")
     return next((frame for frame in modules if frame.f_globals.get("__name__") == "__main__"), None)
 
@@ -430,9 +429,9 @@ def _last_error() -> BaseException | None:
 
 
 def _end_of_main(frame: FrameType | None) -> ProgramEnded:
-    """Return how the main module ended; for a SystemExit, with the last line.
+    """Return how the main module ended, and the last line if by SystemExit.
 
-    A SystemExit calls no hook. A referenced frame outlives its module; `f_lasti` is its last executed instruction.
+    A SystemExit calls no hook. `f_lasti` is the last executed instruction of the frame, which outlives its module.
     """
     if frame is None:
         return ProgramEnded()

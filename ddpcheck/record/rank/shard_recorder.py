@@ -160,7 +160,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
             watch.shards_returned(module, output)
 
     def _watch_outermost(self, module: nn.Module) -> tuple[Callable[[], WrapperRecorder | None], str]:
-        """Watch an outermost module; return (reference to the watch, path prefix)."""
+        """Create the recorder of an outermost module; return (reference to the recorder, path prefix)."""
         watch = self._watch(module, self._initial_values(module), self._lines.get(module))
         watch_ref: Callable[[], WrapperRecorder | None] = (lambda: None) if watch is None else ref(watch)
         for path, part in module.named_modules():

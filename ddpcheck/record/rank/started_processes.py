@@ -58,8 +58,8 @@ def local_world_size_of_launcher() -> int:
 def leave_agent_store(arguments: Sequence[Any], named: dict[str, Any]) -> None:
     """Unset TORCHELASTIC_USE_AGENT_STORE if ranks that the script starts use another port.
 
-    With the variable, torch would not create the store of the process group. Processes started by torchrun keep the
-    variable: with another port, they also fail without ddpcheck.
+    With the variable, torch would not create the store of the process group. Processes that torchrun starts keep the
+    variable, since with another port these processes fail without ddpcheck, too.
     """
     pid, port, run = os.environ.get(_MARK, "::").split(":", 2)
     if not run or run != os.environ.get(_RUN) or pid == str(os.getpid()):

@@ -1,6 +1,6 @@
 """Recorders of asynchronous collectives (missing waits, early writes), point-to-point calls, and repeated sums.
 
-`async_op=True` returns a `Work` at once. Until its `wait()` returns, the tensors belong to the collective (PyTorch
+`async_op=True` returns a `Work` immediately. Until its `wait()` returns, the tensors belong to the collective (PyTorch
 docs, torch.distributed, "Synchronous and asynchronous collective operations").
 """
 
@@ -150,7 +150,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             self._add(WorkDropped(pending.operation, pending.location, of_gradients))
 
     def _count_check(self, pending: _Pending) -> bool:
-        """Count a check of a line; return True up to `_MOST_CHECKS` checks."""
+        """Count a check of the collective's line; return True for the first `_MOST_CHECKS` checks."""
         self._check_counts[pending.location] += 1
         return self._check_counts[pending.location] <= _MOST_CHECKS
 
@@ -270,7 +270,7 @@ class _SumLine:
 
 
 class SumRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of all_reduces whose inputs include earlier results, once per line."""
+    """Recorder of repeated all_reduces whose inputs may include earlier results: one entry per line."""
 
     def __init__(self, sink: Callable[[SumsReduced], object]) -> None:
         self._sink = sink

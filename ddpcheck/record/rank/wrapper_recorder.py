@@ -174,17 +174,17 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     def note_replaced(self, name: str, where: Location | None, *, later: bool) -> None:
         """Record a parameter that replaced a shard and is not gathered by `fully_shard`.
 
-        `later`: after the first forward pass, which may have run without gradients.
+        `later`: True after the first forward pass, which may have run without gradients.
         """
         forwards = max(self.forwards, 1) if later else 0
         self._log.add(ModuleChanged(self.number, "replaced", name, (name,), where, forwards, self.step))
 
     def find_unsharded(self, prefix: str, part: nn.Module) -> None:
-        """Find the unsharded parameters of submodule `part` while they replace its shards."""
+        """Find unsharded parameters (names begin with `prefix`) of submodule `part` while they replace shards."""
         self._recorder.tracker.parameters.find_unsharded(prefix, part)
 
     def shard_scales(self) -> dict[str, float]:
-        """Return the growth of each shard's gradient norm since the reduction, by "0/name"."""
+        """Return each shard's gradient norm relative to its norm after the reduction, by "0/name"."""
         gradients = {name: self.parameters[name].grad for name in self._reduced_norms}
         now = norms({name: gradient for name, gradient in gradients.items() if gradient is not None})
         return {f"{self.number}/{name}": size / self._reduced_norms[name] for name, size in now.items()}
@@ -282,7 +282,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._recorder.report_now(*loop.ledger.lost[-1].events)
 
     def close(self, *, failing: bool = False) -> None:
-        """Write last entries and detach, once; `failing`: the script ends with an exception."""
+        """Write last entries and detach, once; `failing`: True if the script raised an exception."""
         was_attached, self._is_attached = self._is_attached, False
         self._replica.write()
         if was_attached and not failing:
@@ -308,11 +308,11 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._log.add(StepsReported(self.number, report, is_conclusive=True))
 
     def left_out(self, step: int) -> None:
-        """Write a report now, since the next forward pass may raise."""
+        """Report parameters left out of `step` now, since the next forward pass may raise."""
         self._report(self._recorder.history.report(step, settled=False))
 
     def absent(self, report: RankReport) -> None:
-        """Write a report now, since the reduction may abort this process."""
+        """Write a report on unreached shards now, since mismatched collectives may abort this process."""
         self._log.add(StepsReported(self.number, report, is_unfinished=True))
 
     def reduced(self, ended: EndedStep) -> None:
@@ -373,7 +373,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
             self._inputs.evaluates(self.step, (arguments, dict(named)))
 
     def forward_begins(self) -> None:
-        """Write the state captured in the last step, unless an optimizer step did so."""
+        """Write the state of the last step, unless an optimizer step has done so."""
         if self._replica.waits:
             self._replica.write()
             self._replica.write_buffers()

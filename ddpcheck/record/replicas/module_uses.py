@@ -81,7 +81,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
             (patch.undo if begins else patch.redo)()
 
     def follow_shard(self, shard: torch.Tensor) -> None:
-        """Record writes to a shard before its module's first forward pass (not yet watched)."""
+        """Record writes to a shard of a module that has not run forward yet."""
         self._parameters[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
 
     def follow_wrapper(self, watch: WrapperRecorder) -> None:
@@ -95,7 +95,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
                 self._run.add(ModuleChanged(watch.number, "written", next(iter(ops.values())), (*ops,), location))
 
     def follow_copy(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Record writes to parameters of a model copy (variable `name`), even if wrapped."""
+        """Record writes to `tensors`, the parameters of a model copy in variable `name`."""
         for tensor in tensors:
             entry = self._parameters.get(id(tensor))
             if entry is None or entry[0]() is not tensor or entry[1] != OF_A_COPY:
@@ -141,7 +141,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         return property(get, put)
 
     def _record_write(self, how: str, parameter: Any) -> None:
-        """Record a write by `how`: method, `_IGNORED`, or "" (a read of `.data`)."""
+        """Record a write by method `how`; "" if `.data` is read, perhaps for writing."""
         param_ref, number, name = self._parameters[id(parameter)]
         caller = sys._getframe(_CALLER)
         line = caller.f_code, caller.f_lineno
@@ -177,7 +177,7 @@ _CALLER = 3  # frames from `_record_write` to the writing line
 
 
 def _method_on_data(frame: FrameType) -> str:
-    """Return "copy_" for `p.data.copy_(x)`, ".data" for `p.data += x`, "" for a read."""
+    """Return what a line does with `p.data`: "copy_" (a method), ".data" (assignment), "" (read)."""
     code = frame.f_code
     if not is_of_program(code.co_filename):
         return ""
@@ -250,11 +250,11 @@ def _contains_module(module: nn.Module, part: nn.Module) -> bool:
 
 
 def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bool, str] | None:
-    """Return the prefix ("module.") that keys of the state or the module have.
+    """Return the prefix (such as "module.") by which keys of state and module differ.
 
     Returns:
-        (True if the state has the prefix, prefix), or None if no prefix maps most keys of the smaller set to the other:
-        a state may contain adapters only, or a module may be a part of the saved model.
+        (True if keys of the state have the prefix, prefix), or None if no prefix explains most keys of the smaller set,
+        since a state may contain adapters only, and a module may be a part of the saved model.
     """
     fewest, keys_of_module, keys_of_state = min(len(missing), len(unexpected)), set(missing), set(unexpected)
     for key, other_key in itertools.chain(
@@ -292,7 +292,7 @@ class _FollowedModule:
 class UseRecorder(Recorder, subjects=("replicas",)):
     """Recorder of evaluations with wrapped modules, copies, and modules with a loaded state.
 
-    Records calls in eval mode or under `no_grad`: the first of each line after an optimizer step or a load.
+    Records calls in eval mode or under `no_grad`: per line, the first call after an optimizer step or a load.
     """
 
     def __init__(self, run: Recording, params: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -378,7 +378,6 @@ def _statistics(layer: nn.Module) -> tuple[float, ...]:
 
 
 def _is_evaluation(module: nn.Module, use: _FollowedModule) -> bool:
-    """Return True if a call evaluates, not trains."""
     # a wrapped module may be trained in eval mode, with frozen statistics
     return not torch.is_grad_enabled() or (not module.training and (use.loaded is not None or not use.wrapped))
 

@@ -222,7 +222,7 @@ def _submodule_parameters(watches: Iterable[WrapperRecorder]) -> list[dict[str, 
 
 
 def _matches_submodule(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[str, torch.Tensor]]) -> bool:
-    """Return True if shapes (and, for a single layer, weights) match a submodule's."""
+    """Return True if `tensors` match a submodule by shape (single layers also by direction)."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     layers = {name.rpartition(".")[0] for name in tensors}
     candidates = (part for part in parts if {name: tensor.shape for name, tensor in part.items()} == shapes)
@@ -232,7 +232,7 @@ def _matches_submodule(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapp
 def _matching(
     ours: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, by_name: bool
 ) -> dict[str, torch.Tensor]:
-    """Return tensors matching all of `ours` by name or position and shape; else {}."""
+    """Return tensors that match all `ours` (by name or position, and shape); else {}."""
     if not by_name:
         ours = _by_name(list(ours.values())) if len(ours) == len(tensors) else {}
     matched = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
@@ -264,7 +264,7 @@ def _may_be_weights(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch
 
 
 def _have_similar_directions(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the largest parameter has both signs, and its copy similar direction."""
+    """Return True if the copy of the largest parameter (mixed signs) has similar direction."""
     a, b = _largest(copies, ours)
     is_enough = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
     return bool(is_enough and torch.dot(a, b) > _LEAST_COSINE * a.norm() * b.norm())
@@ -333,8 +333,8 @@ def names_of_tensors(wanted: set[int]) -> dict[int, str]:
 def program_variables(depth: int, nested: int = 0) -> Iterator[tuple[str, Any, Location]]:
     """Yield (path, value, running line) of variables of user functions on the stack.
 
-    Enters objects of user classes and Python modules of the user to `depth` attributes; short lists, tuples and
-    dictionaries to `nested` levels.
+    Enters objects of user classes and Python modules of the user, up to `depth` attributes deep. Enters short lists,
+    tuples and dictionaries, up to `nested` levels deep.
     """
     names: set[str] = set()
     for frame in frames_from(sys._getframe(1)):

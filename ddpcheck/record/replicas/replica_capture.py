@@ -76,7 +76,7 @@ class ReplicaCapture:
     ) -> ReplicaState:
         """Return the state of the replica in step `step`, with gradients if `after_backward`.
 
-        `parts`: named parts of the module, if known.
+        `parts`: submodules, parameters and buffers of the module, if known.
         `reduced`: (parameters, gradients from `stack_small`), if known.
         """
         parts = parts or self._known.now()

@@ -113,9 +113,9 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         self._captured_state, self._captured_step, self.waits = (captured, parts.parameters), step, True
 
     def write_statistics(self, step: int) -> None:
-        """Write the last running statistics of normalization layers.
+        """Write the running statistics of normalization layers at the end of training.
 
-        `fully_shard` does not synchronize running statistics; a script may synchronize them at times.
+        `fully_shard` does not synchronize running statistics; a script may synchronize the statistics occasionally.
         """
         statistics = batch_statistics(dict(self._module.named_modules()))
         buffers = fingerprints((name, buffer) for name, buffer in self._module.named_buffers() if name in statistics)
@@ -129,7 +129,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
 
 def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return gradients by "name", or (if split by shard) by "0/name", "1/name"."""
+    """Return gradients by name; a gradient kept in parts has keys "0/name", "1/name" ..."""
     by_shard: dict[str, Any] = {}
     for name, kept in local.items():
         is_split = isinstance(kept, KeptParts)

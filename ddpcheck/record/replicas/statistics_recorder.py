@@ -55,7 +55,7 @@ _LARGEST_SHARE = 0.999  # of the last samples in a statistic; above, it is these
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Numbers:
-    """Mean and some rows of a variable or a forward input, as (samples, features)."""
+    """Mean and some rows of a variable or forward input, reshaped to (samples, features)."""
 
     features: int  # number of all features
     count: int  # number of samples
@@ -83,7 +83,7 @@ class _Snapshot:
 
 @dataclass(slots=True)
 class _Tally:
-    """Moves of a variable since the last recorded call of the wrapper."""
+    """Changes ("moves") of a variable since the last recorded wrapper call, and their fit."""
 
     moves: list[int] = field(default_factory=list)  # number of equations per move; 0 if no inputs fit
     features: int = 0  # features of a found statistic; 0 if none
@@ -142,7 +142,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         self._collectives.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
 
     def _on_rollout(self, state: _State, part: nn.Module, *inputs: Any) -> None:
-        """Compare the call with earlier recorded calls, if a rollout calls a submodule directly."""
+        """Compare a direct call of a submodule (in a rollout) with earlier recorded calls."""
         if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
                 return
@@ -186,7 +186,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 
 
 def _compare(state: _State, current: _Snapshot, last: _Snapshot, *, counts: bool = True, begins: bool = False) -> None:
-    """Add the moves of variables since the last snapshot to `state.tallies`.
+    """Add changes (moves) of variables since the last snapshot to `state.tallies`.
 
     `counts`: True to count moves that fit no inputs, too. `begins`: True if `current` is from the first call of a
     rollout, and `last` from a call of the wrapper.
@@ -212,12 +212,12 @@ _Fits = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by n
 
 
 def _is_recorded(count: int) -> bool:
-    """Return True if call or rollout `count`, or the one before, is probed."""
+    """Return True if call (or rollout) number `count` or `count - 1` is sampled."""
     return is_probed(count) or is_probed(count - 1)
 
 
 def _contain_rollout_row(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
-    """Return True if `inputs` contain a rollout row, as given or normalized by `mean`."""
+    """Return True if `inputs` contain a rollout's row, unchanged or normalized by `mean`."""
     if inputs.features != mean.features:
         return False
     new = inputs.rows[inputs.rows.any(1)][:, None]
@@ -226,7 +226,7 @@ def _contain_rollout_row(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> boo
 
 
 def _fits_of_inputs(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
-    """Find variables whose move is a multiple of the inputs' mean times another variable."""
+    """Find variables that moved by a multiple of (mean of inputs) * (another variable)."""
     fits: _Fits = {}
     for name in changed:
         now, before = current.variables[name], last.variables[name]
@@ -249,7 +249,7 @@ def _fits_of_inputs(current: _Snapshot, last: _Snapshot, changed: Sequence[str])
 
 
 def _may_fit(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
-    """Return False if no positive scale fits the move to the inputs (quick test)."""
+    """Return False if the move and the mean of `inputs` have clearly different signs."""
     moved, size = now.mean - before.mean, inputs.mean.norm()
     mask = (moved.abs() > 2 * now.rounding) & (inputs.rounding <= _ROUNDED * size)
     return not bool((mask & (moved * inputs.mean < 0) & (inputs.mean.abs() > 2 * _FITS * size)).any())
@@ -308,7 +308,7 @@ def _scaled_moves(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tupl
 
 
 def _divisors(current: _Snapshot, name: str) -> torch.Tensor:
-    """Return possible divisors of the inputs, one per row: variables, and roots of variances."""
+    """Return candidate divisors of the inputs, as rows: variables, and square roots of variances."""
     mean = current.variables[name]
     means = [x.mean for x in current.variables.values() if x.features == mean.features]
     positive = [t for t in means if bool((t >= 0).all()) and bool((t > 0).any())][:_MOST_SCALES]
@@ -328,14 +328,14 @@ def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _are_shares(moved: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return a mask of rows that moved by a share (below 1) of `distance`."""
+    """Return a mask of `moved` rows that are a fraction of the `distance` rows."""
     part: torch.Tensor = (moved.norm(dim=1) < _LARGEST_SHARE * distance.norm(dim=1)) & (moved.norm(dim=1) > 0)
     part &= _residuals(moved, distance) < _FITS
     return part
 
 
 def _normalization(inputs: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return [(m, c)] if inputs are (samples - m) / c, else []."""
+    """Return [(offset, divisor)] if `inputs` are (`samples` - offset) / divisor, else []."""
     if (inputs.features, inputs.count) != (samples.features, samples.count) or inputs.count < 3:
         return []
     x_mean, y_mean = samples.rows.mean(0), inputs.rows.mean(0)
@@ -363,7 +363,7 @@ def _snapshot(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], 
 
 
 def _add_quotients(current: _Snapshot, last: _Snapshot) -> None:
-    """Add the means of variables: divided by a changed count of the same object."""
+    """Add each variable divided by a changed count of the same object (a mean)."""
     counts = [name for name, number in current.counts.items() if last.counts.get(name, number) != number]
     for src in (current, last) if counts else ():
         for name, numbers in list(src.variables.items()):
@@ -380,7 +380,7 @@ def _row_size(tensor: torch.Tensor) -> int:
 
 
 def _feature_counts(tensor: torch.Tensor) -> set[int]:
-    """Return possible feature counts: 1, sample size, second or last dimension."""
+    """Return possible feature counts: 1, elements per sample, size of dimension 1 or -1."""
     return {1, tensor[0].numel() if tensor.dim() > 1 else tensor.numel(), *tensor.shape[1:2], *tensor.shape[-1:]}
 
 
@@ -412,7 +412,7 @@ def _sample_indices(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | sl
 def _variables_of(
     sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
 ) -> tuple[_Snapshot, list[torch.Tensor]]:
-    """Return program variables (with a size in `sizes`) and counts, and possible samples."""
+    """Return a snapshot of program variables (whose size is in `sizes`), and possible samples."""
     current = _Snapshot()
     items = current.variables
     samples: list[torch.Tensor] = []

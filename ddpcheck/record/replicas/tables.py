@@ -24,7 +24,7 @@ _IN_ORDER = 0.75  # share of neighbors in slot order (collisions move some); by 
 
 
 def is_order_of_a_set(names: list[str]) -> bool:
-    """Return True if a set of the names may iterate in the list's order."""
+    """Return True if iterating over `set(names)` could give the names in this order."""
     if len(names) > _FEW:
         return _have_ascending_slots(names)
     rng, inserted = Random(0), list(names)
@@ -47,7 +47,7 @@ def _have_ascending_slots(names: list[str]) -> bool:
 
 
 def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
-    """Return the tables in the attributes of an object, e.g. of a dataset."""
+    """Return lookup tables (dictionaries, lists in set order) in the attributes of a dataset."""
     name = type(holder).__name__
     attrs = getattr(holder, "__dict__", {})
     file = file_of_class(type(holder))
@@ -58,7 +58,7 @@ def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
 
 
 def tables_of_program() -> list[DerivedTable]:
-    """Return dictionaries and text lists in variables of running user functions and modules."""
+    """Return dictionaries, and lists in set order, in variables of running user code."""
     tables: list[DerivedTable] = []
     for path, value, location in program_variables(depth=1):
         if table := _table(value):
@@ -68,9 +68,10 @@ def tables_of_program() -> list[DerivedTable]:
 
 
 def _indices_of_texts(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
-    """Return {text: index} for a list in set order whose method `index` is called.
+    """Return {text: index} of a list in set order whose `index` method is called.
 
-    The order of other lists, such as the files of a rank, is no finding.
+    A set of texts iterates in another order in each process. Lists in any other order, such as the files of a rank, may
+    differ between ranks on purpose.
     """
     kind = type(value)
     if where is None or kind not in (list, tuple) or not _FEWEST_TEXTS <= len(value) <= _MOST_TEXTS:

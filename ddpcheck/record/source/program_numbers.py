@@ -109,9 +109,9 @@ def counters_of_program() -> dict[str, torch.Tensor]:
 
 
 def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str, float]:
-    """Return numbers that a script may read from a counter: items, sum, trace.
+    """Return the numbers that a script may compute from `numbers`: items, sum, trace.
 
-    Skips the items of longer integer tensors that do not contain the number of samples: counts of many classes.
+    More than three integers are counts of many classes: these items are skipped, unless an item equals `samples`.
     """
     function, _, variable = name.partition(".")
     parts = {}
@@ -139,8 +139,8 @@ def _few_numbers(value: Any) -> torch.Tensor | None:
 def array_of(value: Any, kinds: str = "iuf") -> torch.Tensor | None:
     """Return a tensor of numbers, or a numeric array as a tensor; otherwise `None`.
 
-    A read-only array, or a dtype unknown to torch, is copied: torch would warn in the program's output, or raise. Such
-    an array may map a file of any size, so large arrays return `None`.
+    A read-only array, or an array of a dtype that torch lacks, is copied: torch would warn, or raise. Since such an
+    array may map a file of any size, large arrays give `None`. `kinds`: accepted letters of `dtype.kind`.
     """
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in kinds:
@@ -173,7 +173,7 @@ def is_usable(tensor: torch.Tensor) -> bool:
 
 
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
-    """Return labels of `count` samples in program variables ("evaluate.rows[0]")."""
+    """Return the labels of `count` samples, by program variable ("evaluate.rows[0]")."""
     labels: dict[str, torch.Tensor] = {}
     for name, value in program_contents():
         columns = {f"{name}[{index}]": column for index, column in enumerate(columns_of(value, count))}
@@ -273,12 +273,11 @@ def _sum_of(items: Any) -> float | None:
 
 
 def program_contents(*, wide: bool = False, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of variables of program functions, and of their attributes and items.
+    """Yield (name, value) pairs of variables of running program functions, their attributes and items.
 
-    Skips time measurements. Innermost function first.
-
-    `wide`: also search lists, modules, classes and closures, except for objects whose `id()` is in `without`; outermost
-    function first, so that a name in a function does not depend on the functions that it calls.
+    The innermost function comes first, and variables that hold times are skipped. `wide`: also search lists, modules,
+    classes and closures. The outermost function then comes first: an object that several functions hold is named for
+    the outermost of these functions. `without`: `id()` of objects whose contents are not searched.
     """
     seen = set(without)
     limit = _MOST_OBJECTS + len(seen)
@@ -352,7 +351,7 @@ def program_frames() -> Iterator[FrameType]:
 
 
 def line_of_output() -> Location | None:
-    """Return the running program line, skipping functions of the program named `print`."""
+    """Return the innermost running program line outside of functions that are named `print`."""
     return user_location(next((frame for frame in program_frames() if frame.f_code.co_name != "print"), None))
 
 
@@ -365,7 +364,7 @@ def numbers_printed_as(text: str, numbers: Iterable[float]) -> tuple[float, ...]
 
 
 def numbers_of_conditions() -> list[float]:
-    """Return the non-integer numbers in the conditions of the enclosing `if` statements."""
+    """Return the non-integer values of variables in conditions of enclosing `if` statements."""
     numbers: list[float] = []
     for frame in itertools.islice(program_frames(), 3):
         variables = {**frame.f_globals, **variables_of(frame)}
@@ -385,7 +384,7 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
 
 
 def lines_of_value() -> dict[str, Location]:
-    """Return, by function on the stack, the line that assigned its call's first argument."""
+    """Return the line that assigned the first argument of each running function's current call."""
     lines: dict[str, Location] = {}
     for frame in itertools.islice(program_frames(), 4):
         path, line = relative_path(frame.f_code.co_filename), _line_of_value(frame.f_code, frame.f_lineno)
@@ -405,7 +404,7 @@ def _line_of_value(code: CodeType, line: int) -> int:
 
 
 def lines_after() -> dict[str, Location]:
-    """Return, by function on the stack, the line after a loop whose header runs."""
+    """Return, by running function, the line after the `for` loop whose header is executing."""
     lines: dict[str, Location] = {}
     for frame in program_frames():
         code = frame.f_code
@@ -417,7 +416,7 @@ def lines_after() -> dict[str, Location]:
 
 @functools.cache
 def _line_after(file: str, line: int) -> int:
-    """Return the line after the innermost `for` whose header is at `line`, or 0."""
+    """Return the line after the `for` loop whose header is at `line`, or 0."""
     for node in ast.walk(parsed_source(file)):
         for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             for stmt, following in itertools.pairwise(body if isinstance(body, list) else []):

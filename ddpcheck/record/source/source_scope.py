@@ -184,7 +184,7 @@ def user_caller(frame: FrameType) -> FrameType | None:
 
 @functools.cache
 def skipping_lines(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
-    """Return lines that decide if a step follows backward; arguments: stacks of both calls."""
+    """Return lines whose condition may skip `step` but not `backward` (stacks of both calls)."""
     files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
     return tuple(Location(block.path, block.line) for block in skipping_blocks(step, backward, files))
 
@@ -193,7 +193,7 @@ MOST_CALLERS = 4  # script functions followed up the call stack
 
 
 def scopes_from(frame: FrameType | None) -> Iterator[tuple[Scope, FrameType]]:
-    """Yield scopes of a frame's script function and its callers, until source is missing."""
+    """Yield (scope, frame) for `frame` and its script callers, until a source is missing."""
     for _ in range(MOST_CALLERS):
         scope = None if frame is None else scope_of_frame(frame)
         if frame is None or scope is None:
@@ -218,7 +218,7 @@ def _program_files(_modules: int) -> tuple[str, ...]:
 
 
 def _files_with(name: str) -> Iterator[str]:
-    """Yield the files that contain a name, since parsing all files is slow."""
+    """Yield the program files whose text contains `name`; parsing all files would be slow."""
     wanted = re.compile(rf"\b{re.escape(name)}\b".encode())
     return (file for file in program_files() if wanted.search(_text_of(file)))
 
@@ -253,9 +253,9 @@ def writing_line(module: nn.Module, buffer: str) -> Location | None:
 def updating_line(path: str, holder: type, *, own: bool = False) -> Location | None:
     """Return the line that updates `path` ("norm.mean", "stats['mean']") of a `holder` object.
 
-    Prefers a line that computes the new value from the old value, then a line that sets the value in a function except
-    the constructor, or in a loop. If no line sets an item, returns the line that updates the container of the item.
-    `own`: ignore other classes.
+    Prefers lines in the class `holder` or outside of classes, then lines that compute the new value from the old value,
+    then lines that may run repeatedly (in a loop, or in a function except the constructor). `own`: exclude lines in
+    other classes. If no line sets an item, returns the line that updates the container of the item.
     """
     names = re.findall(r"[^\W\d]\w*", path)
     entries = [(score, line) for name in names[-1:] for score, line in _assignments(name, holder)]
@@ -269,7 +269,7 @@ def updating_line(path: str, holder: type, *, own: bool = False) -> Location | N
 def assignment_in_program(name: str, value: bool | None = None) -> Location | None:
     """Return the only program line that assigns this attribute or item, or `None`.
 
-    `value`: ignore lines that assign another constant.
+    `value`: ignore lines that assign a constant different from `value`.
     """
     locations = {
         Location(relative_path(file), node.lineno)
@@ -321,7 +321,7 @@ def _is_update(node: ast.stmt, name: str, holder: type) -> bool | None:
 
 
 def _object_of(node: ast.expr, name: str) -> ast.expr:
-    """Return the changed object: "mean" for "mean[:]"."""
+    """Return the object that an assignment changes: "mean" for "mean[:]"."""
     if isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) and node.slice.value == name):
         return node.value
     return node

@@ -24,7 +24,7 @@ _REFERENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Gradient errors against one reference: the worst step per parameter, worst first.
+    """Plot of each parameter's worst gradient error against one reference, worst errors first.
 
     `low` and `high` are the exponents (base 10) of the scale limits.
     """
@@ -108,7 +108,7 @@ class Group:
 
     @property
     def did(self) -> str:
-        """State at the end, in words."""
+        """Last activity of the ranks, in words."""
         last = self.at(self.end - 1)
         call = f"{'waits in' if self.log.waiting else 'last'} {last.operation}" if last else "no collective"
         endings = list(dict.fromkeys(log.at_end for log in self.logs if log.at_end))
@@ -199,7 +199,6 @@ def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
 
 
 def _source(location: Location, finding: Finding, excerpts: Sequence[SourceExcerpt], what: str = "") -> Source | None:
-    """Return the source around `location`; None if not in the report."""
     for excerpt in excerpts:
         if excerpt.path == location.path and excerpt.first <= location.line < excerpt.first + len(excerpt.lines):
             break
@@ -216,7 +215,7 @@ def _source(location: Location, finding: Finding, excerpts: Sequence[SourceExcer
 
 
 def _sides(finding: Finding, report: Report) -> list[Source | None]:
-    """Return the source at the call of each group of diverged ranks (DDP4xx findings)."""
+    """Return the source around the calls in which ranks differ, for a DDP4xx finding."""
     rule = RULES.get(finding.code)
     if rule is None or rule.family != "running":
         return []

@@ -52,7 +52,7 @@ def make_report(
     notes: Iterable[str],
     **parts: Any,
 ) -> Report:
-    """Build a report; `lines` maps the findings that count to check lines."""
+    """Build a report; `lines` makes the check lines from the findings that are counted."""
     chosen = sort_out(
         findings,
         asked.target,
@@ -97,7 +97,7 @@ def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
 
 
 def _check_name_of(part: str, finding: Finding) -> str:
-    """Return the finding's check line: `part` if in the rule's `Checks`, else the first."""
+    """Return `part` if the rule has this check line, else its first check line."""
     names = RULES[finding.code].checks.get("report", ())
     return part if part in names else next(iter(names), "")
 

@@ -217,7 +217,7 @@ class CheckRun(CheckWorlds):
             self._skip_rest(self.state.steps.ddp_skipped)
 
     def _share_parameters(self, step: int) -> bool:
-        """Return True if all ranks can read the parameters from rank 0's file."""
+        """Return True if ranks have equal parameters and can read them from one file."""
         ranks = [item for item in self.state.steps.ddp if item.step == step - 1] if step else self.state.wrapped
         equal = len(ranks) == self.asked.world_size and all(entry.parameters == ranks[0].parameters for entry in ranks)
         return equal and self._one_machine and not self.state.steps.ranks_differ
@@ -250,8 +250,8 @@ class CheckRun(CheckWorlds):
     def _is_repeatable(self, step: int) -> bool:
         """Return True if the step can be repeated with a compiled wrapper.
 
-        A communication hook counts its calls and may keep error feedback. Under `static_graph` DDP expects the
-        parameters used so far; compiled code returns zero gradients for cut paths.
+        A communication hook counts its calls and may keep error feedback. With `static_graph`, DDP expects gradients of
+        the same parameters in each step, but compiled code returns zero gradients for missing parameters.
         """
         state = self.state
         if state.steps.ranks_differ or state.wrapper.comm_hook or state.wrapper.sharded or state.models:
@@ -268,8 +268,9 @@ class CheckRun(CheckWorlds):
     def _compare_random(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
         """Give the ranks and a single process equal random numbers, and compare gradients.
 
-        Numbers "by sample" keep the count of a dropout mask. They differ on a rank if a draw is not made per sample, so
-        a difference counts only if reweighting the shards explains it.
+        Numbers "by sample" are equal for equal samples, and keep the number of zeros in a dropout mask. If forward does
+        not draw per sample, ranks still draw different numbers. So a difference counts only if reweighting the shards
+        explains it. Otherwise the comparison is repeated with constants.
         """
         single = self.state.single
         if numbers == "by sample":
@@ -293,7 +294,7 @@ class CheckRun(CheckWorlds):
         return self._compare_with_single(step, averaged)
 
     def _average_with_numbers(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
-        """Average gradients of a step with replaced random numbers; return an error, or ""."""
+        """Save average gradients of a step repeated with `numbers`; return an error, or ""."""
         topic = f"the gradients with random numbers {numbers}"
         replies = self._explained(topic, "the step with them failed", calls.local_step.comparable_step, step, numbers)
         if reason := next((item for item in replies if isinstance(item, str)), ""):
@@ -303,7 +304,7 @@ class CheckRun(CheckWorlds):
         return ""
 
     def _check_collectives(self, *, is_needed: bool) -> None:
-        """Stop the check if `is_needed` and the ranks have called different collectives."""
+        """If `is_needed`, stop the check if the ranks have called different collectives."""
         if is_needed and (mismatch := judge_collectives(self._logs())):
             self.state.timelines = make_timelines(self._logs())
             self._add(mismatch)
@@ -324,7 +325,7 @@ class CheckRun(CheckWorlds):
         self._skip_rest(f"{findings[0].code}: {effect}")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
-        """Check once if ranks pack the elements that forward reduces in the same order."""
+        """Check once that ranks order the elements of the tensors reduced in forward equally."""
         if self._packing_checked or not any(item.calls for item in local):
             return
         in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
@@ -397,7 +398,7 @@ class CheckRun(CheckWorlds):
         return result
 
     def _average_exactly(self, step: int) -> Path | None:
-        """Save the ranks' float64 average if forward communicates; return the file, or None."""
+        """Save the float64 average gradients, if forward calls collectives; return the file, or None."""
         if not any(item.forward_calls for item in self.state.steps.local):
             return None
         file = self.world.directory / f"exact-{step}.pt"

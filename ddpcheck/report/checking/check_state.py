@@ -46,7 +46,7 @@ _NOISE_MULTIPLE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """Options of a check; `decided` sets the target and the backend."""
+    """Options of a check; `resolve_options` sets the target and the backend."""
 
     target: str = ""
     world_size: int = 2
@@ -165,7 +165,7 @@ class RankSteps:
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # where gradients become zero, by parameter
 
     def add_local(self, local: Sequence[LocalStep], per_model: Sequence[LocalStep]) -> None:
-        """Add a step without the wrapper, by rank and (`per_model`) by model."""
+        """Add a step without the wrapper; `per_model` has the first rank of each model."""
         self.local = per_model
         self.first_local = self.first_local or per_model
         self.parameters += [item.evidence for item in local]
@@ -271,7 +271,7 @@ class CheckState:
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
     def without_rank_params(self, ranks: Sequence[Values]) -> Sequence[Values]:
-        """Return evidence without `rank_parameters`; set `ranks_differ` if these differ."""
+        """Return evidence without `rank_parameters`; set `ranks_differ` if `rank_parameters` differ."""
         if not self.rank_params.patterns:
             return ranks
         kept = [self.rank_params.without(item) for item in ranks]
@@ -280,15 +280,15 @@ class CheckState:
         return kept
 
     def add(self, findings: Sequence[Finding], part: str = "") -> None:
-        """Add findings of a part, by default of the current part."""
+        """Add findings of a part of the check, by default of the current part."""
         self.part_findings += ((part or self.log.part, finding) for finding in findings)
 
     def keep(self, is_kept: Callable[[Finding], bool]) -> None:
-        """Drop the findings for which `is_kept` is false."""
+        """Keep only the findings for which `is_kept` is true."""
         self.part_findings = [(part, finding) for part, finding in self.part_findings if is_kept(finding)]
 
     def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Store losses and random choices of the last step, repeated with comparable random numbers."""
+        """Take losses and random choices from a step's repetition with comparable random numbers."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
             for item, (loss, choices) in zip(self.steps.local, self.per_model(steps), strict=True)
@@ -316,7 +316,10 @@ class CheckState:
 
     @property
     def wants_analysis(self) -> bool:
-        """Return True for the first differing step, and later for one without random choices."""
+        """Return True if the current step, which differs, should be analysed.
+
+        True for the first such step. If that step had random choices, True for a later step without random choices.
+        """
         single = self.single
         return single.analysis is None or (
             bool(single.choices.get(single.analysed[0].evidence.step)) and not self.steps.local[0].random.choices

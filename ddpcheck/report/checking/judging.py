@@ -82,7 +82,7 @@ def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedS
 
 
 def judge_wrapper_failure(state: CheckState, error: RankError) -> list[Finding]:
-    """Return the findings on a known failure of the wrapper's step."""
+    """Return findings on an error of the wrapper's step, if the error is known."""
     if state.log.part != "reducer":
         return []
     return state.log.call_judge("reducer", judge_wrapper_error, error.failures, error.results, judge_context(state))
@@ -184,7 +184,7 @@ def _judge_gradients(state: CheckState, context: JudgeContext) -> None:
 
 
 def _judge_compilations(state: CheckState) -> list[Finding]:
-    """Judge compilations, but only recompilations after random draws or few steps."""
+    """Judge recompilations, and compiled graphs unless random draws or few steps explain differences."""
     by_rank = group_by(state.steps.compiled, lambda item: item.rank)
     compiled = [[entry for item in steps for entry in item.compiled] for steps in by_rank.values()]
     is_random = any(item.random.libraries - {"torch"} for item in state.steps.local)

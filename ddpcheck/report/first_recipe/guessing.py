@@ -117,7 +117,7 @@ def guess_inputs(model: nn.Module) -> Guess:
 
 
 def _argument_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the required argument names of forward, or its first argument."""
+    """Return the names of forward's required arguments, else of its first argument, else "x"."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     params = [param for param in inspect.signature(model.forward).parameters.values() if param.kind in positional]
     needed = tuple(param.name for param in params if param.default is inspect.Parameter.empty)
@@ -144,7 +144,7 @@ _BY_LAYER: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
 def _guesses(
     model: nn.Module, names: tuple[str, ...], layers: list[tuple[Sample, ...]]
 ) -> Iterator[tuple[Sample, ...]]:
-    """Yield guesses of inputs, likeliest first: by argument name, layer order, any layer."""
+    """Yield guessed inputs: first by argument name, then by layer order, then any layer."""
     flat = [sample for samples in layers for sample in samples]
     choices = []
     for index, name in enumerate(names):
@@ -160,7 +160,6 @@ def _guesses(
 
 
 def _samples_for_name(model: nn.Module, name: str, integers: list[Sample]) -> Iterator[Sample]:
-    """Yield samples suggested by the name of an argument."""
     words = name.lower()
     if any(word in words for word in ("label", "target")) or words == "y":
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -91,7 +91,7 @@ def _last_enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping
 
 
 def _is_from_torchcomms(raw: Mapping[str, Any]) -> bool:
-    """Return True for a torchcomms entry: the group description is the backend."""
+    """Return True if torchcomms wrote the entry: its group description names the backend."""
     return [str(raw["profiling_name"]).partition(":")[0]] == list(raw["process_group"])[1:]
 
 
@@ -158,7 +158,7 @@ def _recorded_call(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]
 
 @functools.lru_cache(maxsize=10_000)
 def _shared_call(operation: str, group: str, payload: str, lines: tuple[str, ...]) -> Call:
-    """Return a shared object for equal calls, of which a dump has thousands."""
+    """Return one object for all equal calls; a dump has thousands of equal calls."""
     return Call(operation, group, (), payload, location=next(iter(lines), ""), callers=lines)
 
 
@@ -197,7 +197,7 @@ def world_size_of(dumps: Mapping[int, RankDump]) -> int:
 
 
 def aligned_groups(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
-    """Align the collectives of each process group, from the first that all ranks have."""
+    """Align the collectives of each process group, from the first call in every dump."""
     world_size = world_size_of(dumps)
     for name, members in _process_groups(dumps, world_size):
         group_dumps = {rank: dumps[rank] for rank in members if rank in dumps}
@@ -249,10 +249,10 @@ _NAMED_FOR_A_RANK = re.compile(r"(\d+)(\.(json|pickle|pkl|bin|dump))?$")
 
 
 def read_dumps(folder: Path) -> dict[int, RankDump]:
-    """Read one dump per rank in `folder`, preferably with stacks.
+    """Read one dump per rank in `folder`; a dump with stacks is preferred.
 
     Raises:
-        UsageError: There are no dumps, a file named as a dump is invalid, or a rank has several equivalent dumps.
+        UsageError: There are no dumps, a file named as a dump is invalid, or no dump of a rank is preferred.
     """
     try:
         files = sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
@@ -343,7 +343,7 @@ def plain_dump(dump: Any) -> dict[str, Any]:
 
 
 class _NotPlainError(ValueError):
-    """Dump that is no plain data or lacks entries; the message lacks its subject."""
+    """Error for a dump with invalid data; the message is a predicate without subject."""
 
 
 class _PlainData(pickle.Unpickler):

@@ -31,7 +31,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
     The folder has one dump per rank. `settings`: rules to report, and findings to ignore or suppress.
 
     Raises:
-        UsageError: There are no readable dumps, or the address is not of a debug server.
+        UsageError: There are no readable dumps, or the address is not the address of a debug server.
         TargetError: The debug server or its ranks do not answer.
     """
     if source.startswith(("http://", "https://")):

@@ -31,7 +31,7 @@ class StepTime:
     """Step time relative to the baseline row, measured in alternating pairs.
 
     Attributes:
-        ratio: Median over the pairs of the row's time divided by the baseline's.
+        ratio: Median over the pairs of the row's time divided by the baseline row's time.
         low: Lower end of the 99 % interval of the median.
         high: Upper end of the interval.
         seconds: Median time of the row's steps, on the slowest rank.
@@ -45,7 +45,7 @@ class StepTime:
     pairs: int
 
     def differs(self, noise: float) -> bool:
-        """Return True if the difference from the baseline exceeds `noise` and chance."""
+        """Return True if the difference from the baseline exceeds `noise` and is statistically significant."""
         return abs(self.ratio - 1) > max(noise, LEAST_DIFFERENCE) and not self.low <= 1 <= self.high
 
 
@@ -99,7 +99,7 @@ class MatrixRow:
 
     @property
     def what_to_do(self) -> str:
-        """Fix of the finding that decides the verdict; empty if none does."""
+        """Fix of the finding that decides the verdict; empty if no finding decides it."""
         fix = next((finding.what_to_do for finding in self.findings if finding.code == self.code), "")
         return fix or (RULES[self.code].fix if self.code in RULES else "")
 
@@ -135,7 +135,7 @@ class Matrix(Document):
         advice: Advice that follows from the rows.
         environment: Versions and platform.
         world: World size, backend, device, steps, seed, timeout; `notes` has sentences on how the rows were run.
-        noise: Relative deviation of the baseline's step time from itself; None if not measured.
+        noise: Relative difference in step time if the baseline is compared with itself; None if not measured.
         timing: Seconds by phase.
         error: Set if no row could be run, for a reason independent of the options.
         tool: Name and version of the tool that wrote the matrix.

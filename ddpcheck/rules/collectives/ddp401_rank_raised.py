@@ -62,7 +62,7 @@ def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -
 
 
 def explain_by_rendezvous(facts: FailureFacts) -> list[Finding]:
-    """DDP402 if `init_process_group` hangs or its errors come from an incomplete rendezvous, else DDP401."""
+    """Explain failed calls of `init_process_group`: as a hang (DDP402), or by an exception (DDP401)."""
     raised = [p for p in facts.joining if p.error]
     others = [p for p in raised if not (is_of_communication(p.error) or p.error.startswith("DistStoreError"))]
     is_incomplete = raised and not others and all(p.started for p in facts.joining)  # single-node job
@@ -125,7 +125,7 @@ def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Finding]:
-    """DDP401 in place of `finding`: an exception ended a thread at the finding's line."""
+    """DDP401, to replace `finding`: an exception ended a thread at the line of `finding`."""
     for thread in _threads_that_raised(facts):
         lines = {thread.failure.location, *program_lines(thread.failure.traceback)}
         if thread.failure.rank in finding.ranks and str(finding.location) in lines:

@@ -124,7 +124,7 @@ def _explain_meeting(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, .
 
 
 def explain_by_hang(facts: FailureFacts) -> list[Finding]:
-    """DDP402: hang without a failure, on the ranks that do not wait, else all."""
+    """DDP402: hang without a failure, reported on ranks that do not wait, if any."""
     stuck = facts.stuck
     if facts.ended or facts.interrupted:
         return []
@@ -274,7 +274,7 @@ def explain_timeout(facts: FailureFacts) -> list[Finding]:
 
 
 def _lacks_at_most_one_call(log: Sequence[Call], other_log: Sequence[Call]) -> bool:
-    """Return True if a log equals `other_log`, or lacks only its last call."""
+    """Return True if `log` equals `other_log`, or `other_log` without its last call."""
     is_prefix = [(c.operation, c.group) for c in log] == [(c.operation, c.group) for c in other_log[: len(log)]]
     return is_prefix and len(other_log) - 1 <= len(log) <= len(other_log)
 

@@ -56,7 +56,7 @@ def _activities_clause(facts: EndingFacts, ranks: Sequence[int]) -> str:
 
 
 def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP405: loader with fewer batches on a rank. Runs early, because other mismatches follow."""
+    """DDP405: loader with fewer batches on a rank, which causes other mismatches; runs early."""
     if any(map(has_joined, facts.ranks)):
         return []
     by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
@@ -99,7 +99,7 @@ def _fix_of_loader(facts: EndingFacts) -> str:
 
 
 def _has_rank_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
-    """Return True if a rank trains beyond another's last batch (`key`: loader, pass number)."""
+    """Return True if a rank trains beyond another rank's batches of loader pass `key`."""
     ended = [p.batches for p in passes.values() if p.exhausted]
     if not ended or max(p.batches for p in passes.values()) <= min(ended):
         return False
@@ -203,7 +203,7 @@ def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list
 def dropped_backward_finding(
     facts: EndingFacts, ranks_ahead: Sequence[int], by_rank: Mapping[int, Backward], backward_behind: Backward
 ) -> list[Finding]:
-    """DDP405: loop over a data loader that a rank left before the last batch."""
+    """DDP405: ranks that left a loop over a data loader before the last batch."""
     key = (backward_behind.loader, backward_behind.batch[0])
     dropped = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
     dropped = {rank: dropped[rank] for rank in ranks_ahead if rank in dropped and by_rank[rank].batch[0] > key[1]}

@@ -61,7 +61,7 @@ def explain_error_of_second_gradient(facts: WrapperErrorFacts) -> list[Finding]:
 
 
 def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
-    """DDP406: parameters that reach the loss, but that DDP's search takes for unused."""
+    """DDP406: parameters that reach the loss, although DDP's search marks them as unused."""
     hidden = list(dict.fromkeys(name for item in facts.evidence for name in item.hidden_from_ddp))
     if not hidden or not facts.wrapper.find_unused_parameters or not facts.wrapper.is_ddp:
         return []

@@ -176,7 +176,7 @@ TORCH_ERRORS = {
 
 
 def judge_positions(facts: EndingFacts) -> list[Finding]:
-    """Return at most one finding: the find_divergence after which ranks wait for each other."""
+    """Return at most one finding: the divergence after which ranks wait for each other."""
     if findings := ddp402.judge_circle(facts.ranks) or ddp403.judge_interleaving(facts.ranks):
         return findings
     positions = find_divergence(facts)
@@ -194,7 +194,7 @@ _MOST_CLASSES = 8  # sets of ranks with equal logs, each compared with all other
 
 
 def find_divergence(facts: EndingFacts) -> tuple[Position, Position] | None:
-    """Return two ranks' positions at their first find_divergence, or None if logs are equal."""
+    """Return two ranks' positions at their first divergence, or None if logs are equal."""
     classes = sorted(group_by(facts.ranks, call_sequence).values(), key=len, reverse=True)
     for number, group in enumerate(classes[:_MOST_CLASSES]):  # starting with the most common log
         pairs = [pair for peers in classes[number + 1 :] if (pair := _compare_logs(group[0], peers[0])) is not None]
@@ -243,7 +243,7 @@ _ExtraCall = tuple[Position, str, Block | None]
 
 
 def _extra_call(facts: EndingFacts, position: Position, peer: Position) -> _ExtraCall | None:
-    """Return `position`, its innermost line that `peer` never reached, and that line's branch."""
+    """Return (position, innermost line that `peer` never reached, branch around this line), or None."""
     if position.call is not None and position.call.operation == DDP_FORWARD:
         backwards = filter(None, map(backward_of, peer.state.calls))
         if position.lines and position.lines[0] in {backward.line for backward in backwards}:
@@ -271,7 +271,7 @@ EXPLANATIONS = (
 
 
 def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """Return one finding per cause: mismatched calls of groups, then ranks others wait for.
+    """Return one finding per cause: mismatched calls in groups, then ranks that are awaited.
 
     `at_end`: what each rank with a dump was doing, in words.
     """
@@ -329,7 +329,7 @@ def _judge_group(
 def judge_waits(
     graph: WaitGraph, explained: Collection[int], doing: Mapping[int, str], *, reports_missing_dumps: bool
 ) -> list[Finding]:
-    """Return findings on ranks that others wait for, one per root cause.
+    """Return findings on ranks that other ranks wait for, one finding per root cause.
 
     `explained`: awaited ranks that need no finding, because they may still arrive or already have a finding.
     """

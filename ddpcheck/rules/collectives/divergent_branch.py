@@ -19,9 +19,10 @@ def split_line(line: str) -> tuple[str, int]:
 
 
 def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Finding]:
-    """DDP403: branch that one rank takes and another skips in the same iteration.
+    """DDP403: branch that one rank takes and another rank skips in the same iteration.
 
-    Both ranks took the branch before. Runs before `explain_by_loop`, which takes the next iteration for an early exit.
+    The rank that skips the branch took it in an earlier iteration. Runs before `explain_by_loop`, which would report
+    that this rank left the loop early.
     """
     if stayer.call is None or leaver.is_at_work:
         return []  # a running rank may still reach it
@@ -78,7 +79,7 @@ def _is_reached_first(stack: Sequence[str], other_stack: Sequence[str], start_li
 
 
 def _has_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> bool:
-    """Return True if `leaver` ended or restarted the last common call's inner loop."""
+    """Return True if `leaver` ended or restarted the loop around the last common call."""
     if not stayer.before or not leaver.before:
         return True
     last_loops = facts.loops(lines_of(leaver.before[-1]))
@@ -93,7 +94,7 @@ def _has_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> bo
 
 
 def calls_per_execution(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
-    """Count calls in each execution of `loop`, which a call outside of `loop` ends."""
+    """Count calls in each execution of `loop`; calls outside of `loop` end an execution."""
     is_inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
     runs = [0]
     for call in calls:

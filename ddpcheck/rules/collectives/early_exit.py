@@ -47,7 +47,7 @@ def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> l
 def _may_exit_early(facts: EndingFacts, loop: Block, inner: Block, leaver: Position, stayer: Position) -> bool:
     """Return True if `leaver` may have left `loop` before `stayer`.
 
-    Compares how often both ranks executed `inner`. If at most once, a `for` over a range without exits is excluded.
+    False if `leaver` repeated `inner` as often as `stayer`; without repetition, if `loop` is a range without exits.
     """
     runs = [len(calls_per_execution(facts, inner, side.state.calls)) for side in (leaver, stayer)]
     if max(runs) > 1:
@@ -56,14 +56,14 @@ def _may_exit_early(facts: EndingFacts, loop: Block, inner: Block, leaver: Posit
 
 
 def _continues_last_pass(leaver: RankAtEnd, stayer: RankAtEnd, loop: Block) -> bool:
-    """Return True if `stayer` has not finished the last loader pass of `leaver`."""
+    """Return True if `stayer` is still in the loader pass that `leaver` began last."""
     passes, leaver_passes = ([p for p in rank.passes if str(p.location) == loop.head][-1:] for rank in (stayer, leaver))
     pairs = zip(passes, leaver_passes, strict=False)
     return any(not p.exhausted and (p.loader, p.number) == (last.loader, last.number) for p, last in pairs)
 
 
 def explain_by_skipped_pass(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP508: backward pass or batch that a rank skips; DDP502: unequal `no_sync`.
+    """DDP508: rank that skips a backward pass or batch; DDP502: `no_sync` on some ranks.
 
     Runs before `explain_by_loop`, because a rank that skipped an iteration reaches the end of its loop earlier.
     """
@@ -112,7 +112,7 @@ def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward
 
 
 def _count_passes(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
-    """Count a rank's backward passes, plus one for a forward pass after the last."""
+    """Count a rank's backward passes; a forward pass after the last backward counts, too."""
     last = backwards[-1]
     return len(backwards) + (rank.forwards.get(split_line(last.line)[1], 0) > last.forward)
 
@@ -138,7 +138,7 @@ def _find_skipping_block(facts: EndingFacts, backward: Backward, kind: str) -> t
 
 
 def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
-    """DDP508: pass that a rank skipped in its last iteration of a loop.
+    """DDP508: forward or backward pass that a rank skipped in its last iteration.
 
     Runs before `explain_by_loop`, because such a rank seems to have left the loop early.
     """
@@ -179,15 +179,14 @@ def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
 
 
 def _loader_pass_of(rank: RankAtEnd, backward: Backward) -> LoaderPass | None:
-    """Return the loader pass of `rank` that yielded the batch of a backward pass."""
     return next((p for p in rank.passes if (p.loader, p.number) == (backward.loader, backward.batch[0])), None)
 
 
 def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Position, pending: Backward) -> str:
-    """Return the last part that `leaver` executed of the iteration that `stayer` is in.
+    """Return the last part of `stayer`'s current iteration that `leaver` executed.
 
-    "forward": only the backward pass was skipped; "batch": the forward pass, too; "unknown": one of these; "":
-    `leaver` may have left the loop before.
+    "forward": `leaver` skipped only the backward pass. "batch": `leaver` also skipped the forward pass. "unknown":
+    "forward" or "batch". "": `leaver` may have left the loop early.
     """
     loops = loops_left(facts, leaver, stayer)
     if not loops or _has_as_many_backwards(leaver.state, stayer) or not (leaver.lines or leaver.state.ended):
@@ -212,7 +211,6 @@ def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Positi
 
 
 def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
-    """Return True if `leaver` reached `stayer`'s number of backwards of the same forward line."""
     if stayer.call is None or (backward := backward_of(stayer.call)) is None:
         return False
     count, stayer_count = (sum(b.line == backward.line for b in backwards_of(rank)) for rank in (leaver, stayer.state))
@@ -220,7 +218,7 @@ def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
 
 
 def _common_backwards(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
-    """Yield pairs of common backward passes with the forward line of `pending`, latest first."""
+    """Yield pairs (leaver, stayer) of common backward passes of forward line `pending.line`, latest first."""
     for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
         backward, other_backward = backward_of(call), backward_of(other_call)
         if backward is not None and other_backward is not None and backward.line == other_backward.line == pending.line:

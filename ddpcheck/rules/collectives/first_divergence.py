@@ -80,7 +80,7 @@ def extra_call_index(logs: Sequence[Sequence[Call]]) -> int | None:
 def _find_extra_call(
     logs: Sequence[Sequence[Call]], ranks: Sequence[int]
 ) -> tuple[int, Mapping[int, Sequence[int]], int, int] | None:
-    """Return the first extra call's index, encoded logs, and ranks with and without it."""
+    """Return the first extra call's index, encoded logs, a calling and a missing rank."""
     mismatch = first_unequal_call([logs[rank] for rank in ranks])
     if mismatch is None:
         return None
@@ -118,9 +118,9 @@ class _CallSite(NamedTuple):
 class _Comparison:
     """Search for extra calls in a log, compared with the log of another rank.
 
-    Healthy ranks, too, may call one collective from different lines, each in its own branch. Accepted as a pair: two
-    lines that paired up before, two lines that each occur on one rank only, and rooted collectives of unknown root
-    (sender and receivers use different lines, and ranks may take turns).
+    Even without an error, ranks may call one collective from different lines, each rank in its own branch. Two lines
+    are accepted as a pair if they paired up earlier, if each line occurs on one rank only, or if the root of a rooted
+    collective is unknown (sender and receivers use different lines, and ranks may take turns).
     """
 
     def __init__(self, sites: Sequence[_CallSite], log: Sequence[int], peer_log: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ class _Comparison:
         )
 
     def _has_extra_lines(self, start: int) -> bool:
-        """Return True if, from `start` on, logs differ only at lines of one rank."""
+        """Return True if logs match from `start` on, apart from lines of one rank."""
         index, other_index, matched = start, start, 0
         waiting, confirmed = list[int](), list[int]()  # extra calls not yet / already followed by a match
         while index < len(self._log) and other_index < len(self._peer_log):
@@ -183,9 +183,9 @@ class _Comparison:
         return 0 < len(confirmed) <= matched and (other_index == len(self._peer_log) or set(waiting) <= set(confirmed))
 
     def _has_extra_run(self, start: int) -> bool:
-        """Return True if calls from `start` on match, except one sequence of extra calls.
+        """Return True if logs match from `start` on, apart from one sequence of calls.
 
-        Ranks that take turns match after a shift, too, but no call of theirs has paired up with an equal call before.
+        Logs of ranks that take turns also match after a shift, but their calls have never paired up with equal calls.
         """
         for length in range(1, _MAX_RUN + 1):
             later_pairs = zip(self._log[start + length :], self._peer_log[start:], strict=False)

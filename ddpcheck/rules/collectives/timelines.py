@@ -79,7 +79,7 @@ def _timeline(
 
 
 def _ranks_waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
-    """Return ranks that have not reached `rank`'s last call, else those whose call differs."""
+    """Return ranks that have not reached `rank`'s last call, else ranks whose call differs."""
     index = len(logs[rank]) - 1
     absent = tuple(peer for peer, log in logs.items() if len(log) <= index)
     if absent:

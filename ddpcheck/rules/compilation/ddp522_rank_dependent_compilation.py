@@ -71,7 +71,7 @@ def judge_recompilations(functions: Iterable[CompilationsByRank]) -> list[Findin
 def judge_graphs(compiled: CompilationsByRank) -> list[Finding]:
     """Detect functions that ranks compile to different operations for inputs of equal shapes.
 
-    Functions with graph breaks are skipped: their parts may differ, e.g. if some ranks print.
+    Functions with graph breaks are skipped: the parts between breaks may differ, e.g. if some ranks print.
     """
     resumed = (RESUME_FUNCTION.match(entry.function) for entries in compiled for entry in entries)
     broken = {match["name"] for match in resumed if match}

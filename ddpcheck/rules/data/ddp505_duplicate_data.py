@@ -130,7 +130,6 @@ def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[
 
 
 def _mention_groups(groups: Sequence[Sequence[int]]) -> list[str]:
-    """Return evidence that names further groups of ranks."""
     return (
         [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with different samples"]
         if groups
@@ -239,7 +238,7 @@ def judge_same_targets(
     """DDP505: ranks with equal targets but different inputs in each compared step.
 
     Either the ranks augment the same samples differently, or they draw the same noise (the targets) for different
-    samples. Inputs may have an equal tensor, if another one (e.g. a hidden state) differs. Arguments are by rank.
+    samples. An input tensor may be equal, if another input (e.g. a hidden state) differs. Arguments are by rank.
     """
     by_pass = [{(loss.step, loss.number): loss for loss in rank_losses if loss.wrappers} for rank_losses in losses]
     passes = aligned(by_pass) if len(by_pass) > 1 else []
@@ -290,10 +289,10 @@ def judge_streams(
     inputs: Mapping[int, Sequence[Inputs]],
     evaluated: Mapping[int, Sequence[EvaluationInputs]],
 ) -> list[Finding]:
-    """DDP505: a rank that trains on samples that another rank has used for evaluation.
+    """DDP505: ranks that draw samples from one random stream, shifted by an evaluation.
 
-    Arguments are by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one rank has drawn
-    more of them.
+    A rank trains on samples that another rank has drawn for evaluation, in the same order, and both generators once had
+    the same state. Arguments are by rank of a wrapper's group.
     """
     drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # samples -> (first rank to evaluate them, position)
     for peer in inputs:
@@ -326,9 +325,9 @@ def judge_streams(
 
 
 def judge_delayed_samples(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
-    """DDP505: a rank whose samples another rank gets a fixed number of steps later.
+    """DDP505: rank that gets another rank's samples a fixed number of steps later.
 
-    Not reported if there are only about as many batches as ranks: the ranks may take turns, and each sees every batch.
+    Not reported if there are only about as many batches as ranks: ranks may take turns, so that each gets every batch.
     `inputs`: by rank of a wrapper's group.
     """
     samples = batches_by_step(inputs)
@@ -353,7 +352,7 @@ def judge_delayed_samples(inputs: Mapping[int, Sequence[Inputs]]) -> list[Findin
 
 
 def _shared_seed_line(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
-    """Return the line that seeds, else uses, a generator whose state both ranks had."""
+    """Return where a generator with equal states on both ranks is seeded, else used."""
     states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
     shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)
     return next((line for draw in shared if (line := draw.seeded_at or draw.location) is not None), None)
@@ -411,7 +410,7 @@ def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) 
 
 
 def judge_repeated_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
-    """DDP505: samples on several ranks, if gradients are wrong or equal on all ranks."""
+    """DDP505: samples that several ranks train on, if gradients are wrong or all equal."""
     step, rows = local[0].evidence.step, [item.sample_fingerprints for item in local]
     batch = Counter(local[0].global_sample_fingerprints)
     repeated = {sample for sample, count in Counter(itertools.chain(*rows)).items() if 0 < batch[sample] < count}

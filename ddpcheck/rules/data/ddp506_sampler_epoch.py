@@ -124,7 +124,7 @@ def _find_resumed_pass(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] 
 
 
 def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, next_passes: Sequence[LoaderPass]) -> int:
-    """Count skipped samples that the previous pass had not trained; 0 if orders match."""
+    """Count skipped samples not trained on in the previous pass; 0 if orders match."""
     count = loader.skipped * loader.batch_size
     passed = set(loader.indices[:count])
     # one more batch is no evidence: a prefetching loader takes the next batch early
@@ -166,7 +166,6 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _is_shuffled(loader: LoaderPass) -> bool:
-    """Return True if the sampler shuffles, by flag or by indices."""
     return loader.shuffles or (not loader.replaces and list(loader.indices) != sorted(loader.indices))
 
 

@@ -58,7 +58,7 @@ _FIX_OF_RESTORED = "Give {} a state that this rank itself has saved, or seed wit
 
 
 def judge_shared_draws(loader: Loader) -> list[Finding]:
-    """DDP510: different samples that every rank makes with the same random numbers."""
+    """DDP510: equal random numbers on all ranks, drawn by datasets for different samples."""
     draws = [{before: after for p in loaders for before, after in p.draws.items()} for loaders in loader.passes]
     shared, last = set.intersection(*map(set, draws)), loader.passes[-1]
     equal = all(len({states[state] for states in draws}) == 1 for state in shared)
@@ -100,12 +100,12 @@ def judge_shared_draws(loader: Loader) -> list[Finding]:
 def judge_step_draws(
     draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequence[Inputs]], *, loads_others: bool = False
 ) -> list[Finding]:
-    """DDP510: random numbers for samples that every rank draws equally in training steps.
+    """DDP510: equal random numbers that all ranks draw in training steps for different samples.
 
-    `draws` and `inputs` are by rank. `loads_others`: data loaders return different samples on the ranks.
+    `draws` and `inputs` are by rank. `loads_others`: True if data loaders return different samples on the ranks.
 
-    A draw is for the samples if its count equals the number of samples or of input elements; other draws are for the
-    batch as a whole, the global batch, or weights. Integers drawn in forward are diffusion timesteps.
+    A draw is judged if it gives one number per sample or per input element, such as noise, or diffusion timesteps drawn
+    in forward. Other draws are for the batch as a whole, the global batch, or weights.
     """
     compared = common_steps(inputs)
     if len(draws) < 2 or not compared or not (loads_others or any(map(all_inputs_differ, compared))):
@@ -182,13 +182,13 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _may_fill_tensor(count: int, sizes: set[int]) -> bool:
-    """Return True if `count` draws may fill a tensor whose size is in `sizes`."""
+    """Return True if `count` random numbers may fill a tensor of one of `sizes`."""
     with_block = {size + RANDN_BLOCK for size in sizes if size > RANDN_BLOCK and size % RANDN_BLOCK}
     return count > 1 and count % MT_STATE_SIZE in {size % MT_STATE_SIZE for size in sizes | with_block}
 
 
 def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
-    """DDP510: per-sample random numbers equal on all ranks; `draws` by rank, in order."""
+    """DDP510: equal per-sample random numbers that all ranks draw in forward (`draws`: by rank)."""
     shared = [calls[0] for calls in paired(draws, lambda call: (call.operation, call.module, call.fingerprint))]
     if not shared or len(draws) < 2:
         return []

@@ -84,7 +84,7 @@ def judge_split(loader: Loader) -> list[Finding]:
 
 
 def judge_differing_order(loader: Loader) -> list[Finding]:
-    """DDP516: equal samples on several ranks, whose parts come from different orders."""
+    """DDP516: samples that several ranks take, because each rank orders the data differently."""
     first, shared = loader.first, loader.num_shared_rows
     if not shared or first[0].size < 0:
         return []
@@ -157,7 +157,7 @@ def judge_differing_values(loader: Loader) -> list[Finding]:
 
 
 def _have_equal_labels(loaders: Sequence[LoaderPass], others: Sequence[LoaderPass], positions: Sequence[int]) -> bool:
-    """Return True if labels show that equal positions are the same samples."""
+    """Return True if two ranks' labels show that samples at `positions` are the same."""
     labels = rows_by_position(loaders, labels=True), rows_by_position(others, labels=True)
     pairs = [(labels[0][position], labels[1].get(position)) for position in positions if position in labels[0]]
     counts = Counter(label for label, _ in pairs)
@@ -191,7 +191,7 @@ def judge_tables(
     """DDP516: dictionaries that assign the same values to the same keys differently on ranks.
 
     Lists of the same texts in a different order are also reported, unless `passes` (over all loaders) show equal labels
-    on all ranks. Returns at most one finding, since a label map may have an inverse and several names.
+    on all ranks. Returns at most one finding, because a script may keep a label map twice: inverted, or renamed.
     """
     alike = have_same_labels(passes)
     by_name = [{o.name: o for o in rank_tables if not (alike and o.name.endswith(OF_A_LIST))} for rank_tables in tables]
@@ -228,8 +228,8 @@ def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
 def _identifies_keys(table: Mapping[str, str]) -> bool:
     """Return True if the values identify keys: consecutive integers, or texts.
 
-    Other values are measured (class counts on two ranks), describe a rank (`True` on one rank), or are the keys in the
-    order of each rank's own samples.
+    Other values are measurements (class counts on two ranks), describe a rank (`True` on one rank), or are the keys
+    themselves, in the order of each rank's own samples.
     """
     values = set(table.values())
     if not all(value.lstrip("-").isdecimal() for value in values):
@@ -271,7 +271,7 @@ def judge_batch_values(batches: Sequence[tuple[int, ...]], step: int) -> list[Fi
 def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
     """DDP516: ranks that compute a different loss on their shard than a single process.
 
-    A warning under `find_unused_parameters`, which suggests that ranks use different parameters on purpose.
+    The finding is a warning under `find_unused_parameters`: ranks may use different parameters on purpose.
     """
     losses, expected = facts.known.local.losses, facts.analysis.shard_losses
     if len(losses) != len(expected):

@@ -67,8 +67,8 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
         f"{missing} of the {size} samples of the dataset are on no rank in {'each' if split_twice else 'any'} of "
         f"{len(epochs)} epochs.",
         evidence=[
-            f"{p.sampler} gives each rank {p.num_samples} samples, and the rank takes only {len(p.indices)} of them: they are "
-            "split a second time"
+            f"{p.sampler} gives each rank {p.num_samples} samples, and the rank takes only {len(p.indices)} of them: "
+            "they are split a second time"
             if split_twice
             else f"each rank takes {len(p.indices)} samples, by {p.sampler}"
         ],
@@ -77,7 +77,7 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
 
 
 def _takes_at_most_half(p: LoaderPass) -> bool:
-    """Return True if a pass takes at most (sampler's samples + batch) / 2."""
+    """Return True if a loader pass takes about half of its shard or less."""
     return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.num_samples + p.batch_size
 
 
@@ -108,7 +108,6 @@ def _taken_positions(loader: LoaderPass) -> set[int]:
 
 
 def _split_same_positions(first: Sequence[LoaderPass]) -> bool:
-    """Return True if the samplers split the same positions between ranks."""
     if all(loader.replicas == len(first) for loader in first):
         return True
     taken = [_taken_positions(loader) for loader in first]
@@ -121,7 +120,6 @@ def _split_same_positions(first: Sequence[LoaderPass]) -> bool:
 
 
 def _are_disjoint_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
-    """Return True if the ranks' datasets are disjoint parts of one dataset."""
     first = [loaders[0] for loaders in passes]
     if all(loader.subset for loader in first):
         return are_disjoint([loader.subset for loader in first])
@@ -152,7 +150,7 @@ def _positions_differ(passes: Sequence[Sequence[LoaderPass]]) -> bool:
 
 
 def judge_samples_on_no_rank(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
-    """DDP519: samples of the batch of a step that are on no rank."""
+    """DDP519: samples of a step's global batch that no rank has."""
     left_out = describe_unused_samples(local)
     if not left_out or not gradients_differ:
         return []

@@ -35,7 +35,7 @@ _JUDGES_IN_ORDER: Sequence[Sequence[_Judge]] = (
 def explain_loaders(
     passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()
 ) -> Iterator[tuple[_Judge | None, Finding]]:
-    """Yield the findings on each loader, each with its judge; `passes` are by rank."""
+    """Yield (judge, finding) pairs for each loader; `passes` are by rank."""
     if len(passes) > 1:
         yield from ((None, finding) for finding in ddp506.judge_resumed(passes) or ddp506.judge_restarted(passes))
     for loader in match_loaders(passes, ranks):
@@ -51,7 +51,7 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 
 @rule
 def judge_data(data: Data) -> list[Finding]:
-    """Judge samples by loaders and draws, else by inputs, targets and gradients."""
+    """Judge samples by data loaders and random draws, else by inputs, targets or gradients."""
     tables = ddp516.judge_tables(data.tables, data.passes)
     findings: list[Finding] = []
     judges = []
@@ -84,9 +84,9 @@ def judge_data(data: Data) -> list[Finding]:
 
 
 def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
-    """Judge the samples of a step: DDP505, else DDP519 (caused by the same shards).
+    """Report duplicate samples of a step (DDP505), else samples on no rank (DDP519).
 
-    `gradients_differ`: the average over ranks is not the gradient of the global batch.
+    `gradients_differ`: True if the average over ranks is not the gradient of the global batch.
     """
     if len(local) < 2 or not local[0].global_sample_fingerprints or not all(item.sample_fingerprints for item in local):
         return []

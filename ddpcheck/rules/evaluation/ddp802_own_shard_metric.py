@@ -57,7 +57,7 @@ LEAST_DIFFERENCE = 1e-4  # relative, of a metric that differs between ranks
 
 @rule
 def judge_shard_metric(evaluations: Evaluations) -> list[Finding]:
-    """DDP802: metric of one shard, if all ranks evaluate or only some."""
+    """DDP802: metric of one shard, if all ranks evaluate and if only some do."""
     complete = evaluations.complete
     loops = dict.fromkeys(evaluation.loop for evaluation in complete)
     findings = [finding for loop in loops for finding in judge_rank_shard([e for e in complete if e.loop == loop])]
@@ -79,7 +79,7 @@ _Match = tuple[float, MetricShown, Sequence[RankEvaluation], RankMetric]
 
 
 def judge_rank_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
-    """DDP802: metric of a rank's own shard, shown or used to decide on saves."""
+    """DDP802: metric of a rank's shard that is shown or decides on saving checkpoints."""
     matches: dict[_OutputKey, dict[tuple[str, str], list[_Match]]] = {}
     numbers: dict[_OutputKey, dict[int, ShownNumber]] = {}  # by round
     values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric
@@ -124,7 +124,7 @@ def _are_ungathered_shards(evals: Sequence[RankEvaluation]) -> bool:
 def _numbers_not_on_all_ranks(
     rank: int, evals: Sequence[RankEvaluation]
 ) -> Iterator[tuple[_OutputKey, MetricShown, ShownNumber]]:
-    """Yield numbers that `rank` shows at lines where some rank shows none."""
+    """Yield numbers shown by `rank` at lines at which another rank shows no number."""
     counters: dict[Location | None, Iterator[int]] = {}
     for shown in evals[rank].shown:
         call = next(counters.setdefault(shown.location, itertools.count()))
@@ -134,7 +134,7 @@ def _numbers_not_on_all_ranks(
 
 
 def _bits_by_value(matches: Sequence[_Match]) -> dict[float, float]:
-    """Return the bits of evidence of each distinct shown value."""
+    """Return, by distinct shown value, how strongly a match is evidence, in bits."""
     return {float(f"{metric.values[0]:.5g}"): bits for bits, _, _, metric in matches}
 
 
@@ -149,7 +149,7 @@ def _is_only_of_rank(number: ShownNumber, rank: int, metric: RankMetric) -> bool
 
 
 def _is_metric_shared(evals: Sequence[RankEvaluation], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
-    """Return True if `rank` exchanges the metric or shows all ranks' (or pooled) metrics."""
+    """Return True if `rank` exchanges its metric or shows the metric of all ranks."""
     ev = evals[rank]
     position = next(index for index, output in enumerate(ev.shown) if output is shown)
     kept = [call for call in ev.exchanged if not (call.sums and call.shown <= position)]
@@ -161,7 +161,7 @@ def _is_metric_shared(evals: Sequence[RankEvaluation], rank: int, shown: MetricS
 
 
 def _is_combined(evals: Sequence[RankEvaluation], rank: int, metric: RankMetric) -> bool:
-    """Return True if `rank` accumulated all ranks' numbers (as by `reduce`), and a peer its own."""
+    """Return True if only `rank` accumulated the numbers of all ranks, as by `reduce`."""
     counts = [ev.results.numbers.get(metric.key, value) for ev, value in zip(evals, metric.values, strict=True)]
     return any(
         is_close(counts[rank] * own, counts[peer] * math.fsum(sums) / divisor)
@@ -174,7 +174,7 @@ def _is_combined(evals: Sequence[RankEvaluation], rank: int, metric: RankMetric)
 
 
 def _exchanges_metric(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:
-    """Return True if a collective's inputs are a rank's metric or yield the metric."""
+    """Return True if a collective's inputs, or a quotient of two, are the metric."""
     count = ev.results.numbers.get(metric.key, metric.values[rank])
     table = ev.results.tables.get(metric.key)
     if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):
@@ -212,7 +212,7 @@ def _rank_shard_finding(rank: int, shown: MetricShown, evals: Sequence[RankEvalu
 
 
 def judge_single_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP802: metric of a shard, if the sampler splits for more ranks than evaluate."""
+    """DDP802: metric of a shard, if other shards of the sampler are not evaluated."""
     for evaluation in evaluations:
         for index, (rank, ev) in enumerate(evaluation.by_rank.items()):
             parts = ev.loader.replicas

@@ -189,7 +189,7 @@ def _accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
 
 
 def _comparison_line(evals: Sequence[RankEvaluation], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
-    """Return the line at which the script compares the pairs, perhaps scaled, or None."""
+    """Return the line at which the script compares the (perhaps rescaled) pairs, or None."""
     rows, labels = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
     for comparison in chain.from_iterable(ev.compared for ev in evals):
         for a, b in ((comparison.first, comparison.second), (comparison.second, comparison.first)):

@@ -33,7 +33,7 @@ def judge_targets(evaluations: Evaluations) -> list[Finding]:
     """DDP804: targets that index rows of another rank.
 
     Reported if each rank's rows begin at a different class, targets are equal on all ranks or consecutive, and some
-    ranks have no target among their own rows. Correct are own rows that come first, or targets plus the offset.
+    ranks have no target among their own rows. Correct scripts put own rows first, or add an offset to the targets.
     """
     uses = evaluations.targets
     for group in sorted({use.members for rank_uses in uses for use in rank_uses}):

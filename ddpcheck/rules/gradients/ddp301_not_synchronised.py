@@ -193,7 +193,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 def _changed_finding(
     steps: Steps, clips: Clips, names: Sequence[str], message: str, ranks: Sequence[int], evidence: Sequence[str]
 ) -> list[Finding]:
-    """Create a finding at the line that loads a GradScaler, clips or changes gradients."""
+    """Create a finding at the GradScaler load, clip or other change of the gradients."""
     first, scales = steps[0], [step.scale for step in steps]
     at_step: dict[str, Any] = {"ranks": ranks, "steps": (first.count,), "location": first.location}
     finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_FIX)
@@ -208,7 +208,6 @@ def _changed_finding(
 
 
 def _relocate_to_clip(finding: Finding, clips: Clips) -> Finding | None:
-    """Relocate a finding to a clip that differs between ranks, or return `None`."""
     early = [(r, clip) for r, rank_clips in enumerate(clips) for clip in rank_clips if clip.step <= finding.steps[0]]
     if not all(clips) and (clipped := {rank: clip for rank, clip in early if clip.norm > clip.limit}):
         first = next(iter(clipped.values()))
@@ -279,10 +278,10 @@ def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]
 
 
 def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[Finding]:
-    """DDP301: parameters equal at first on ranks of one split model, with unequal gradients.
+    """DDP301: parameters with equal initial values but unequal gradients within a split model.
 
-    Reported only if the initial values of other parameters, the split ones, differ. Parameters with constant initial
-    values are ignored, because those of split ones may be constant, too.
+    Reported only if the initial values of other parameters differ, because these are split over the ranks. Parameters
+    with constant initial values are ignored, because split parameters may have the same constants.
     """
     number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     groups = hand_split(wrappers, world_size)
@@ -387,8 +386,8 @@ def _generators_differ(steps: Sequence[PartSteps]) -> bool:
 def judge_meshes(wrappers: Sequence[WrapperTrace], world_size: int) -> list[Finding]:
     """DDP301: groups of ranks that shard the same model on separate meshes and diverge.
 
-    A warning: some scripts train several models from equal initial weights on purpose. Ranks that send tensors to each
-    other are skipped as pipeline stages. `wrappers`: those of one model in the script, one per group of ranks.
+    The finding is a warning: some scripts train several models from equal initial weights on purpose. Ranks that send
+    tensors to each other are skipped as pipeline stages. `wrappers`: the wrappers of one model, one per group of ranks.
     """
     ranks = [wrapper.made.ranks for wrapper in wrappers]
     is_pipeline = any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks)
@@ -402,7 +401,7 @@ def judge_meshes(wrappers: Sequence[WrapperTrace], world_size: int) -> list[Find
 
 
 def judge_variant(gradients: Sequence[Mapping[str, int]]) -> list[Finding]:
-    """DDP301: unequal gradients of a compiled step or of micro-batches (fingerprints by rank)."""
+    """DDP301: gradient fingerprints of ranks that differ in a compiled or micro-batch step."""
     names = differing_names(gradients)
     return new_finding("DDP301", sorted(names), "the gradients differ between ranks") if names else []
 

@@ -38,7 +38,7 @@ from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, draws_differ
 
 
 def explain_error_of_unfinished_reduction(facts: WrapperErrorFacts) -> list[Finding]:
-    """Report a parameter that gets a gradient only without the wrapper (DDP302)."""
+    """Explain DDP's error by a parameter that contributes only without the wrapper (DDP302)."""
     message = "A parameter that contributes to the loss without the wrapper did not contribute under it"
     return facts.finding_of_error("DDP302", message, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING)
 
@@ -76,7 +76,7 @@ def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
 def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     """Report gradients that are not the ranks' average, without known cause (DDP302).
 
-    Runs last. A user's communication hook may intend the mismatch: compression hooks send the rest in later steps.
+    Runs last. A user's communication hook may cause this on purpose: compression delays parts of gradients.
     """
     if not facts.mismatched:
         return []
@@ -105,13 +105,13 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
 
 
 def describe_rounding(finding: Finding, hook: str, error: float) -> str:
-    """Return a finding's message, which for DDP302 begins with the hook's rounding error."""
+    """Return the message of a finding, for DDP302 with the hook's rounding error."""
     rounding = f"what {hook} rounds away is up to {error:.2g} of a gradient: " if finding.code == "DDP302" else ""
     return rounding + finding.message
 
 
 def whole_batch_mismatch(worst: Difference) -> Finding:
-    """DDP302: compiled or micro-batch gradients that differ from those of the whole batch."""
+    """DDP302: gradients of a compiled or micro-batch step that differ from whole-batch gradients."""
     message = f"through the wrapper, these gradients differ from those of the whole batch ({worst})"
     return make_finding("DDP302", (worst.name,), message)
 

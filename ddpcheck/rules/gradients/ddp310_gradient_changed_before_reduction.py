@@ -175,7 +175,7 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
     """Report hooks that change local gradients differently on each rank (DDP310).
 
     Hooks that clamp elements are always reported, because clamping does not commute with the average. Factors with a
-    mean of 1 (a weighted average) and weights of batches count as intended.
+    mean of 1 over the ranks (a weighted average) and factors that weight batches count as intended.
     """
     changes = [{hook.step: hook.changed for hook in rank_hooks} for rank_hooks in hooks]
     steps_by_kind: dict[str, dict[str, list[int]]] = {}  # by kind of change and parameter: steps

@@ -35,7 +35,7 @@ from ddpcheck.trace.gradients import ReducerFacts
 
 
 def explain_overwritten(facts: FailureFacts) -> list[Finding]:
-    """DDP311: tensor that backward needs, overwritten in place; its shape gives possible names."""
+    """DDP311: tensor overwritten before backward; parameters and buffers of its shape are named."""
     match = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", facts.text)
     shape = tuple(int(size) for size in match[1].split(",") if size.strip()) if match else None
     buffers, parameters = (
@@ -97,9 +97,9 @@ def explain_error_of_overwritten_tensor(facts: WrapperErrorFacts) -> list[Findin
 
 
 def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
-    """Report buffer broadcasts that overwrite values which an earlier forward's backward needs (DDP311).
+    """Report buffer broadcasts that overwrite values needed by backward of an earlier forward (DDP311).
 
-    Runs after the explanation by hooks, which are observed: broadcasts are only a likely cause.
+    Runs after the explanation by hooks: hooks are observed, but broadcasts are only a likely cause.
     """
     buffers = list(facts.known.local.differing_buffers)
     forwards = max((item.wrapper_calls for item in facts.evidence), default=0)

@@ -163,7 +163,7 @@ _CAUSES_AND_FIXES = {  # by what averages the other gradients: the cause and the
 
 
 def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged_by: str) -> list[Finding]:
-    """DDP501: parameters that nothing averages; `averaged_by` (key of `_CAUSES_AND_FIXES`) averages the others."""
+    """DDP501: parameters that nothing averages (`averaged_by`: key of `_CAUSES_AND_FIXES`)."""
     first, calls = steps[0][0], [step[0].collectives for step in steps]
     if averaged_by == "nothing" and all(before < later for before, later in itertools.pairwise(calls)):
         averaged_by = "collectives"
@@ -195,8 +195,8 @@ def judge_autograd_grad(loop: Loop) -> list[Finding]:
 def judge_autograd_calls(calls: Sequence[Sequence[AutogradGradCalled]]) -> list[Finding]:
     """Detect wrapped parameters updated by unaveraged `torch.autograd.grad` gradients (DDP501).
 
-    Parameters are equal on all ranks at the first call and diverge later, so nothing averages gradients or parameters.
-    `calls`: those for the parameters of one wrapper, by rank.
+    A finding requires that parameters are equal on all ranks at the first call and diverge later: then nothing averages
+    gradients or parameters. `calls`: by rank, the calls for parameters of one wrapper.
     """
     rows = list(zip(*calls, strict=False))
     all_calls = [call for row in rows for call in row]

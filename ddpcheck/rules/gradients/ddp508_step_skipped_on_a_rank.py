@@ -49,7 +49,10 @@ MAX_SKIPPED_IN_A_ROW = 3
 def fewer_backwards_finding(
     facts: EndingFacts, loop: Block, ranks: Sequence[int], times: int, stayer: Position
 ) -> list[Finding]:
-    """DDP508: fewer backward passes than iterations, in a loop that cannot end early."""
+    """DDP508: fewer backward passes than iterations, in a loop that cannot end early.
+
+    `stayer` is a rank that called the collective of the loop more often than `ranks`, which called it `times` times.
+    """
     assert loop.times is not None and stayer.call is not None
     blocks = [
         block
@@ -78,7 +81,10 @@ def skipped_pass_finding(
     block: Block | None,
     evidence: Sequence[str],
 ) -> list[Finding]:
-    """DDP508: backward pass that `ranks` skip (`last_done`: "forward"), or forward pass ("batch")."""
+    """DDP508: forward or backward pass that `ranks` skip, and `others` do not.
+
+    `last_done`: what `ranks` did before the skipped pass: "batch" (forward is skipped) or "forward" (backward is).
+    """
     line = skipped.line if last_done == "batch" else skipped.call.location
     words = "the backward pass" if last_done == "forward" else "the forward pass"
     if skipped.loader >= 0:
@@ -113,7 +119,7 @@ def judge_schedule_steps(rank_steps: Steps) -> list[Finding]:
 def skipped_steps_finding(
     rank_steps: Steps, ranks: Sequence[int], action: str, label: str, counts: Sequence[int]
 ) -> list[Finding]:
-    """Create a DDP508 at the only condition around a step, else at the step."""
+    """Create a DDP508 at the only line that may skip steps, else the step."""
     step, lines = rank_steps[0].location, rank_steps[0].left_out_at
     reasons = [f"{line} may leave it out" for line in lines]
     if len(lines) == 1:
@@ -172,12 +178,12 @@ def shift_finding(
 
 @rule
 def judge_wrapper_paces(loop: Loop) -> list[Finding]:
-    """DDP508: first wrapper with backward passes or batches that ranks skip in different steps."""
+    """Report skipped passes by `judge_shifts`, for the first wrapper that has findings (DDP508)."""
     return next(filter(None, map(judge_shifts, loop.paces)), [])
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
-    """DDP508: backward passes or batches skipped in different steps, so that reductions mix steps."""
+    """DDP508: backward passes or batches skipped in different steps, so reductions average different steps."""
     totals = {pace.reductions for pace in paces}
     if len(paces) < 2 or len(totals) > 1:
         return []  # reported as a hang or a failure

@@ -33,12 +33,12 @@ _GRADIENT_TOO_LATE = (
 
 
 def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
-    """DDP509: gradient after the reduction, which DDP takes for part of the next reduction."""
+    """DDP509: gradient that arrives after the reduction, so DDP starts the next reduction."""
     return facts.new_finding("DDP509", ("backward",), f"{_GRADIENT_TOO_LATE}.")
 
 
 def explain_error_of_undefined_gradient(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP509: gradient after the reduction, in a step that succeeds without the wrapper."""
+    """DDP509: gradient that arrives after the reduction; without the wrapper, the step succeeds."""
     return facts.finding_of_error("DDP509", _GRADIENT_TOO_LATE, UNDEFINED_GRADIENT)
 
 

@@ -64,7 +64,7 @@ def judge_wrapper_error(
 
 
 def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP503: plain parameters that `wrap` put in place of shards; forward fails."""
+    """DDP503: shards that a recipe's `wrap` replaced by plain parameters; forward then fails."""
     plain = [name for name in facts.known.wrapper.ignored if facts.known.wrapper.sharded]
     if "object has no attribute '_local_tensor'" not in facts.text or not plain:
         return []
@@ -108,7 +108,7 @@ FROM_AVERAGE = (
 
 
 def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
-    """Return findings on the first compiled step that eager mode contradicts (DDP301, 302)."""
+    """Report the first compiled step whose gradients are wrong only if compiled (DDP301, 302)."""
     for items in group_by(evidence, lambda item: item.step).values():
         if findings := judge_compiled_ranks(items, known) or judge_compiled_average(items, known):
             return findings

@@ -119,7 +119,7 @@ def _judge_changes(wrapper: WrapperTrace, trained: Collection[str]) -> list[Find
 
 
 def _group_reports(wrapper: WrapperTrace) -> _Reports:
-    """Return reports by step and rank; `begun` ones only of steps that never ended."""
+    """Return reports by step and rank, without early (`begun`) reports of completed steps."""
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.events(StepsReported), strict=True):
         for entry in entries:
@@ -130,7 +130,7 @@ def _group_reports(wrapper: WrapperTrace) -> _Reports:
 
 
 def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -> tuple[ReportedCauses, dict[str, int]]:
-    """Return findings of all steps, and buffers that differ only from a later step."""
+    """Return findings of all steps, and the first differing step of further buffers."""
     info, entries = wrapper.made, [*chain.from_iterable(wrapper.events(StepsReported))]
 
     def locate(finding: Finding) -> Finding:
@@ -171,7 +171,6 @@ def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -
 
 
 def _optimizer_step_line(facts: ScriptFacts, name: str) -> Location | None:
-    """Return the line that calls `step` of the optimizer of a parameter."""
     return next(
         (opt.steps[0][0].location for opt in facts.optimizers if opt.steps and name in opt.steps[0][0].wrapped_params),
         None,
@@ -179,7 +178,7 @@ def _optimizer_step_line(facts: ScriptFacts, name: str) -> Location | None:
 
 
 def collect_later_buffers(more: dict[str, int], reported: Sequence[Finding], new: Sequence[Finding], step: int) -> None:
-    """Add to `more` buffers that differ only from `step` on, if others were reported."""
+    """Add buffers that first differ in `step` to `more`, if other buffers were reported."""
     known = {name for finding in reported if RULES[finding.code].buffers_only for name in finding.subjects}
     for finding in new if known else ():
         for name in finding.subjects if RULES[finding.code].buffers_only else ():
@@ -197,7 +196,7 @@ def add_later_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
 
 
 def _judge_step(wrapper: WrapperTrace, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
-    """Judge the reports of one step; a rank without a report misses no gradients."""
+    """Judge the reports of one step; a rank that reported nothing has all gradients."""
     findings = []
     ended = {rank.started.rank: rank.counts[wrapper.number][0] > step for rank in wrapper.ranks}
     nothing_missing = {number: RankReport(StepEvidence(number, step, {})) for number in ended if ended[number]}

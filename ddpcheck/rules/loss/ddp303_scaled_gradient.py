@@ -244,10 +244,10 @@ def judge_rescaled(
 
 
 def explain_by_common_factor(facts: SingleProcessFacts) -> list[Finding]:
-    """Report gradients that are all one factor times the shards' or global batch's (DDP303).
+    """Report gradients that all differ from correct gradients by the same factor (DDP303).
 
-    A factor that shards without a process group lack comes from the world size; else loss values show its origin. Runs
-    before explanations by differences between ranks, because the factor is equal on all ranks.
+    If the factor is absent from the same shards without a process group, it comes from the world size; otherwise loss
+    values show its cause. Runs before explanations by differences between ranks: the factor is equal on all ranks.
     """
     analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
@@ -290,9 +290,9 @@ def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
-    """Report loss terms whose gradient is a factor times the global batch's (DDP303).
+    """Report loss terms whose gradient is a multiple of the global batch's gradient (DDP303).
 
-    Only if `facts.world_changed`. Runs after non-differentiable collectives, which may leave any factor on a term.
+    Requires `facts.world_changed`. Runs after explanations by non-differentiable collectives: these allow any factor.
     """
     analysis = facts.analysis
     scaled = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
@@ -442,7 +442,7 @@ def _judge_counted_twice(passes: Passes, losses: Losses) -> list[Finding]:
 
 
 def judge_gathered_loss(losses: Losses) -> list[Finding]:
-    """Report a gathering `autograd.Function` that returns the rank's own part of gradients only."""
+    """Report a gather whose custom backward returns only the rank's part of gradients (DDP303)."""
     if not losses.local_parts or losses.are_rescaled or not losses.local_parts_lack_factor:
         return []
     return new_finding("DDP303", ("loss",), **describe_lost_factor(losses))

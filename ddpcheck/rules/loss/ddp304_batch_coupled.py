@@ -87,9 +87,9 @@ def explain_by_batch_choice(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
-    """Report coupling if per-shard batch statistics explain the ranks' gradient (DDP304).
+    """Report coupled samples if per-shard batch statistics explain the ranks' gradient (DDP304).
 
-    Runs before causes that are only likely: if ranks also exchange tensors, shards in one process show no coupling.
+    Runs before causes that are only likely: later explanations find no coupling if ranks also exchange tensors.
     """
     fit, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
     is_exact = max(abs(fit.ratio - 1), fit.residual) <= max(facts.tolerance, EXACT_FIT)

@@ -150,7 +150,7 @@ def _severity_by_error(facts: SingleProcessFacts) -> Severity | None:
 
 
 def explain_by_common_weight(facts: SingleProcessFacts) -> list[Finding]:
-    """Report gradients that are the global batch's times one factor, if unexplained (DDP305)."""
+    """Report gradients that differ from the global batch by one unexplained factor (DDP305)."""
     if not facts.has_common_factor:
         return []
     weight = 1 / (facts.known.world_size * facts.analysis.against_global.ratio)
@@ -158,7 +158,7 @@ def explain_by_common_weight(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:
-    """Report sample weights computed from the local batch, without coupled samples (DDP305)."""
+    """Report sample weights computed from the local batch, if samples are not coupled (DDP305)."""
     coupled = facts.known.local.differing_buffers or any(term.coupled is not False for term in terms)
     if coupled or facts.analysis.error or facts.world_changed:
         return []
@@ -259,7 +259,7 @@ def _known_weight(term: ScaledTerm) -> float:
 
 
 def _keeps_ratio(numbers: Sequence[Sequence[float]]) -> bool:
-    """Return True if some rank's numbers keep a similar ratio to rank 0's."""
+    """Return True if a rank's numbers divided by rank 0's numbers stay similar."""
     for rank in range(1, len(numbers[0])):
         ratios = [math.log(by_rank[rank] / by_rank[0]) for by_rank in numbers]
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
@@ -274,7 +274,7 @@ def _keeps_ratio(numbers: Sequence[Sequence[float]]) -> bool:
 
 
 def judge_targets_of_ranks(unequal: UnequalTargets) -> list[Finding]:
-    """Report weights of targets that differ between ranks only (DDP305)."""
+    """Report weights of targets that differ between ranks, not between micro-batches (DDP305)."""
     if unequal.is_in_rank:
         return []
     return new_finding(
@@ -288,7 +288,7 @@ def judge_targets_of_ranks(unequal: UnequalTargets) -> list[Finding]:
 
 
 def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
-    """Return a severity: how unequally ranks weight each target in the loss."""
+    """Return the severity of unequal weights that ranks give to targets of the loss."""
     steps: dict[tuple[int, str], dict[int, list[MicroBatch]]] = {}
     for rank, items in enumerate(ranks):
         for item in dict.fromkeys(items):
@@ -303,7 +303,7 @@ def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
 
 
 def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
-    """Return the severity of unequal weights (by step and rank), whatever each step's scale."""
+    """Return the severity of unequal weights (by step and rank), from ratios within steps."""
     steps = [step for step in steps if step and min(step) > 0]
     if not steps:
         return Severity.WARNING
@@ -345,13 +345,13 @@ def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[fl
 
 
 def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
-    """Return the `head` numbers whose terms, one per sample, have different factors."""
+    """Return `head` numbers of the terms that weight each sample by a different factor."""
     by_head = group_by((term for term in loss.terms if term.head is not None), lambda term: term.head)
     return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
-    """Return a sum's divisor, or a mean's relative to `factor`; 0 if unknown."""
+    """Return a sum's divisor, or a mean's divisor relative to `factor`; 0 if unknown."""
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.is_selected and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0

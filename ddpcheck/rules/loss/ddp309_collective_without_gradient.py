@@ -44,7 +44,7 @@ from ddpcheck.trace.unwrapped_params import param_name
 def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Requires `MIN_GATHERS` steps with that on all ranks, or one if parameters get no gradient (DDP then raises).
+    Requires `MIN_GATHERS` such steps on all ranks, or one such step if parameters get no gradient (DDP then raises).
     """
     uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]
@@ -82,7 +82,7 @@ def judge_local_parts(losses: Losses) -> list[Finding]:
     """Report gathered features that get the gradient of their rank's loss only (DDP309).
 
     If the same gradient arrives on every rank, each rank has the loss of all rows: the ranks' parts sum to the
-    gradient, and DDP divides the sum by the world size. If gradients differ, those of other ranks' losses are lost.
+    gradient, and DDP divides the sum by the world size. If gradients differ, gradients of other ranks' losses are lost.
     """
     if not losses.local_parts:
         return []
@@ -104,7 +104,7 @@ def judge_local_parts(losses: Losses) -> list[Finding]:
 
 
 def describe_lost_factor(losses: Losses) -> dict[str, Any]:
-    """Return arguments of `new_finding` for a loss over all ranks whose gradient DDP averages."""
+    """Return `new_finding` arguments for a loss over all ranks, whose gradients DDP wrongly averages."""
     first, size, is_mixed = losses.local_parts[0][0], len(losses.parts), losses.uses_features_directly
     phrase = "its part of the gradients is" if is_mixed else "gradients are"
     mixed_note = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
@@ -211,8 +211,8 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
     """DDP309: backward through a tensor that a collective has overwritten.
 
     A single number, such as a logged loss, is reported only if divided by the world size, and not if the script
-    accumulates: then the divisor may be the number of micro-batches. If all ranks compute the same from a sum (Barlow
-    Twins loss), only a factor is wrong; from an average, the gradient is right.
+    accumulates gradients: then the divisor may be the number of micro-batches. If all ranks compute the same from a
+    sum (Barlow Twins loss), only a factor is wrong. From an average, the gradient is right, and nothing is reported.
     """
     for index, use in ((index, use) for uses in loop.reduced_in_place for index, use in enumerate(uses)):
         scaled = use.factor is not None and math.isclose(use.factor * loop.world_size, 1.0, rel_tol=1e-5)

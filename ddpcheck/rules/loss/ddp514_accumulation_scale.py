@@ -114,7 +114,7 @@ def judge_accumulated(losses: LossesByRank) -> list[Finding]:
 def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
     """Return True if backward passes are micro-batches whose losses are undivided means.
 
-    `before`: batches taken when the step began; larger than later counts if a new epoch has begun.
+    `before`: number of batches taken before the step; it exceeds later numbers if a new epoch has begun.
     """
     last, wrappers = passes[-1], set(passes[-1].wrappers)
     kinds = {tuple(term.kind for term in loss.terms) for loss in passes}

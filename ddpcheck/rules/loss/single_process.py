@@ -31,7 +31,7 @@ from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts, first
 def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     """Judge the normalisation of each loss term, and coupled samples (DDP305, 304).
 
-    Runs last: the weights assume that the ranks' gradients are weighted sums of the shards' gradients.
+    Runs last: the weights fitted to terms assume that ranks' gradients are weighted sums of the shards' gradients.
     """
     if routing := explain_by_batch_choice(facts):  # shards use different parts of the model than the global batch
         return routing
@@ -65,10 +65,10 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
 def judge_single_process(
     differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: JudgeContext
 ) -> list[Finding]:
-    """Explain averaged gradients that differ from the global batch's, by pattern.
+    """Explain averaged gradients that differ from the gradients of the global batch.
 
     Reports the first match of `EXPLANATIONS` (DDP216, 303, 304, 305, 309, 310, 312, 514 or 516), else DDP312.
-    `differences` are by step; `analysis` is of the first mismatched step.
+    `differences` are by step; `analysis` is about the shards in the first mismatched step.
     """
     bad = {step: [item for item in items if item.bad] for step, items in differences.items()}
     bad = {step: items for step, items in bad.items() if items}

@@ -42,8 +42,8 @@ def judge_constructed_optimizers(options: Sequence[Mapping[str, str]]) -> list[F
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
     """DDP223: options that differ between ranks; learning rates only if they were never equal.
 
-    Skips optimizers of parameters that ranks train separately, and steps with unequal numbers of averaged backward
-    passes, in which a schedule has different rates.
+    Skips optimizers of parameters that ranks train separately, and steps after unequal numbers of averaged backward
+    passes: the ranks then differ in their learning rates because their schedules have made different numbers of steps.
     """
     for number, rank_steps in enumerate(() if steps and are_local(steps) else steps):
         first, options = rank_steps[0], _drop_rank_options([step.options for step in rank_steps])
@@ -66,7 +66,7 @@ def _drop_rank_options(options: Sequence[Mapping[str, str]]) -> list[dict[str, s
 
 
 def judge_parts(first: Steps) -> list[Finding]:
-    """DDP223: optimizers with different parameters on ranks, after the parameters have diverged.
+    """DDP223: optimizers that hold different parameters on ranks, if parameters have diverged.
 
     A manually sharded optimizer also holds different parameters, but sends the updated parameters to the other ranks.
     """

@@ -41,7 +41,7 @@ _ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 
 def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
-    """DDP504: an optimizer of tensors in no module, while wrapped parameters never change."""
+    """DDP504: parameters that never change, beside an optimizer whose tensors are in no module."""
     unknown = steps[-1][0].unregistered_params if steps else ()
     idle = [name for name, changes in moved.items() if not changes and name not in param_names]
     if not unknown or not idle:
@@ -146,8 +146,8 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
                 "DDP504",
                 first.unoptimized,
                 f"The optimizer holds none of the {plural(len(first.unoptimized), 'parameter')} that "
-                f"{plural_verb('is', 'are', first.unoptimized)} split over {format_ranks(ranks)}: it has the previous ones, "
-                "which are no longer in a module.",
+                f"{plural_verb('is', 'are', first.unoptimized)} split over {format_ranks(ranks)}: it has the previous "
+                "ones, which are no longer in a module.",
                 location=first.constructed_at or first.location,
                 related={"model split": split.location, "optimizer steps": first.location},
                 fix="Call parallelize_module before the optimizer is constructed.",

@@ -55,11 +55,11 @@ def explain_by_schedule(rank_steps: Steps, options: Finding) -> list[Finding]:
 
 
 def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
-    """DDP507: schedule stepped world_size times at once, which ends too early.
+    """DDP507: schedule that is stepped world_size times instead of once, and ends early.
 
     Some schedules are sized for the steps of all ranks. A finding requires that the rate reached its end or minimum
-    after 1/world_size of the training, or that the source calls step() world_size times and no number of the schedule
-    is the world size or the number of steps of all ranks.
+    after 1/world_size of the training, or that the source calls step() world_size times and no attribute of the
+    schedule is the world size or the number of steps of all ranks.
     """
     schedules = [end.schedule for end in ends if end.schedule is not None]
     if world_size < 2 or len(schedules) < max(1, len(ends)):

@@ -32,7 +32,7 @@ CALLBACK_TOLERANCE = 1e-4  # relative difference of equal metrics, which Lightni
 
 @rule
 def judge_metrics(metrics: Metrics) -> list[Finding]:
-    """DDP518: schedule or callback with a per-rank metric."""
+    """DDP518: schedule or callback that uses a metric of only the rank's samples."""
     findings: dict[str, Finding] = {}  # by user of the metric
     for uses in zip(*metrics.uses, strict=False):
         user, metric, values = uses[0].user, uses[0].metric, [use.value for use in uses]

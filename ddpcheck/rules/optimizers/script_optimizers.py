@@ -48,7 +48,7 @@ from ddpcheck.trace.unwrapped_params import (
 
 @rule
 def judge_states(states: OptimizerStates) -> list[Finding]:
-    """Judge the parameters and state before each optimizer's steps."""
+    """Report optimizer state that differs between ranks, with the files that ranks loaded."""
     facts = states.facts
     findings = [finding for opt in facts.optimizers for finding in judge_optimizer_state(opt.steps)]
     return locate_restored_file(findings, facts.events(FileUsed))
@@ -81,7 +81,6 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
 
 
 def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
-    """Judge the gradients of parameters outside of wrappers."""
     findings = [] if facts.model_groups else judge_scaled_by_hand(opt.steps, facts.events(GradientsClipped))
     if not facts.model_groups and not findings:
         names = opt.steps[0][0].unwrapped_params.keys() if opt.steps else None
@@ -102,7 +101,7 @@ def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
 
 
 def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP306 and 521: sharded state loaded on some ranks, or from one rank's state."""
+    """DDP306 and 521: sharded optimizer state, loaded on some ranks or saved by one."""
     for rank_steps in steps:
         states, first = [step.shard_states for step in rank_steps], rank_steps[0]
         loaded = [step.restored_at for step in rank_steps]
@@ -129,7 +128,11 @@ def judge_unsynchronized(
     sharded_at: Location | None = None,
     assigned: Sequence[ModuleChanged] = (),
 ) -> list[Finding]:
-    """Detect parameters trained on unaveraged gradients (DDP111, 208, 306, 501, 503)."""
+    """Detect parameters trained on unaveraged gradients (DDP111, 208, 306, 501, 503).
+
+    `others`: steps of all optimizers of the same parameters. `wrapped`: True if the script has a wrapper. `in_step`:
+    True if an optimizer averages inside its step. `sharded_at`: line of `fully_shard`.
+    """
     aligned = (
         step and all(entry.unwrapped_params.keys() == step[0].unwrapped_params.keys() for entry in step)
         for step in steps

@@ -64,7 +64,11 @@ def judge_parameters(
     zero_ends: Mapping[str, PathEnd] | None = None,
     ends_here: bool = True,
 ) -> list[Finding]:
-    """Judge all parameters of a module (`ends_here`: no forward pass follows the evidence)."""
+    """Judge all parameters of a module.
+
+    `nonzero_when_perturbed`: parameters whose gradient is zero only at their current values. `zero_ends`: by parameter,
+    where the gradient becomes zero. `ends_here`: True if no forward pass follows the evidence.
+    """
     changed = judge_changed_in_forward(evidence, wrapper, names)
     explained = {name for finding in changed for name in finding.subjects}
     facts = ParameterFacts.from_evidence(evidence, wrapper, names, ends_here=ends_here, explained=explained)

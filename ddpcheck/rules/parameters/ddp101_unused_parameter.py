@@ -48,7 +48,7 @@ def judge_unused(group: MissingGroup) -> list[Finding]:
 
 
 def reword_in_first_steps(finding: Finding, missing_steps: Sequence[int]) -> Finding:
-    """Reword a DDP101 of the first steps: other branches may read the parameter later."""
+    """Reword a DDP101 found in first steps: later steps may read the parameter."""
     if finding.code != "DDP101":
         return finding
     return replace(

@@ -34,7 +34,7 @@ def judge_zero_gradients(
 ) -> list[Finding]:
     """DDP107: gradients that are exactly zero, even for perturbed parameters.
 
-    Nothing is reported if every gradient is zero, which DDP307 reports.
+    If every gradient is zero, DDP107 is silent: DDP307 reports that.
     """
     zero = parameters_with_zero_gradients(facts.evidence)
     always = [name for name in zero if name not in nonzero_when_perturbed]
@@ -62,7 +62,7 @@ def judge_zero_gradients(
 
 
 def is_refuted(finding: Finding, nonzero: Collection[str]) -> bool:
-    """Return True if `finding` is a DDP107 on a parameter in `nonzero`."""
+    """Return True if nonzero gradients of parameters in `nonzero` refute a DDP107."""
     return finding.code == "DDP107" and not set(finding.subjects).isdisjoint(nonzero)
 
 

@@ -31,7 +31,7 @@ from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps
 
 
 def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
-    """Report parameters that the wrapper ignores or `fully_shard` does not hold (DDP111)."""
+    """Report trained parameters that the wrapper ignores or no `fully_shard` call covers (DDP111)."""
     names = facts.known.names
     ignored = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
     if not ignored:

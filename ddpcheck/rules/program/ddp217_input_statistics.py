@@ -42,7 +42,7 @@ ROUNDING = 1e-5  # relative to the divisor of the inputs
 
 @rule
 def judge_statistics(statistics: Statistics) -> list[Finding]:
-    """DDP217: running statistics of a rank's own samples that normalise forward inputs.
+    """DDP217: inputs normalised by running statistics that each rank estimates from its own samples.
 
     Statistics equal on all ranks at a forward call, or passed to a collective, are ignored: they normalise equally.
     """
@@ -59,7 +59,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
 
 
 def _discount(stat: RunningStatistic) -> RunningStatistic:
-    """Return `stat`, without equations if most of the statistic's changes are unexplained."""
+    """Return `stat`, with 0 `equations` if too many changes of the statistic are unexplained."""
     return stat if stat.unexplained_moves <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
 
 
@@ -75,7 +75,7 @@ def _follows_samples(stats: dict[int, RunningStatistic]) -> bool:
 
 
 def _largest_difference(stats: Sequence[RunningStatistic]) -> float:
-    """Return the largest difference from the first rank, in units of the inputs' divisor."""
+    """Return the largest difference from the first rank, relative to the normalisation's divisor."""
     first = stats[0]
     rows = [row for stat in stats[1:] for row in zip(stat.values, first.values, first.scale, strict=False)]
     return max((abs(value - base) / scale for value, base, scale in rows if scale > 0), default=0.0)

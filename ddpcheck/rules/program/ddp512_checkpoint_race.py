@@ -39,9 +39,9 @@ from ddpcheck.trace.program import Program
 def judge_files(program: Program) -> list[Finding]:
     """DDP512: files written by several ranks, or read while another rank writes.
 
-    At most one finding per line. Two uses are ordered if a collective of all ranks is between them, or if the second
-    rank waited for another rank in a different way. Otherwise both may happen at the same time, whatever the order in
-    this run.
+    Returns at most one finding per line. Two uses of a file are ordered if a collective of all ranks is between them,
+    or if the second rank has waited for another rank by other means. Otherwise both uses may happen at the same time,
+    whatever their order in this run.
     """
     by_line: dict[Location | None, list[Finding]] = {}
     saved = {use.path for rank_uses in program.uses for use in rank_uses if use.by_torch}

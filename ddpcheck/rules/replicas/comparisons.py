@@ -185,7 +185,6 @@ _LONGEST_VALUE = 120  # characters
 
 
 def _around_difference(values: Sequence[str]) -> list[str]:
-    """Shorten long values to the part around the first difference."""
     if max(map(len, values)) <= _LONGEST_VALUE:
         return list(values)
     index = next((i for i, c in enumerate(zip(*values, strict=False)) if len(set(c)) > 1), min(map(len, values)))

@@ -37,8 +37,8 @@ def judge_copies(copies: Copies) -> list[Finding]:
 def judge_copied_states(states: Sequence[Sequence[UnwrappedModel]], changes: Changes = ()) -> list[Finding]:
     """DDP306 and 214: copies, criterion buffers and other modules that differ between ranks.
 
-    A copy is not reported if a rank neither changes nor calls it (e.g. an EMA that only rank 0 updates). The finding
-    is at the line that made the copy or, if once equal on all ranks, at the line that writes the copy.
+    A copy is not reported if a rank neither changes nor calls it (e.g. an EMA that only rank 0 updates). The finding is
+    at the line that made the copy or, if the copy was equal on all ranks before, at the line that writes the copy.
     """
     by_name = [_states_by_name(rank_states) for rank_states in states]
     findings: list[Finding] = []
@@ -123,7 +123,7 @@ def _use_finding(
     copied: Location | None,
     written: WriteFacts,
 ) -> list[Finding]:
-    """Report unequal weights where they are loaded, else written, else copied, else evaluated."""
+    """Report unequal weights at the line that loads, writes, copies or evaluates the weights."""
     ranks = list(uses)
     use = next((use for use in uses.values() if use.loaded), uses[ranks[0]])
     copies = [[state for state in rank_states if state.is_copy and state.name == use.name] for rank_states in states]

@@ -50,7 +50,7 @@ def _compare_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
-    """DDP216: unregistered tensors that the first step creates differently per rank, and keeps.
+    """DDP216: unregistered tensors that forward keeps from the first step, different on each rank.
 
     Judged only if gradients differ from the global batch: a cache of a rank's own samples is harmless.
     """
@@ -78,7 +78,7 @@ def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
 
 
 def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
-    """DDP216: unregistered tensors from before the first step that diverge between ranks."""
+    """DDP216: unregistered tensors that exist before the first step and diverge between ranks."""
     names = list(facts.first_steps(lambda item: item.state))
     if not names:
         return []

@@ -120,7 +120,6 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
 
 
 def _contains_all(path: str, subjects: Iterable[str]) -> bool:
-    """Return True if all `subjects` are inside the module `path`."""
     return not path or all(subject == path or subject.startswith(f"{path}.") for subject in subjects)
 
 

@@ -283,7 +283,7 @@ def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], 
 
 
 def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
-    """DDP306: gradients that each rank of a split model scales by its parts' norm."""
+    """DDP306: gradients of a split model that each rank scales by its local norm."""
     scaled = [(rank_steps, factors) for rank_steps in steps if (factors := gradient_factors(rank_steps)) is not None]
     if not scaled or 2 * len(scaled) <= len(steps):
         return []
@@ -310,7 +310,7 @@ def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> l
 def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[Sequence[int]]) -> list[Finding]:
     """DDP306: gradients clipped by a norm that counts replicated parameters once per rank.
 
-    This wrong norm then equals the clipping limit in all clipped steps, and the norm of the whole model varies.
+    Reported if this wrong norm equals the clipping limit in all clipped steps, but the norm of the whole model varies.
     """
     wrong, right = [], []
     size = len(ranks[0])
@@ -350,7 +350,7 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
 def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
     """DDP306: post-local SGD trains ranks separately, and nothing averages the parameters.
 
-    Not reported for optimizers outside torch.optim, which may average in a step that was not run.
+    Not reported for optimizers outside torch.optim: they may average parameters after the steps of the check.
     """
     local_steps = {step: items for step, items in facts.by_step.items() if items[0].is_local_sgd}
     if not local_steps or not facts.known.plain_optimizer or steps_with_equal_end(local_steps):
@@ -412,7 +412,7 @@ def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Fi
 
 
 def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
-    """Relocate to the line that writes the parameters, or steps an optimizer in backward."""
+    """Relocate a finding to an optimizer step during backward, else to a parameter write."""
     if stepped := changes_of_kind(changes, "stepped"):
         return locate_step_in_backward(finding, stepped[0])
     return locate_values(finding, changes, after_forward=True)

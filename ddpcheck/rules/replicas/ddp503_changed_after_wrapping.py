@@ -172,7 +172,7 @@ def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Fi
 
 
 def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Return True for a DDP503 on parameters with equal gradients on all ranks."""
+    """Return True if gradients of a DDP503's parameters are equal on all ranks."""
     if finding.code != "DDP503":
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):

@@ -65,7 +65,7 @@ def compare_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
 
 
 def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:
-    """Compare requires_grad, and buffers if the wrapper `broadcasts` buffers, after `step`."""
+    """Compare requires_grad after `step`, and also buffers if the wrapper broadcasts buffers."""
     findings = judge_requires_grad([description.parameters for description in descriptions])
     findings += compare_buffers(descriptions) if broadcasts else []
     why = f"equal on all ranks before; the forward or backward pass of step {step} changed it"
@@ -134,7 +134,6 @@ def judge_construction(wrappers: Sequence[WrapperBegun]) -> list[Finding]:
 
 
 def _add_cause(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
-    """Add the cause, if known, and the source line to a finding."""
     explain = next((_EXPLANATIONS[tag] for tag in finding.tags if tag in _EXPLANATIONS), None)
     reason = explain(finding, wrappers) if explain else None
     path = _outermost_difference(finding, wrappers) if explain else ""
@@ -170,7 +169,7 @@ def _registration_line(wrapper: WrapperBegun, name: str) -> Location | None:
 
 
 def _outermost_difference(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
-    """Return the outermost module around the first subject whose class differs, else the subject."""
+    """Return the first subject, or its outermost parent module with differing classes."""
     kinds = [{path: kind for path, kind, *_ in wrapper.description.modules} for wrapper in wrappers]
     *parents, name = _prefixes_of(finding.subjects[0])
     return next((path for path in parents if len({by_path.get(path) for by_path in kinds}) > 1), name)
@@ -189,7 +188,7 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
 
 
 def explain_set(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
-    """Explain missing modules by a variable that counts them, or by differing classes."""
+    """Explain missing modules by a variable equal to their number, or by differing classes."""
     path = _outermost_difference(finding, wrappers)
     parent = path.rpartition(".")[0]
     counts = [sum(m[0].rpartition(".")[0] == parent and m[0] != "" for m in w.description.modules) for w in wrappers]
@@ -222,7 +221,7 @@ _EXPLANATIONS = {SET: explain_set, ORDER: explain_order, SHAPE: explain_size}
 
 
 def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
-    """Explain `sizes`, by rank, by a variable of these sizes minus a constant."""
+    """Find a variable that equals `sizes` (by rank) minus a constant, as the cause."""
     by_name = [group_by(wrapper.sizes, lambda variable: variable.name) for wrapper in wrappers]
     candidates: list[tuple[int, bool, int, SizedVariable, str]] = []
     for index, (name, variables) in enumerate(by_name[0].items()):

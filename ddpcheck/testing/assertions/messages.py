@@ -74,7 +74,7 @@ def _mismatch_lines(mismatched: Sequence[tuple[float, float, str]], count: int) 
 def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tuple[float, float, str]:
     """Return the gradient error, the allowed error, and both as text.
 
-    If |g - r| <= atol + rtol * |r| for every element, the norm is within the allowed error.
+    If |g - r| <= atol + rtol * |r| for every element, then norm(g - r) is within the allowed error.
     """
     where = f"{entry.parameter} in step {entry.step}, against {entry.reference}"
     if tolerance is None:
@@ -299,10 +299,7 @@ def _numbers_are_close(entries: Mapping[int, ComparedItem | None], reference: in
 
 
 def mismatch_message(mismatches: Iterable[Mismatch], by_rank: Mapping[int, RankValues], name: str = "") -> str:
-    """Return the message on `mismatches`, or '' if all are within the tolerance.
-
-    `name` is the user's name of the argument.
-    """
+    """Return the message on `mismatches` of argument `name`, or '' if within the tolerance."""
     failed = [item for item in mismatches if item.outlying_ranks or not item.distances]
     if not failed:
         return ""

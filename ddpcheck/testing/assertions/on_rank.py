@@ -189,7 +189,7 @@ def _item_at(path: str) -> str:
 
 
 def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
-    """Yield the tensor as an item, and the dense parts if not dense."""
+    """Yield the tensor, and the dense parts of a sparse, nested or quantized tensor."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise UsageError(f"{_item_at(path)} is lazy and has no values yet; run a forward pass first")
     if type(tensor).__module__.startswith("torch.distributed"):
@@ -272,9 +272,10 @@ def _with_canonical_bits(tensor: torch.Tensor) -> torch.Tensor:
 def with_distances(
     mismatches: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
 ) -> list[Mismatch]:
-    """Add distances from the reference to mismatches; only to the first if exact.
+    """Return `mismatches` with the distances of tensors from the reference rank's tensor.
 
-    Called on every rank of `group`: broadcasts the values of the reference ranks.
+    If `options` are exact, only the first mismatch gets distances. Every rank of `group` has to call this function,
+    since it broadcasts the tensors of the reference ranks.
     """
     selected = [item for item in (mismatches[:1] if options.exact else mismatches) if item.measurable]
     if not selected:

@@ -37,7 +37,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_of_node(layout: str, node: str) -> int | None:
-    """Return the task count of a node from a layout such as `4(x2),1`."""
+    """Return the task count of node number `node` in a layout such as `4(x2),1`."""
     counts: list[int] = []
     for part in layout.split(","):
         if not (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)):
@@ -47,7 +47,7 @@ def tasks_of_node(layout: str, node: str) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Return a port derived from "<job id> <step id>", possibly used by another program."""
+    """Return a port computed from `job`, "<job id> <step id>"; not necessarily free."""
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS
 
@@ -75,7 +75,7 @@ class LauncherEnv:
 
 
 class _Variables(NamedTuple):
-    """Environment variables of one launcher, separated by spaces; the first set variable counts."""
+    """Environment variables of a launcher; if a field names several, the first set counts."""
 
     launcher: str
     rank: str

@@ -232,7 +232,7 @@ def _init_group(rendezvous: _Rendezvous, backend: str, values: dict[str, str], o
 
 
 def _visible_gpus(machine: str) -> list[str]:
-    """Return an id for each visible GPU, in order, the same on all ranks."""
+    """Return ids of visible GPUs; a GPU has the same id on all ranks."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -338,7 +338,7 @@ class _Rendezvous:
             ) from error
 
     def _wait_for_keys(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
-        """Wait for the keys in `names`; on timeout raise everywhere, naming ranks without key."""
+        """Wait for the keys in `names`; on timeout all ranks raise, naming late ranks."""
 
         def check(_missing: list[int]) -> None:
             if self.store.has(_FAILED):

@@ -50,7 +50,7 @@ _numbers = itertools.count(1)  # of worlds
 def local_fields(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
     """Return the `RankConfig` fields local_rank, local_world_size and sharing, for each rank.
 
-    Launchers that bind a GPU to each process, such as `srun --gpus-per-task=1`, hide the other GPUs.
+    `sharing` counts ranks that see the same GPUs; some launchers, such as `srun --gpus-per-task=1`, hide other GPUs.
     """
     rows = []
     for hello in hellos:
@@ -69,7 +69,7 @@ def _visible_gpus(hello: Hello) -> list[str | None]:
 
 
 class Leader:
-    """Launched processes that host the ranks of a world: option `hosts` of `WorldOptions`."""
+    """Connections of rank 0 to the other launched processes, which host ranks of worlds."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Leader:
         self.sharing = self._local_fields[0]["sharing"][1]  # number of ranks that see the same GPUs as rank 0
 
     def for_first_ranks(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
-        """Return a leader for only the first `len(contexts)` ranks, with these process contexts."""
+        """Return a leader for a smaller world, which has one rank per process context."""
         leader = copy.copy(self)
         leader.world_size = len(contexts)
         leader._hellos = [replace(hello, context=item) for hello, item in zip(self._hellos, contexts, strict=False)]
@@ -105,7 +105,7 @@ class Leader:
         return leader
 
     def complete_config(self, config: wire.RankConfig) -> wire.RankConfig:
-        """Return `config` with store address, context and local rank of the rank's machine."""
+        """Return `config` completed with the rank's store address, process context and local rank."""
         hello = self._hellos[config.rank]
         store = None if self.one_machine else (hello.master or "localhost", self._store_port(config.directory))
         masters = tuple(dict.fromkeys(peer.master for peer in self._hellos))
@@ -130,7 +130,7 @@ class Leader:
         return self._stores[directory].port
 
     def starter(self, rank: int, method: str | None) -> starting.Starter:
-        """Return the starter of a rank: local for rank 0, else remote."""
+        """Return the function that starts a rank: locally (rank 0), or by a follower."""
         return partial(RemoteRanks, self._followers[rank], method) if rank else starting.STARTERS[method]
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class _FollowerLink:
 
 
 class RemoteRanks:
-    """One rank of a world, started by a follower."""
+    """A single rank that a follower starts, with the interface of `StartedRanks`."""
 
     def __init__(
         self, follower: _FollowerLink, method: str | None, directory: str, fds: Mapping[int, int], *options: Any
@@ -337,7 +337,7 @@ class Follower:
 
 
 class _HostedRank:
-    """One rank of one world, started by this process."""
+    """One rank of one world, started by this process, a follower."""
 
     def __init__(self, follower: Follower, number: int, method: str, rank: int, directory: str, *options: Any) -> None:
         """Start the rank; `options`: hash seed, preload and ahead, as for a `Starter`."""
@@ -372,7 +372,7 @@ class _HostedRank:
         self._outbox.send(self._sock, data)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank; after SIGUSR1, send its dump to the leader."""
+        """Send a signal to the rank; for SIGUSR1, send the leader the stack dump."""
         if self._shared or number != signal.SIGUSR1:
             self.launch.signal([self._rank], number)
             return
@@ -384,7 +384,7 @@ class _HostedRank:
     # --- Reports to the leader ---------------------------------------------------------------------------------------
 
     def send_reports(self) -> bool:
-        """Send files, messages and events to the leader; return True if none will follow."""
+        """Send files, messages and events to the leader; return True after the last report."""
         self._outbox.send(self._sock)
         self._send_files()
         self._forward_messages()
@@ -424,7 +424,6 @@ class _HostedRank:
             self._send_file(f"collectives-{self._rank}.log")
 
     def _send_file(self, name: str) -> None:
-        """Send the new content of a file to the leader."""
         try:
             data = (self._directory / name).read_bytes()
         except OSError:

@@ -96,7 +96,6 @@ class RankGroup:
     # --- Background threads -------------------------------------------------------------------------------------------
 
     def _record_lost_rank(self, rank: int, pid: int | None) -> None:
-        """Record a rank whose connection to the leader closed before it left."""
         with contextlib.suppress(StoreGoneError):
             if not self._released.is_set() and not self.store.has(f"left/{rank}"):
                 self.gone[rank] = describe_exit(rank, pid)
@@ -157,7 +156,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def without_interrupt(self) -> Iterator[None]:
-        """Suppress KeyboardInterrupt on SIGTERM in a block that raises a clearer error."""
+        """Keep SIGTERM from raising KeyboardInterrupt in a block, which raises a clearer error."""
         before, self._is_working = self._is_working, True
         try:
             yield
@@ -191,7 +190,6 @@ class RankGroup:
 
     def _wait_for_keys(self, what: str, names: dict[int, str], timeout: float) -> None:
         def has_arrived(rank: int) -> bool:
-            """Return True if the rank wrote its key before it left or exited."""
             return self.store.has(names[rank])
 
         def check(missing: list[int]) -> None:
@@ -231,7 +229,10 @@ class RankGroup:
     def reason_of_absence(
         self, ranks: Sequence[int], has_arrived: Callable[[int], bool] = lambda rank: False
     ) -> str | None:
-        """Set and return `broken` if a wait for `ranks` cannot succeed; else None."""
+        """Return why a wait for `ranks` cannot succeed, and set `broken`; else return None.
+
+        A rank for which `has_arrived` returns True is not waited for, even if the rank has exited.
+        """
         try:
             for rank in ranks:
                 if rank not in self.gone and self.store.has(f"gone/{rank}"):

@@ -120,10 +120,11 @@ class LauncherStore:
 def open_store(
     launch: LauncherEnv, timeout: float, *, uses_port: bool = False
 ) -> tuple[LauncherStore, Callable[[], None]]:
-    """Open the store of a launch; return (store, function to call after all joined).
+    """Open the store of a launch; return the store and a cleanup function.
 
-    `uses_port` uses the port of the launch even on one machine, where a rendezvous file would do. Raises `UsageError`
-    without a rendezvous address, and `DDPCheckError` if the store cannot be created or reached.
+    Call the function after all ranks have joined: it deletes the rendezvous file, if any. `uses_port`: use the port of
+    the launch even on one machine, instead of a file. Raises `UsageError` without a rendezvous address, and
+    `DDPCheckError` if the store cannot be created or reached.
     """
     deadline = time.monotonic() + timeout
     launch = _with_address(launch, uses_port)
@@ -237,7 +238,7 @@ def publish(path: Path, port: int, token: str) -> None:
 
 
 def look_up(path: Path) -> tuple[int, str]:
-    """Return port and token, or (0, "") without a file of this user."""
+    """Return port and token from `path`; (0, "") unless this user owns the file."""
     try:
         port, token = read_file(path, 100, own=True).split(b" ")
         return int(port), token.decode()
