@@ -238,7 +238,7 @@ class World:
         self._options = replace(self._options, timeout=timeout, startup_timeout=startup_timeout, env=env, watch=watch)
         self.timeout = timeout
         self.startup_timeout = startup_timeout
-        self._processes.forget_files()
+        self._processes.clear_run_files()
         self._processes.update_context(starting.process_context(self._options.env))
 
     def reset_process_group(self) -> None:

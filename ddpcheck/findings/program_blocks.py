@@ -17,7 +17,7 @@ import msgspec
 from ddpcheck.findings.files import read_source
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import computed_for, file_of_class, is_user_file, parsed_source, relative_path
+from ddpcheck.findings.source_lines import argument_line, file_of_class, is_user_file, parsed_source, relative_path
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -164,7 +164,7 @@ def _line_omitting(use: ast.expr, method: ast.AST, file: str) -> Location | None
     tests = [expr.test for expr in (*if_exps, *nodes) if isinstance(expr, ast.IfExp | ast.If) and expr.lineno == line]
     arguments = {arg.arg for arg in nodes if isinstance(arg, ast.arg)}
     names = [test.id for test in tests if isinstance(test, ast.Name) and test.id in arguments]
-    return Location(shown, next(filter(None, (computed_for(parsed_source(file), name) for name in names)), line))
+    return Location(shown, next(filter(None, (argument_line(parsed_source(file), name) for name in names)), line))
 
 
 def _selects_items(node: ast.AST, use: ast.expr) -> bool:

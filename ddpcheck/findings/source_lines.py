@@ -133,13 +133,13 @@ def lines_of_program(frame: FrameType) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def line_and_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:
+def user_line_and_program_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:
     """Return the line of `user_location` (or "") and the lines of `lines_of_program`."""
     lines = lines_of_program(frame)
     return lines[0] if lines and _passes_over_packages else str(user_location(frame) or ""), lines
 
 
-def below_common(lines: tuple[str, ...], others: tuple[str, ...]) -> str:
+def first_difference_of_stacks(lines: tuple[str, ...], others: tuple[str, ...]) -> str:
     """Return the outermost line of stack `lines` that differs from stack `others`, or ""."""
     pairs = itertools.zip_longest(lines[::-1], others[::-1], fillvalue="")
     return next((line for line, other_line in pairs if line != other_line), "")
@@ -320,14 +320,14 @@ def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | Non
 def last_assignment(at: Location, name: str) -> Location | None:
     """Return the last line up to `at` that assigns `name` in the same function.
 
-    For attribute "data.classes": the first line that assigns an attribute `classes`, else the line of `computed_for`
-    for `classes`, else the line that assigns `data`. For an argument of the function: the line of `computed_for`.
+    For attribute "data.classes": the first line that assigns an attribute `classes`, else the line of `argument_line`
+    for `classes`, else the line that assigns `data`. For an argument of the function: the line of `argument_line`.
     """
     tree = parsed_source(_files.get(at.path, at.path))
     first, *attributes = name.split(".")
     if attributes and (lines := [line for line, target in _targets(tree) if target.endswith(f".{attributes[-1]}")]):
         return Location(at.path, lines[0])
-    if attributes and (line_number := computed_for(tree, attributes[-1])):
+    if attributes and (line_number := argument_line(tree, attributes[-1])):
         return Location(at.path, line_number)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     functions = [node for node in functions if node.lineno <= at.line <= (node.end_lineno or 0)]
@@ -337,7 +337,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
         arguments = () if isinstance(scope, ast.Module) else ast.walk(scope.args)
         if all(not isinstance(arg, ast.arg) or arg.arg != first for arg in arguments):
             continue
-        if line_number := computed_for(tree, first):
+        if line_number := argument_line(tree, first):
             return Location(at.path, line_number)
         if len(lines := [line for line, target in _targets(tree) if target == first]) == 1:
             return Location(at.path, lines[0])
@@ -345,7 +345,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
 
 @functools.cache
-def computed_for(tree: ast.AST, name: str) -> int | None:
+def argument_line(tree: ast.AST, name: str) -> int | None:
     """Return the only line that computes the value of keyword argument `name`, or None."""
     plain_types = (ast.Name, ast.Attribute, ast.Constant)
     line_numbers = {

@@ -19,7 +19,7 @@ from ddpcheck.findings.errors import EXIT_USAGE, ConfigError, UsageError
 from ddpcheck.findings.files import process_stat
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, settings_from_args, split_at_script
-from ddpcheck.run.run_folder import shared_folder
+from ddpcheck.run.run_folder import launch_folder
 from ddpcheck.stream.rank_log import SCRIPT
 
 _REPORTER = "ddpcheck.cli.late_report"
@@ -43,7 +43,7 @@ def main() -> int:
         parser.error("--check-parity starts the script again, which ddpcheck run does and this command does not")
     settings_from_args(args)
     started = (process_stat(os.getppid())[19:] or "0")[0]  # start time, since the pid may be reused
-    folder = shared_folder(f"{os.getuid()}-{os.getppid()}-{started}")
+    folder = launch_folder(f"{os.getuid()}-{os.getppid()}-{started}")
     (folder / f"{os.getpid()}.pid").touch()
     script = [*(["-m"] if args.module else []), *script]
     try:

@@ -25,7 +25,7 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks, rms_over_ranks
 from ddpcheck.gather.collectives.store_exchange import default_store
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, hook_error
-from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
+from ddpcheck.gather.ddp.model_parts import dtensor_layouts_in_use, split_over
 from ddpcheck.gather.ddp.sharding import mesh_of, shard_number, varying_shards
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprints
@@ -39,7 +39,7 @@ from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.parameters.parameter_history import StepProbe
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_separate_meshes
-from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_equal_shards
 from ddpcheck.rules.replicas.model_parts import judge_model_parts
 from ddpcheck.rules.replicas.steps import judge_replica_states
 from ddpcheck.stream.entries import ReplicaCaptured
@@ -105,7 +105,7 @@ class ReplicaComparison:
         if len({digest for _, digest in pairs}) >= len({shard for shard, _ in pairs}):
             return []
         parts = varying_shards(self._recorder.parameters, mesh_of(self._recorder.module))
-        return judge_repeated(self._alarms.gather(f"parts/{key}", replace(captured, parts=parts)))
+        return judge_equal_shards(self._alarms.gather(f"parts/{key}", replace(captured, parts=parts)))
 
     def _differences_from_average(
         self, local: Mapping[str, torch.Tensor], wrapper: nn.Module
@@ -174,7 +174,7 @@ _WrittenShards = tuple[tuple[int, ...], bool, ReplicaCaptured]
 """(ranks of a mesh, True for a pipeline stage, state of one of the ranks)"""
 
 
-class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
+class MeshComparison(StepListener, Recorder, subjects=("replicas",)):
     """Comparison of one model between several meshes that shard the same model.
 
     The n-th watch of a rank is compared with the n-th watches of other ranks. Each rank writes its state at the steps
@@ -198,7 +198,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """Write this rank's state; compare the first and second-last written step of all ranks."""
         recorder = self._recorder()
-        if not self._is_due(step) or not _misses_ranks(recorder):
+        if not self._is_due(step) or not _is_partial_mesh(recorder):
             return
         inputs = tree_tensors((snapshot.arguments, snapshot.named)) if snapshot is not None else ()
         is_stage = any(tensor.requires_grad for tensor in inputs)  # its backward pass continues in another stage
@@ -217,7 +217,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
             self._report(judge_separate_meshes(list(groups[0]), dict(zip(steps, states, strict=True)), None))
 
 
-def _misses_ranks(recorder: StepRecorder) -> bool:
+def _is_partial_mesh(recorder: StepRecorder) -> bool:
     """Return True if the mesh omits ranks, and no shard has further mesh dimensions."""
     if not recorder.is_sharded or len(recorder.ranks) == dist.get_world_size():
         return False
@@ -279,12 +279,12 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
         self._paths = {id(part): path for path, part in module.named_modules()}
         split: dict[nn.Module, list[str]] = {}
         ranks: set[int] = set()
-        for part, parts in parts_in_use(module).items():
+        for part, parts in dtensor_layouts_in_use(module).items():
             if ranks_by_param := split_over(module, parts):
                 split[part] = list(ranks_by_param)
                 ranks.update(*ranks_by_param.values())
         if ranks:
-            self._parts.note_layouts(module.modules())
+            self._parts.hook_split_inputs(module.modules())
             self._parts.split(tuple(sorted(ranks)), split, None)
 
     def _handle_entry(self, entry: ModelSplit | PartStep | Inputs | EvaluationInputs) -> None:

@@ -22,7 +22,7 @@ _MACHINE = "machine"  # file with the name of the machine: only local processes 
 _MOST_TAKEN = 9  # maximum number of names to try, if other users own the folders
 
 
-def shared_folder(name: str) -> Path:
+def launch_folder(name: str) -> Path:
     """Create or reuse a launch's log folder; `UsageError` if another user owns the folder."""
     for number in range(_MOST_TAKEN):
         folder = Path(tempfile.gettempdir(), f"{FOLDER}{name}{f'-{number}' if number else ''}")

@@ -66,7 +66,7 @@ class RankLog:
         self._stacks: LogFile | None = None
         self.add(started)
 
-    def hold_stacks(self, use: Callable[[int], object]) -> None:
+    def open_stack_file(self, use: Callable[[int], object]) -> None:
         """Open the file to which `faulthandler` writes stacks; pass each new descriptor to `use`."""
         self._stacks = LogFile(self.path.with_suffix(".stack"), use)
 

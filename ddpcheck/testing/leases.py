@@ -61,7 +61,7 @@ class LaunchedWorld:
         self.failed = True
         call = f"run({options.world_size}, {options.backend}, {options.device}, {seconds:g})"
         entries = self._session.gather("a run", (call, starting.process_context()), timeout=options.startup_timeout)
-        self._session.check_in_step([point for point, _ in entries])
+        self._session.require_same_point([point for point, _ in entries])
         contexts = [context for _, context in entries[: self.world_size]]
         work = partial(self._run, contexts, fn, *args, timeout=seconds)
         with self._session.without_interrupt():  # report before the launcher kills all ranks after a crash

@@ -88,9 +88,9 @@ def without_prefixes(replica: ReplicaCaptured) -> ReplicaCaptured:
 def compare_with_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
     """Return, by rank, differences of reduced gradients, sharded or whole, from averaged local gradients."""
     if replicas[0].shard < 0:
-        return differences_from_average(replicas)
+        return unsharded_differences(replicas)
     return [
-        differences_from_average(
+        unsharded_differences(
             [  # other ranks' reduced gradients belong to other shards
                 replace(
                     peer, own=_local_grads_of(peer, replica.shard), averaged=replica.averaged if peer is replica else {}
@@ -108,7 +108,7 @@ def _local_grads_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
     return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
 
 
-def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+def unsharded_differences(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
     """Return, by rank, differences of unsharded reduced gradients from averaged local gradients."""
     names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
     local_sketches = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}

@@ -203,7 +203,7 @@ def is_one_share(loader: LoaderPass, ranks: int) -> bool:
     return 0 <= loader.base_rows - ranks * (loader.size - 1) <= 2 * ranks
 
 
-def rows_by_position(loaders: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
+def values_by_index(loaders: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
     """Map dataset indices to fingerprints of samples or labels; {} if a value changes.
 
     Also {} if indices are loaded again fewer than `FEWEST_ROWS` times, too few to see changes.

@@ -88,7 +88,7 @@ def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[Result
             yield calls
 
 
-def shard_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]:
+def exchanged_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]:
     """Yield numbers that ranks passed to collectives; numbers of single batches are summed."""
     for calls in _calls_by_line(evals):
         first = calls[0][0]
@@ -182,12 +182,12 @@ def first_shown(
     evals: Sequence[RankEvaluation], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
 ) -> MetricShown | None:
     """Return the first output showing `wrong`; None if any output shows a `right` value."""
-    if any(is_close(wrong, value) or record_showing(evals, value, digits) for value in right):
+    if any(is_close(wrong, value) or output_showing(evals, value, digits) for value in right):
         return None
-    return record_showing(evals, wrong, digits)
+    return output_showing(evals, wrong, digits)
 
 
-def record_showing(evals: Sequence[RankEvaluation], value: float, digits: int = _FEWEST_DIGITS) -> MetricShown | None:
+def output_showing(evals: Sequence[RankEvaluation], value: float, digits: int = _FEWEST_DIGITS) -> MetricShown | None:
     """Return the first output that shows `value`, unchanged or in percent, or None."""
     pairs = (pair for ev in evals for pair in numbers_shown(ev))
     scales = value, 100 * value

@@ -105,7 +105,7 @@ class GradientChanges(View):
         return unequal if is_usual and steps and all(map(all_gradients_agree, steps)) else []
 
     @property
-    def partial_changes(self) -> list[Sequence[GradientsChanged]]:
+    def changes_while_accumulating(self) -> list[Sequence[GradientsChanged]]:
         """Changes of accumulated gradients before a step's last micro-batch; each change is by rank.
 
         Either changes of local gradients by factors that differ between ranks, or calls of known clip functions on

@@ -80,7 +80,7 @@ class ParameterFacts:
         """Parameters that contributed on some ranks or in some steps only."""
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
 
-    def similar_params_alternate(self, names: Sequence[str]) -> bool:
+    def list_peers_sometimes_missing(self, names: Sequence[str]) -> bool:
         """Return True if parameters that differ from `names` in list indices are sometimes missing."""
         families = set(map(_without_indices, self.sometimes_missing))
         return all(_without_indices(name) in families for name in names)
@@ -157,17 +157,17 @@ class MissingGroup:
         refused = wrapper.find_unused_parameters and self.names[0] in wrapper.sparse
         if refused:
             notes.append(SPARSE_REFUSED)
-        elif wrapper.goes_on_without:
+        elif wrapper.continues_unused:
             option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
             note = "fully_shard says nothing of it" if wrapper.sharded else f"{option}=True keeps DDP from stopping"
             notes.append(f"{note}; nothing has trained {self.them} in {plural(num_steps, 'step')}")
-        take_turns = self.end.cause == "unused" and facts.similar_params_alternate(self.names)
+        take_turns = self.end.cause == "unused" and facts.list_peers_sometimes_missing(self.names)
         if take_turns:
             notes.append(
                 "others of the same list contribute in some steps or on some ranks only: check more steps (--steps)"
             )
         mildest = Severity.WARNING if num_steps > 1 and not take_turns else Severity.NOTE
-        harmless = wrapper.goes_on_without and self.end.cause != "cut" and not refused
+        harmless = wrapper.continues_unused and self.end.cause != "cut" and not refused
         return [*raises, *evidence, *notes], mildest if harmless else None
 
 

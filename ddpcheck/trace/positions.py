@@ -143,7 +143,7 @@ def divergence_evidence(position: Position, peer: Position) -> list[str]:
     ]
 
 
-def describe_shard(loader_pass: LoaderPass) -> str:
+def describe_loader_pass(loader_pass: LoaderPass) -> str:
     """Describe a rank's pass over its data shard by numbers of batches and samples."""
     size = len(loader_pass.indices) if loader_pass.exhausted and loader_pass.indices else -1
     words = f"{plural(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"

@@ -43,7 +43,7 @@ class RankParams:
         self.names: dict[str, list[str]] = {}  # patterns by name of a parameter or buffer that was left out
         self._has_compared = False
 
-    def left_out_of(self, ranks: Sequence[RankTrace]) -> Sequence[RankTrace]:
+    def logs_without_matches(self, ranks: Sequence[RankTrace]) -> Sequence[RankTrace]:
         """Return copies of logs without values, gradients and optimizer state of matching parameters."""
         if not self.patterns:
             return ranks

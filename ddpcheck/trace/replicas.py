@@ -64,7 +64,7 @@ def ranks_by_call(
     return ranks
 
 
-def write_facts(changes: Changes, copy: str) -> WriteFacts:
+def copy_writes(changes: Changes, copy: str) -> WriteFacts:
     """Return line, evidence and ranks of the writes to a module copy named `copy`.
 
     Lines at which only some ranks write are preferred. If not exactly one line remains, return (None, [], ()).

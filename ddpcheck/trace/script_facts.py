@@ -20,7 +20,7 @@ from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, Wa
 from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.rank_params import RankParams
 from ddpcheck.trace.replicas import aligned, differing_names
-from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, diverge_for_good
+from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, train_separately
 
 _Kind = TypeVar("_Kind")
 
@@ -105,7 +105,7 @@ class ScriptFacts:
         source: ProgramSource | None = None,
         rank_params: RankParams | None = None,
     ) -> None:
-        self.ranks = ranks if rank_params is None else rank_params.left_out_of(ranks)
+        self.ranks = ranks if rank_params is None else rank_params.logs_without_matches(ranks)
         self.ended = ended
         self.source = source or ProgramSource()
 
@@ -322,7 +322,7 @@ class ScriptFacts:
     @cached_property
     def trains_separate_models(self) -> bool:
         """Check if each rank trains a separate model, without any wrapper."""
-        return not self.wrappers and not self.model_groups and diverge_for_good([opt.steps for opt in self.optimizers])
+        return not self.wrappers and not self.model_groups and train_separately([opt.steps for opt in self.optimizers])
 
     def averages_by_hand(self, wrapper: int) -> bool:
         """Check if the script averages gradients that the wrapper does not average.

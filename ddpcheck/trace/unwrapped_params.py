@@ -63,7 +63,7 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
     return all(relative(math.dist(first, sketch), scale) <= _TOLERANCE for sketch in others)
 
 
-def are_scaled(names: Sequence[str], steps: Steps) -> list[str]:
+def names_scaled(names: Sequence[str], steps: Steps) -> list[str]:
     """Return names whose gradients differ between ranks only by one factor per rank."""
     sketches = {name: [entry.gradients.get(name, ()) for entry in steps] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in by_rank] for name, by_rank in sketches.items()}
@@ -110,7 +110,7 @@ def are_local(steps: Sequence[Steps]) -> bool:
     return not steps[0][0].wrapped_params and gradients_mostly_differ(steps)
 
 
-def diverge_for_good(optimizers: Sequence[Sequence[Steps]]) -> bool:
+def train_separately(optimizers: Sequence[Sequence[Steps]]) -> bool:
     """Check if each rank trains a separate model: different initial values and gradients."""
     stepped = [steps for steps in optimizers if steps]
     return bool(stepped) and all(are_local(steps) and not params_equal(steps[0]) for steps in stepped)

@@ -261,7 +261,7 @@ class RankProcesses:
         except OSError:
             return b""
 
-    def forget_files(self) -> None:
+    def clear_run_files(self) -> None:
         """Clear the files of the last run: output, stacks, attachments and stale stores."""
         for rank in self.ranks:
             for kind in ("out", "stack"):

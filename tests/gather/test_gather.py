@@ -24,8 +24,8 @@ from ddpcheck.gather.state.randomness import (
     QuietRandomness,
     generator_states,
     mixed_seed,
-    quiet_modules,
     seed_everything,
+    without_rnn_dropout,
 )
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, fit, norm, scales, tolerances
 from ddpcheck.gather.steps.training_step import compute_gradients, compute_loss, visible_tensors
@@ -125,7 +125,7 @@ def test_silenced_random_layers_compute_the_same_on_shards_and_on_the_whole(name
     x = torch.rand(7, 6) + 0.1
     module = layer if isinstance(layer, nn.Module) else nn.Identity()
     assert is_random(layer, x)
-    with quiet_modules(module), QuietRandomness():
+    with without_rnn_dropout(module), QuietRandomness():
         whole, shards = gradient_of(layer, x), [gradient_of(layer, part) for part in (x[:4], x[4:])]
     for index in (0, 1):
         torch.testing.assert_close(torch.cat([shard[index] for shard in shards]), whole[index])
@@ -148,7 +148,7 @@ def test_a_layer_dropped_at_the_usual_rates_is_kept_in_silence(rate: float) -> N
 SEEDED_BUT_MADE_OF_OTHERS = {
     # these are made of operations that are silenced, or draw nothing by themselves
     *("alpha_dropout", "cauchy", "dropout", "exponential", "geometric", "log_normal", "rrelu"),
-    *("gru", "lstm", "rnn_relu", "rnn_tanh"),  # by quiet_modules
+    *("gru", "lstm", "rnn_relu", "rnn_tanh"),  # by without_rnn_dropout
     *("_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
     # these have no kernel where DDP runs, or are made by a compiler
     *("_fused_dropout", "_scaled_dot_product_attention_math_for_mps", "_flash_attention_forward_no_dropout_inplace"),
@@ -169,7 +169,7 @@ def test_every_operation_that_torch_marks_as_seeded_is_silenced() -> None:
 
 def test_layers_get_their_dropout_back_even_when_something_raises() -> None:
     layer = nn.LSTM(2, 2, num_layers=2, dropout=0.3)
-    with pytest.raises(KeyError), quiet_modules(layer):
+    with pytest.raises(KeyError), without_rnn_dropout(layer):
         assert layer.dropout == 0.0
         raise KeyError
     assert layer.dropout == 0.3

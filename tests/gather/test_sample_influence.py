@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed, rows_of_part
+from ddpcheck.gather.steps.batch_coupling import FirstActivations, factors_for_part, gradients_changed, mask_of_part
 
 SAMPLES = 8
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -30,7 +30,7 @@ def coupled(loss: Loss, model: nn.Module, *, large: bool = False) -> bool | None
         return watch
 
     whole, part = run(batch()), run(batch(SAMPLES // 2))
-    changes = changes_for(whole.values, part.values, large=large)
+    changes = factors_for_part(whole.values, part.values, large=large)
     after = run(batch(), {number: factor for number, (_, factor) in changes.items()})
     return gradients_changed(whole.gradients, after.gradients, changes)
 
@@ -125,8 +125,8 @@ def test_nothing_is_said_where_samples_cannot_be_found_again() -> None:
 
 def test_rows_of_a_part_are_found_one_after_the_other_and_by_views() -> None:
     x = torch.randn(8, 3)
-    assert rows_of_part(x, x[:2]).tolist() == [True, True] + [False] * 6
+    assert mask_of_part(x, x[:2]).tolist() == [True, True] + [False] * 6
     views = torch.cat([x[:2], x[4:6]])
-    assert rows_of_part(x, views).tolist() == [True, True, False, False] * 2
-    assert rows_of_part(x, torch.randn(2, 3)) is None
-    assert rows_of_part(x.T, x[:2].T) is None
+    assert mask_of_part(x, views).tolist() == [True, True, False, False] * 2
+    assert mask_of_part(x, torch.randn(2, 3)) is None
+    assert mask_of_part(x.T, x[:2].T) is None

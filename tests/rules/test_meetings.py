@@ -7,7 +7,7 @@ import pytest
 from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.replace import replace
 from ddpcheck.rules.collectives.ddp401_rank_raised import explain_by_rendezvous
-from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
+from ddpcheck.rules.collectives.ddp402_hang import judge_rendezvous
 from ddpcheck.trace.failures import FailureFacts
 
 AT = "node:29500"
@@ -40,13 +40,13 @@ def waits(rank: int, world_size: int = 2, address: str = AT, agent: str = "") ->
     ],
 )
 def test_why_those_that_wait_do_not_meet(waiting: list[Joining], ranks: tuple[int, ...], words: str) -> None:
-    (finding,) = judge_meeting(waiting, 60.0)
+    (finding,) = judge_rendezvous(waiting, 60.0)
     assert (finding.code, finding.ranks, str(finding.location)) == ("DDP402", ranks, "train.py:7")
     assert words in finding.message and finding.fix
 
 
 def test_nobody_who_waits_is_no_finding() -> None:
-    assert judge_meeting([], 60.0) == []
+    assert judge_rendezvous([], 60.0) == []
 
 
 TIMED_OUT = "DistStoreError: wait timeout after 5000ms"

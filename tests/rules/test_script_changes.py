@@ -21,7 +21,7 @@ from ddpcheck.record.replicas.module_uses import WriteRecorder
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
 from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import MODE
-from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored, judge_replaced
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_data_assignments, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.steps import locate_change
 from tests.reports import assert_says
@@ -210,8 +210,8 @@ def test_the_calls_of_eval_that_are_written_down() -> None:
 
 def test_an_assignment_to_data_of_a_shard_is_told_and_other_changes_are_not() -> None:
     ignored = replace(LOADED, what="ignored", how=".data")
-    assert_says(judge_ignored([[ignored], [ignored]]), "DDP503 ... ('head.weight',) ... at train.py:9 in")
-    assert judge_ignored([[LOADED, THAWED], [RESET]]) == []
+    assert_says(judge_data_assignments([[ignored], [ignored]]), "DDP503 ... ('head.weight',) ... at train.py:9 in")
+    assert judge_data_assignments([[LOADED, THAWED], [RESET]]) == []
 
 
 @pytest.mark.parametrize(("forwards", "words"), [(0, "the first forward pass fails"), (3, "puts it back")])

@@ -35,7 +35,7 @@ from ddpcheck.record.evaluation.evaluation_recorder import (
     _without_states,
 )
 from ddpcheck.record.loss.gather_recorder import _cross_entropies, _first_column_of
-from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
+from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, labels_of_program, number_of
 from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_targets
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.trace.evaluations import Evaluations
@@ -647,7 +647,7 @@ def test_numbers_and_labels_are_read_as_they_are_held() -> None:
 
 def test_the_columns_of_a_table_that_the_program_holds_are_labels() -> None:
     results = [(7, 1, 0), (8, 0, 0), (9, 0, 1)]  # the number of a sample, what was predicted, and its label
-    found = {name.partition(".")[2]: labels.tolist() for name, labels in rows_of_program(len(results)).items()}
+    found = {name.partition(".")[2]: labels.tolist() for name, labels in labels_of_program(len(results)).items()}
     assert found == {"results[1]": [1, 0, 0], "results[2]": [0, 0, 1]}
 
 

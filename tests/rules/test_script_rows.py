@@ -12,7 +12,7 @@ import torch
 from ddpcheck.findings.evidence.script import LoaderPass, Restored
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.record.data.datasets import SampleRows, first_samples, sliced_array_rows
+from ddpcheck.record.data.datasets import SampleRows, first_samples, length_before_slicing
 from ddpcheck.rules.data.loaders import judge_loaders
 from ddpcheck.trace.data import are_disjoint_shares
 
@@ -371,7 +371,7 @@ def test_the_rows_of_a_batch_and_what_a_dataset_is_a_part_of() -> None:
 
     whole = torch.randn(8, 3)
     held = (whole, whole[::2], whole[:, :2], whole.numpy()[1:4], ["a", "b"], [1, 2])
-    assert [sliced_array_rows(Data(one)) for one in held] == [0, 8, 0, 8, -1, 0]
+    assert [length_before_slicing(Data(one)) for one in held] == [0, 8, 0, 8, -1, 0]
 
 
 def test_what_a_dataset_holds_of_its_samples(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.module_uses import UseRecorder
 from ddpcheck.rules.program.ddp523_state_not_loaded import judge_loads
-from ddpcheck.rules.replicas.copies import judge_copied_states, judge_uses
+from ddpcheck.rules.replicas.copies import judge_copied_states, judge_evaluations
 from ddpcheck.trace.program import Program
 from tests.reports import assert_says
 
@@ -71,14 +71,14 @@ def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
     moves = [HELD, replace(HELD, count=8, values={"w": 2})]
     stays = [HELD, replace(HELD, count=8)]
     words = "DDP306 warning ... at train.py:9 ... | in the training loop it has changed on rank 0, not on rank 1 |"
-    assert_says(judge_uses([[use(3)], [use(1)]], [moves, stays]), words)
-    assert_says(judge_uses([[use(3)], [use(1)]], [moves, stays], [[WRITES], []]), "of ranks (0,) at train.py:20")
+    assert_says(judge_evaluations([[use(3)], [use(1)]], [moves, stays]), words)
+    assert_says(judge_evaluations([[use(3)], [use(1)]], [moves, stays], [[WRITES], []]), "of ranks (0,) at train.py:20")
 
 
 def test_statistics_that_each_rank_has_estimated_on_its_own_part() -> None:
     def judged(*statistics: tuple[float, ...]) -> list[str]:
         uses = [[use(3, statistics=one, estimated_at=LOADED, wrapped=True)] for one in statistics]
-        return [f"{one.code} {one.location}" for one in judge_uses(uses, [[] for _ in uses])]
+        return [f"{one.code} {one.location}" for one in judge_evaluations(uses, [[] for _ in uses])]
 
     assert judged((0.0, 1.0, 4.0, 1.0), (0.2, 1.0, 4.0, 1.0)) == [f"DDP214 {LOADED}"]
     assert not judged((0.0, 1.0, 4.0, 1.0), (0.02, 1.0, 4.0, 1.0))  # of shuffled samples
@@ -124,13 +124,13 @@ def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
     ],
 )
 def test_uses_that_are_no_fault(here: list[EvaluationCall], there: list[EvaluationCall]) -> None:
-    assert not judge_uses([here, there], [[], []])
+    assert not judge_evaluations([here, there], [[], []])
 
 
 def test_a_wrapped_module_into_which_what_was_kept_is_put_back() -> None:
     here, there = use(3, name="Net", wrapped=True), use(digest_of_values([1]), name="Net", wrapped=True)
-    assert_says(judge_uses([[replace(here, location=None)], [there]], [[], [HELD]]), "at train.py:9")
-    assert_says(judge_uses([[here], [replace(there, loaded=True, location=LOADED)]], [[], []]), "at train.py:50")
+    assert_says(judge_evaluations([[replace(here, location=None)], [there]], [[], [HELD]]), "at train.py:9")
+    assert_says(judge_evaluations([[here], [replace(there, loaded=True, location=LOADED)]], [[], []]), "at train.py:50")
 
 
 def test_the_uses_of_a_copy_that_are_written_down() -> None:

@@ -17,7 +17,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_meshes
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
-from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_loaded_state, judge_repeated
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_equal_shards, judge_loaded_state
 from ddpcheck.rules.gradients.reducer import judge_sharded, judge_wrapper_error, reason_updates_not_compared
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
@@ -213,7 +213,7 @@ def shard_of(
 
 
 def test_ranks_that_all_hold_the_same_shard_are_told() -> None:
-    assert_says(judge_repeated([shard_of(0, 0, w=7, one=1), shard_of(1, 1, w=7, one=1)]), "DDP521 ... ('w',)")
+    assert_says(judge_equal_shards([shard_of(0, 0, w=7, one=1), shard_of(1, 1, w=7, one=1)]), "DDP521 ... ('w',)")
     several = ("w", "v")
     healthy = [
         [shard_of(0, 0, w=7), shard_of(1, 1, w=8)],
@@ -222,7 +222,7 @@ def test_ranks_that_all_hold_the_same_shard_are_told() -> None:
         [shard_of(n, n, parts=several, w=7, v=n) for n in (0, 1)],  # one parameter is made of equal blocks
         [shard_of(0, 0, w=7), shard_of(1, 1, parts=(), w=8)],
     ]
-    assert not any(map(judge_repeated, healthy))
+    assert not any(map(judge_equal_shards, healthy))
 
 
 def meshes(

@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import (
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import Names
-from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
+from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_forward_draws
 from ddpcheck.rules.data.loaders import judge_samples
 from ddpcheck.rules.gradients.ddp517_gradients_discarded import MIN_DISCARDED_STEPS
 from ddpcheck.rules.gradients.reducer import judge_loop
@@ -148,8 +148,8 @@ def test_samples_of_the_global_batch(shards: list[LocalStep], gradients_differ: 
 
 def test_ranks_that_draw_the_same_numbers() -> None:
     draw = SharedDraw("bernoulli_", "drop", Location("model.py", 4), 17)
-    assert_says(judge_draws([[draw], [draw]]), "DDP510 ... ('drop',) ... at model.py:4")
-    assert judge_draws([[draw], [replace(draw, fingerprint=18)]]) == [] and judge_draws([[draw]]) == []
+    assert_says(judge_forward_draws([[draw], [draw]]), "DDP510 ... ('drop',) ... at model.py:4")
+    assert judge_forward_draws([[draw], [replace(draw, fingerprint=18)]]) == [] and judge_forward_draws([[draw]]) == []
 
 
 def wrapped(**more: Any) -> WrappedModule:

@@ -26,7 +26,7 @@ from ddpcheck.stream.entries import ProgramEnded, RankStarted
 from ddpcheck.stream.rank_log import RankLog
 folder = Path(sys.argv[1])
 log = RankLog(folder, RankStarted(0, 1, "gloo"))
-log.hold_stacks(lambda number: faulthandler.register({int(STACK_SIGNAL)}, file=number, all_threads=True))
+log.open_stack_file(lambda number: faulthandler.register({int(STACK_SIGNAL)}, file=number, all_threads=True))
 def held():
     links = {{name: f"/proc/self/fd/{{name}}" for name in os.listdir("/proc/self/fd")}}
     return [int(name) for name in links if os.path.lexists(links[name]) and "0-0-1-" in os.readlink(links[name])]

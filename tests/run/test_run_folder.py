@@ -16,7 +16,7 @@ import pytest
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run import run_folder
-from ddpcheck.run.run_folder import own_folder, shared_folder, user_log_folders
+from ddpcheck.run.run_folder import launch_folder, own_folder, user_log_folders
 from ddpcheck.stream.rank_log import FOLDER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -30,8 +30,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_all_processes_of_a_launcher_have_one_folder(temporary: Path) -> None:
-    folder = shared_folder("0-77-123")
-    assert folder == shared_folder("0-77-123") == temporary / f"{FOLDER}0-77-123"
+    folder = launch_folder("0-77-123")
+    assert folder == launch_folder("0-77-123") == temporary / f"{FOLDER}0-77-123"
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -52,15 +52,15 @@ def prepare(kind: str, path: Path) -> None:
 @pytest.mark.parametrize("kind", ["link", "pipe", "open folder", "folder of another user"])
 def test_a_folder_that_somebody_has_prepared_is_passed_by(temporary: Path, kind: str) -> None:
     prepare(kind, prepared := temporary / f"{FOLDER}0-77-123")
-    folder = shared_folder("0-77-123")
-    assert folder != prepared and folder == shared_folder("0-77-123")
+    folder = launch_folder("0-77-123")
+    assert folder != prepared and folder == launch_folder("0-77-123")
     assert user_log_folders() == [folder]
     for number in range(1, 9):
         taken = temporary / f"{FOLDER}0-77-123-{number}"
         shutil.rmtree(taken, ignore_errors=True)
         prepare(kind, taken)
     with pytest.raises(UsageError, match=r"another user created .*TMPDIR"):
-        shared_folder("0-77-123")
+        launch_folder("0-77-123")
 
 
 @contextmanager

@@ -541,7 +541,7 @@ def test_the_first_host_is_read_from_the_list(nodes: str, first: str) -> None:
 
 
 def test_each_step_has_a_port_of_its_own_below_those_of_clients() -> None:
-    steps = [detection.port_of(f"{job} {step}") for job in range(1000, 1090) for step in range(100)]
+    steps = [detection.port_of_job(f"{job} {step}") for job in range(1000, 1090) for step in range(100)]
     assert len(set(steps)) == len(steps) and min(steps) >= 20_000 and max(steps) < 30_000
 
 

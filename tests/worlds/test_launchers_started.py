@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.worlds.launchers.detection import first_host, port_of
+from ddpcheck.worlds.launchers.detection import first_host, port_of_job
 from tests.launchers import slurm
 from tests.launchers.commands import MPIRUN, ROOT, clean_environment, command_of
 from tests.launchers.nodes import CannotStartError, Node, two_nodes, why_not
@@ -287,7 +287,7 @@ def test_srun_on_two_nodes_finds_the_first_one_and_a_port(
     check_world(answers, 3, 1)
     environment = answers[3]["environment"]
     assert environment["MASTER_ADDR"] == "node1"
-    assert int(environment["MASTER_PORT"]) in [port_of(f"{job} 0") for job in range(1, 50)]
+    assert int(environment["MASTER_PORT"]) in [port_of_job(f"{job} 0") for job in range(1, 50)]
 
 
 INNER = """

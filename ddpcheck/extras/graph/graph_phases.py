@@ -54,7 +54,7 @@ class FlowRecorder(TensorRecorder):
         self.readers: dict[int, dict[str, None]] = {}  # id(leaf) -> keys of the nodes that read the leaf
         self.calls: Counter[int] = Counter()  # number of forward calls by id(module)
         self._shown = shown
-        self._ends = {stop_key(end): end for end in ends}
+        self._ends = {path_end_key(end): end for end in ends}
         self._frames = [_Frame(None)]
 
     def record_forward(self, forward: Callable[[], Any], batch: Any) -> Any:
@@ -106,7 +106,7 @@ class FlowRecorder(TensorRecorder):
         reason = f"{operation}()" if outputs else f"{operation}(), which leaves torch"
         if outputs and is_cut:
             reason = cut_reason(name, outputs[0])
-        key, hidden = stop_key(PathEnd("", reason, user_location(), frame.module or "")), False
+        key, hidden = path_end_key(PathEnd("", reason, user_location(), frame.module or "")), False
         end = self._ends.get(key)
         is_end = end is not None and (is_cut or not outputs or end.cause == "unreachable")
         if is_end:  # the stop node represents the operation
@@ -138,7 +138,7 @@ class FlowRecorder(TensorRecorder):
                 self.edges[source, key] = gradient or self.edges.get((source, key), False)
 
 
-def stop_key(end: PathEnd) -> str:
+def path_end_key(end: PathEnd) -> str:
     """Return the graph key of the node at which an autograd path ends."""
     return f"stop {end.reason} {end.location} {end.module}"
 
@@ -227,7 +227,7 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
         tensor = tensors.get(name, torch.empty(()))  # if only other ranks have the tensor
         names = aliases.get(id(tensor), (name,))
         parent = shown.get(module_of(names[0]), module_of(names[0]))
-        readers = recorder.readers.get(id(tensor)) or [stop_key(ends[alias]) for alias in names if alias in ends]
+        readers = recorder.readers.get(id(tensor)) or [path_end_key(ends[alias]) for alias in names if alias in ends]
         parameters[names] = MarkedParam(mark, parent, names, tuple(tensor.shape), tuple(readers))
     return GraphView(tuple(recorder.nodes.values()), recorder.edges, facts, tuple(parameters.values()), source)
 

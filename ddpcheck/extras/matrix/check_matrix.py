@@ -41,7 +41,7 @@ from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
-from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_variant
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_variant_gradients
 from ddpcheck.rules.gradients.ddp302_reducer_mismatch import describe_rounding, whole_batch_mismatch
 from ddpcheck.rules.loss.ddp514_accumulation_scale import micro_batch_mismatch
 from ddpcheck.worlds.launchers.leader import Leader
@@ -389,7 +389,7 @@ def variant_rows(
 def _judge_step(steps: Sequence[VariantStep], row: Callable[..., MatrixRow]) -> MatrixRow:
     if any(step.graphs == 0 for step in steps):
         return row("incomplete", reason="torch.compile has compiled nothing of it")
-    for finding in judge_variant([step.gradients for step in steps]):
+    for finding in judge_variant_gradients([step.gradients for step in steps]):
         return row("wrong", code=finding.code, reason=finding.message)
     error = max((difference.error for step in steps for difference in step.differences), default=None)
     worst = _worst_bad([step.differences for step in steps])

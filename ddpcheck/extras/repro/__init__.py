@@ -47,7 +47,7 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
     finding = finding or report.findings[0]
     if why := scripts.why_none(finding, report):
         raise UsageError(why)
-    info, name, folder = _probe_target(report, target, finding), scripts.script_name(finding), Path(directory)
+    info, name, folder = _inspect_target(report, target, finding), scripts.script_name(finding), Path(directory)
     entry, texts = Path(info.file).resolve(), dict[str, str]()
     roots = [info.attribute.partition(".")[0]] if info.attribute else info.parts
     imported = scripts.imports_from_ddpcheck(entry, roots)
@@ -91,14 +91,14 @@ def prepare(folder: Path) -> None:
         raise UsageError(f"cannot write to the folder {folder}: {reason}") from error
 
 
-def _probe_target(report: Report, target: str, finding: Finding) -> TargetInfo:
+def _inspect_target(report: Report, target: str, finding: Finding) -> TargetInfo:
     """Inspect the target in a separate process; retry without a training step on failure."""
     seed, timeout = int(report.world.get("seed", 0)), float(report.world.get("timeout", 30))
     trouble: Any = None
     for train in (True, False)[RULES[finding.code].family == "running" :]:
         with World(1, device=str(report.world.get("device", "cpu")), timeout=timeout) as world:
             try:
-                return world.run(partial(calls.probe.probe_target, target, seed, train))[0]
+                return world.run(partial(calls.probe.inspect_target, target, seed, train))[0]
             except RankError as error:
                 trouble = error
     trouble.raise_cause()

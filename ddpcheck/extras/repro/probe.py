@@ -30,7 +30,7 @@ class TargetInfo:
     loaded: tuple[tuple[str, str], ...]  # (name, file) of each module imported by the target
 
 
-def probe_target(target: str, seed: int, train: bool) -> TargetInfo:
+def inspect_target(target: str, seed: int, train: bool) -> TargetInfo:
     """Return facts about `target`; if `train`, run a step first, which may import modules."""
     before, device = set(sys.modules), torch.device(this_rank.current().device)
     recipe, uses_random_numbers = load_on_rank(target), True

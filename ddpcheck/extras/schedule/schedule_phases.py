@@ -31,7 +31,7 @@ from ddpcheck.gather.collectives.fake_collectives import CompletedWork
 from ddpcheck.gather.collectives.groups import name_of_group
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.local_step import sample_count
-from ddpcheck.gather.state.randomness import seed_everything, settle_device
+from ddpcheck.gather.state.randomness import make_deterministic, seed_everything
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps import training_step
 from ddpcheck.recipe.recipe import Recipe
@@ -51,7 +51,7 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
     calls, answers = init_simulated_group(rank, world.world_size, world.folder)
     with synchronised_on_cpu():
         recipe, device = load_on_rank(target), torch.device("cpu")
-        settle_device(device)
+        make_deterministic(device)
         this_rank.set_status("building the model")
         seed_everything(training_step.model_seed(seed))
         module = recipe.build_model()

@@ -21,7 +21,7 @@ WHEN_NONE: Mapping[str, object] = {"broadcast_buffers": True, "forward_sync_buff
 _LOCAL = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction", "dim"})
 
 
-def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]]) -> bool:
+def are_harmless_differences(differing: Iterable[str], options: Sequence[Mapping[str, str]]) -> bool:
     """Return True if training stays correct although wrapper options `differing` differ across ranks.
 
     Measured on torch 2.13 with gloo: the storage of gradients may differ. Rank 0 broadcasts bucket sizes when buckets
@@ -93,12 +93,12 @@ class WrapperFacts(Struct, frozen=True):
         return "DDP"
 
     @property
-    def goes_on_without(self) -> bool:
+    def continues_unused(self) -> bool:
         """True if training continues although no rank uses a parameter in a step."""
         return self.tolerates_unused or self.sharded
 
     @property
-    def tolerates_absence(self) -> bool:
+    def tolerates_partial_use(self) -> bool:
         """True if training continues with a parameter that only some ranks use."""
         return self.find_unused_parameters
 
@@ -118,7 +118,7 @@ class ShardedFacts(WrapperFacts, frozen=True):
         return "tensor parallelism" if self.alone else "fully_shard"
 
     @property
-    def tolerates_absence(self) -> bool:
+    def tolerates_partial_use(self) -> bool:
         return self.reduces_unused
 
 

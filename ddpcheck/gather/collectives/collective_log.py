@@ -24,7 +24,7 @@ import msgspec
 from msgspec import structs
 
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.source_lines import frames_from, line_and_lines, user_location
+from ddpcheck.findings.source_lines import frames_from, user_line_and_program_lines, user_location
 from ddpcheck.findings.tracebacks import forwards_calls
 from ddpcheck.gather.collectives.groups import Group, named_group, record_group
 from ddpcheck.gather.patching import Patch, Recorder, guarded
@@ -183,7 +183,7 @@ def log_ddp_collective(
     if _sink is not None and not _thread.depth:
         name, members, description = known or named_group(group)
         call_place = call_place or this_rank.current_slots().status
-        location, lines = line_and_lines(sys._getframe(1))
+        location, lines = user_line_and_program_lines(sys._getframe(1))
         _sink(Call(operation, name, members, payload, call_place, location, callers=lines, group_words=description))
 
 
@@ -335,7 +335,7 @@ def _describe_call(name: str, kwargs: Mapping[str, Any], *, backward: bool) -> C
     if root is not None:
         payload.append(f"root {root}")
     group = named_group(None if name == "new_group" else kwargs.get("group", kwargs.get("group_name")))
-    location, lines = line_and_lines(sys._getframe(3))
+    location, lines = user_line_and_program_lines(sys._getframe(3))
     carries = any(tensor.requires_grad for tensor in tensors)
     return Call(
         operation=name,

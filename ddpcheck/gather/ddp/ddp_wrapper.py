@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.errors import OptionsDifferError, UsageError
-from ddpcheck.findings.evidence.modules import MAY_DIFFER, WHEN_NONE, WrapperFacts, are_harmless
+from ddpcheck.findings.evidence.modules import MAY_DIFFER, WHEN_NONE, WrapperFacts, are_harmless_differences
 from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
 from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
@@ -148,7 +148,7 @@ def compare_options(local_options: dict[str, str]) -> None:
     all_options = exchange.all_gather("detail", local_options)
     this_rank.set_collective("")
     mismatches = {name for options in all_options for name in options if options.get(name) != all_options[0].get(name)}
-    if mismatches and not are_harmless(mismatches, all_options):
+    if mismatches and not are_harmless_differences(mismatches, all_options):
         raise OptionsDifferError("DistributedDataParallel has different options on another rank", all_options)
 
 

@@ -78,7 +78,7 @@ def record_loop_events(
 
     with contextlib.ExitStack() as stack:
         stack.callback(wrapper.register_forward_pre_hook(before_forward).remove)
-        stack.enter_context(backward_through(recorder.backward))
+        stack.enter_context(route_backward(recorder.backward))
         stack.enter_context(Patch(_DDP, "no_sync", lambda original: wrap_no_sync(original, lambda _: recorder.note)))
         stack.enter_context(patched(nn.Module, "zero_grad", recorder.zero_grad))
         stack.enter_context(patched(torch.optim.Optimizer, "zero_grad", recorder.zero_grad))
@@ -111,7 +111,7 @@ def _report_enter_and_exit(inner: Any, note: Callable[[str], None]) -> Iterator[
             note("leave no_sync")
 
 
-def backward_through(handler: Any) -> Patch:
+def route_backward(handler: Any) -> Patch:
     """Call `handler` instead of `torch.autograd.backward`, except for backward calls inside `handler`."""
 
     def make_wrapper(original: Any) -> Any:
@@ -143,5 +143,5 @@ def count_backwards() -> Iterator[list[int]]:
         count[0] += 1
         return original(*args, **kwargs)
 
-    with backward_through(handler):
+    with route_backward(handler):
         yield count

@@ -64,7 +64,7 @@ class ModelReplica:
         return len(self.ranks) > 1
 
 
-def placements_of(module: nn.Module) -> dict[str, DTensorLayout]:
+def dtensor_layouts(module: nn.Module) -> dict[str, DTensorLayout]:
     """Return by name the layout of each parameter that is a `DTensor`."""
     return {name: DTensorLayout.from_param(p) for name, p in module.named_parameters() if is_dtensor(p)}
 
@@ -79,7 +79,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, DTensorLayout], group: Any
     if world_size == 1:
         return ModelReplica(0, 1, (0,))
     sharding = _sharding_meshes(module)
-    placements = placements_of(module)
+    placements = dtensor_layouts(module)
     split = split_over(module, {**placements, **parts})
     local_mask = torch.zeros(world_size, dtype=torch.int64, device=next(module.parameters()).device)
     local_mask[sorted({rank, *itertools.chain(*split.values())})] = 1
@@ -126,7 +126,7 @@ def _is_sharded(part: DTensorLayout, sharding: Sequence[Any]) -> bool:
     return part.mesh in sharding or not data_dims.isdisjoint(part.mesh.mesh_dim_names or ())
 
 
-def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, DTensorLayout]]:
+def dtensor_layouts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, DTensorLayout]]:
     """Return `DTensor` layouts by submodule and name; under DDP, call after the first forward."""
     parts_by_module = {}
     for part in module.modules():

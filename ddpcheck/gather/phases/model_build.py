@@ -24,7 +24,7 @@ from ddpcheck.gather.autograd.exchanges import record_all_to_all_functions
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import log_ddp_collective, record_collectives, without_logging
 from ddpcheck.gather.ddp import ddp_wrapper, sharding
-from ddpcheck.gather.ddp.model_parts import DTensorLayout, ModelReplica, changed_attributes, placements_of, replica_of
+from ddpcheck.gather.ddp.model_parts import DTensorLayout, ModelReplica, changed_attributes, dtensor_layouts, replica_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
@@ -33,10 +33,10 @@ from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state import module_state
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints, is_dtensor
 from ddpcheck.gather.state.module_description import describe, module_entries, record_origins
-from ddpcheck.gather.state.randomness import seed_everything, settle_device
+from ddpcheck.gather.state.randomness import make_deterministic, seed_everything
 from ddpcheck.gather.state.tensor_file import is_large
 from ddpcheck.gather.state.training_mode import BUILT_IN_EVAL_MODE, into_training
-from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
+from ddpcheck.gather.steps.training_step import dropped_samples_note, model_seed
 from ddpcheck.recipe.recipe import Recipe, error_summary
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
@@ -56,7 +56,7 @@ def build(target: str | Recipe, seed: int) -> modules.BuiltModule:
     record_hooks()
     recipe = load_on_rank(target)
     device = torch.device(context.device)
-    settle_device(device)
+    make_deterministic(device)
     this_rank.set_status("building the model")
     seed_everything(model_seed(seed))
     with record_origins() as origins:
@@ -132,7 +132,7 @@ def notes() -> list[str]:
             "SyncBatchNorm refuses CPU tensors: ddpcheck replaced it by the same statistics over all-reduces "
             "that autograd differentiates"
         )
-    if uneven := uneven_batch(state.recipe, 0, seed=state.seed, world_size=state.world_size):
+    if uneven := dropped_samples_note(state.recipe, 0, seed=state.seed, world_size=state.world_size):
         messages.append(uneven)
     if this_rank.current().shared_gpu:
         messages.append("several ranks share one GPU, through gloo with CUDA tensors")
@@ -311,7 +311,7 @@ def _watch_construction() -> Iterator[
         options.update(ddp_wrapper.constructor_options(ddp.__init__, wrapper, *args, **kwargs))
         ddp_wrapper.compare_options(options)
         module = args[0] if args else kwargs["module"]
-        before = placements_of(module)
+        before = dtensor_layouts(module)
         yield
         now = dict(wrapper.module.named_parameters())
         known = ddp_wrapper.SeenParameter.current_params(now.items())

@@ -29,7 +29,7 @@ from ddpcheck.gather.autograd.gradient_hooks import recorded_hooks, user_functio
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.collective_log import read_log, replace_collectives
 from ddpcheck.gather.collectives.fake_collectives import answer_locally
-from ddpcheck.gather.ddp.loop_events import backward_through
+from ddpcheck.gather.ddp.loop_events import route_backward
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
 from ddpcheck.gather.state.fingerprints import fingerprint
@@ -91,7 +91,7 @@ def _run_scaled(state: RankState, step: int, factor: float) -> tuple[training_st
         started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
         return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _ROOT_ARGUMENTS})
 
-    with backward_through(scaled_backward):
+    with route_backward(scaled_backward):
         training_step.run_backward(state.run_loss(step, "repeating, ").total)
     return training_step.gradients_of(named_parameters(module)), node_names, feeds_others
 

@@ -22,7 +22,7 @@ from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_thro
 from ddpcheck.gather.ddp.loop_events import count_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.steps import training_step
-from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed
+from ddpcheck.gather.steps.batch_coupling import FirstActivations, factors_for_part, gradients_changed
 from ddpcheck.gather.steps.gradient_distance import fit, norm
 from ddpcheck.gather.steps.training_step import Gradients, Loss
 from ddpcheck.recipe.pytree import batch_size, named_tensors, tree_map, upcast
@@ -270,7 +270,7 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
 
     whole = FirstActivations()
     before = gradients_by_term(whole)
-    changes = changes_for(whole.values, part.values, large=large)
+    changes = factors_for_part(whole.values, part.values, large=large)
     after = gradients_by_term(FirstActivations({index: factor for index, (_, factor) in changes.items()}))
     return [gradients_changed(old, new, changes) for old, new in zip(before, after, strict=True)]
 

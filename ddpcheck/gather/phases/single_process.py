@@ -24,7 +24,7 @@ from ddpcheck.gather.ddp.loop_events import count_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state import module_state
 from ddpcheck.gather.state.fingerprints import shape_of
-from ddpcheck.gather.state.randomness import seed_everything, settle_device
+from ddpcheck.gather.state.randomness import make_deterministic, seed_everything
 from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, is_large, kept_in_file
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps import training_step
@@ -92,7 +92,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     run_eagerly()
     recipe = load_on_rank(target)
     device = torch.device(this_rank.current().device)
-    settle_device(device)
+    make_deterministic(device)
 
     def build() -> nn.Module:
         this_rank.set_status("building the model")

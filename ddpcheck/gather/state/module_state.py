@@ -27,7 +27,7 @@ from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_para
 from ddpcheck.gather.state import reachable
 from ddpcheck.gather.state.fingerprints import shape_of
 from ddpcheck.gather.state.randomness import user_generator
-from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, kept_in_file, save, settle_allocator
+from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, kept_in_file, return_freed_memory, save
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def unshared_parameters(module: nn.Module) -> frozenset[str]:
 
 def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
     """Move `unshared_parameters` to a memory-mapped, deleted file; return their names."""
-    settle_allocator()
+    return_freed_memory()
     names = unshared_parameters(module)
     parameters = dict(module.named_parameters())
     save(((name, parameters[name]) for name in names), file)

@@ -47,7 +47,7 @@ def _has_only_cpu() -> bool:
     return accelerator is not None and not accelerator.is_available()
 
 
-def settle_device(device: torch.device) -> None:
+def make_deterministic(device: torch.device) -> None:
     """Make GPU kernels as deterministic as possible; no-op on CPU.
 
     See https://docs.pytorch.org/docs/stable/notes/randomness.html; remaining nondeterminism is measured.
@@ -242,7 +242,7 @@ for _handler in (*_QUIET.values(), *_DETERMINISTIC.values()):
 
 
 @contextlib.contextmanager
-def quiet_modules(module: nn.Module) -> Iterator[None]:
+def without_rnn_dropout(module: nn.Module) -> Iterator[None]:
     """Disable dropout of recurrent layers, whose fused kernels draw unseen by a `TorchDispatchMode`."""
     saved = [(layer, layer.dropout) for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     for layer, _ in saved:

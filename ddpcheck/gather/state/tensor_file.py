@@ -198,7 +198,7 @@ def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, kee
     return file
 
 
-def settle_allocator() -> None:
+def return_freed_memory() -> None:
     """Make this process return memory of freed tensors to the system; no-op without glibc.
 
     By default, glibc keeps freed blocks of up to 32 MiB (`M_MMAP_THRESHOLD` in mallopt(3)): for a large model, up to

@@ -251,7 +251,7 @@ def _is_data(tensor: torch.Tensor) -> bool:
     return bool(tensor.dim()) and not isinstance(tensor, nn.Parameter) and tensor.is_leaf
 
 
-def rows_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+def mask_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
     """Return the mask of rows (dim 0) of `whole` that `part` contains, or None.
 
     `part` may have the first samples of `whole`; or both concatenate 2 to 4 views (augmentations) of their samples, as
@@ -273,7 +273,7 @@ Changes = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Mask of the changed rows and factors of an activation, by position in the forward pass."""
 
 
-def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, large: bool) -> Changes:
+def factors_for_part(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, large: bool) -> Changes:
     """Return factors for `FirstActivations` that change only the samples of `part`.
 
     `whole` and `part` are the first activations of a batch and of some of its samples. `large` factors negate and
@@ -282,7 +282,7 @@ def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, 
     changes = {}
     generator = torch.Generator().manual_seed(0)
     for index, (full, piece) in enumerate(zip(whole, part, strict=False)):
-        rows = rows_of_part(full, piece) if full.numel() and piece.numel() else None
+        rows = mask_of_part(full, piece) if full.numel() and piece.numel() else None
         if rows is None or bool(rows.all()):
             continue
         factor = torch.ones(full.shape, dtype=full.dtype)

@@ -53,10 +53,10 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
         self._count = 0
 
     def begin(self) -> None:
-        """Start recording; call `follow_compiler` for each module of `MODULES` that is imported later."""
+        """Start recording; call `patch_compiler_module` for each module of `MODULES` that is imported later."""
         _open_recorders.add(self)
         for module in filter(None, map(sys.modules.get, MODULES)):
-            follow_compiler(module)
+            patch_compiler_module(module)
 
     def close(self) -> None:
         """Stop recording; may be called repeatedly."""
@@ -96,7 +96,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
         )
 
 
-def follow_compiler(module: ModuleType) -> None:
+def patch_compiler_module(module: ModuleType) -> None:
     """Patch `module`, one of `MODULES`, until the last recorder closes."""
     name, kind = module.__name__, vars(module).get("OutputGraph")
     if name == _FRAMES and name not in _patches and hasattr(module, "_compile"):

@@ -25,8 +25,8 @@ from ddpcheck.gather.state.randomness import (
     drawn_since,
     generator_states,
     mixed_seed,
-    quiet_modules,
     seed_everything,
+    without_rnn_dropout,
 )
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.recipe.pytree import batch_size, copied, equal_parts, named_tensors, tree_tensors, upcast
@@ -154,7 +154,7 @@ def random_numbers(which: RandomNumbers, model: nn.Module, batch: Any) -> Iterat
         return
     # Upcast first: fingerprints must not depend on the dtype of `batch`.
     samples = sample_fingerprints(upcast(batch)) if which == "by sample" else ()
-    with quiet_modules(model), SampleRandomness(samples) if samples else QuietRandomness():
+    with without_rnn_dropout(model), SampleRandomness(samples) if samples else QuietRandomness():
         yield
 
 
@@ -236,7 +236,7 @@ def make_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> Any:
     return batch
 
 
-def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> str:
+def dropped_samples_note(recipe: Recipe, step: int, *, seed: int, world_size: int) -> str:
     """Return a sentence on the samples that `make_batch` drops, or '' if none."""
     if recipe.shard is not None:
         return ""

@@ -201,7 +201,7 @@ def attribute_digests(dataset: Any) -> dict[str, int]:
     return {name: _digest_number(value) for name, value in {**plain, **lists}.items()}
 
 
-def sliced_array_rows(dataset: Any) -> int:
+def length_before_slicing(dataset: Any) -> int:
     """Return the full length of the array that `dataset` slices; -1 for texts."""
     for value in getattr(dataset, "__dict__", {}).values():
         for part in value if isinstance(value, tuple) else (value,):

@@ -34,10 +34,10 @@ from ddpcheck.record.data.datasets import (
     epoch_of,
     first_samples,
     has_changed_samples,
+    length_before_slicing,
     length_of,
     persistent_workers_line,
     shuffles_by_epoch,
-    sliced_array_rows,
     uncollated,
 )
 from ddpcheck.record.data.sample_draws import HELD, SampleDraws
@@ -207,7 +207,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             subset=tuple(map(int, subset[:_MOST_INDICES])) if len(subset) else (),
             constructed_at=construction_line(sampler) or construction_line(loader),
             subset_at=construction_line(loader.dataset) or construction_line(base),
-            base_rows=sliced_array_rows(base) if not number else 0,
+            base_rows=length_before_slicing(base) if not number else 0,
             samples=samples,
             holds_samples=has_samples,
             earlier_draws=next(filter(None, map(digest_before, (base, loader.dataset, sampler, loader))), 0),

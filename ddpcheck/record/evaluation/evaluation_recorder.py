@@ -130,7 +130,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         for exchanged in pass_.exchanged:
             self._sink(replace(exchanged, round=self._round))
 
-    def _rewrite_counters(self, call: Call | None = None) -> None:
+    def _rewrite_evaluation(self, call: Call | None = None) -> None:
         """Write the last evaluation again, whose last batch may be counted after the pass."""
         if self._unfinished is None:
             return
@@ -166,7 +166,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             if len(exchanged) < _MOST_EXCHANGED:
                 exchanged.append(entry)
             return
-        self._rewrite_counters(call)
+        self._rewrite_evaluation(call)
         if not isinstance(value, torch.Tensor) or entry.rows:
             self._comparisons.open(self._round, self._size)
         columns = program_numbers.columns_of(value, self._samples)
@@ -217,7 +217,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
     def _write_shown(self, how: str, numbers: list[ShownNumber]) -> None:
         if not numbers:
             return
-        self._rewrite_counters()
+        self._rewrite_evaluation()
         self._remaining[1] -= 1
         if any(shown.text for shown in numbers):
             known = set(program_numbers.numbers_of_program().values())
@@ -238,7 +238,7 @@ def _changes_since(opened: _OpenPass, samples: int) -> tuple[dict[str, Any], dic
             numbers |= program_numbers.parts_of_counter(name, counter, samples)
         if counter.dim() == 2 and len(counter) == counter.shape[1] and bool((counter == counter.floor().abs()).all()):
             tables[name] = tuple(counter.flatten().tolist())
-    labels = program_numbers.rows_of_program(samples)
+    labels = program_numbers.labels_of_program(samples)
     rows = {name: tuple(map(float, t.tolist())) for name, t in labels.items()} if samples <= _MOST_ROWS else {}
     for name, value in program_numbers.program_contents() if 1 < samples <= _MOST_ROWS else ():
         if len(rows) < _MOST_HELD and _rows_in(value) == samples and len(floats := _row_values(value)) == samples:

@@ -97,9 +97,9 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._loop.add(STEP)
             return
         if self._tracker.parameters.is_sharded:
-            self._step_unreduced_shards(no_reduction=not reductions)
+            self._note_unreduced_shards(no_reduction=not reductions)
         else:
-            self._step_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
+            self._note_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
 
     def _count_missing_reduction(self) -> None:
         """Count a missing reduction that forward prepared; report replaced parameters after 3, 6, 12."""
@@ -108,7 +108,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         if not remainder and is_probed(times) and self._has_others():
             self._report_replaced()
 
-    def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
+    def _note_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
         """Record an optimizer step that may have used gradients that were not reduced.
 
         `no_reduction`: True if no reduction ran since the optimizer's last step.
@@ -144,10 +144,10 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
         if times == _FEWEST and not grad_ids & parameters_in_wrappers(but=self._tracker.wrapper):  # else wrapped again
             self._report_unreduced(from_forward[-1] if from_forward else None)
 
-    def _step_unreduced_shards(self, *, no_reduction: bool) -> None:
+    def _note_unreduced_shards(self, *, no_reduction: bool) -> None:
         """Record an optimizer step that may miss gradients of shards that were not reduced.
 
-        Gradients that are not reduced never reach `.grad` of the shards. `no_reduction`: as in `_step_unreduced`.
+        Gradients that are not reduced never reach `.grad` of the shards. `no_reduction`: as in `_note_unreduced`.
         """
         ledger = self._loop.ledger
         pending = [entry for entry in ledger.open if not entry.reduced]

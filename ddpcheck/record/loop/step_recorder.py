@@ -142,7 +142,7 @@ class StepRecorder(StepListener):
             self.tracker,
             self.loop,
             lambda: self.has_others,
-            self.report_unaveraged,
+            self.report_unreduced,
             self.report_replaced,
             self.bypass.locate_bypass,
         )
@@ -185,7 +185,7 @@ class StepRecorder(StepListener):
         wrapper = self.tracker.parameters.wrapper()
         return wrapper is not None and uses_join(wrapper)
 
-    def report_unaveraged(self, used: Contribution | None) -> None:
+    def report_unreduced(self, used: Contribution | None) -> None:
         """Report optimizer steps that use gradients that no reduction has averaged.
 
         `used`: the last backward pass that computed such gradients; None if all of them bypass the wrapper's forward.
@@ -370,7 +370,7 @@ class StepRecorder(StepListener):
 
         A watch has already judged these parameters during training, except in a short run.
         """
-        trains_on = self.context.wrapper.goes_on_without and self._checks_parameters
+        trains_on = self.context.wrapper.continues_unused and self._checks_parameters
         return trains_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)
 
 

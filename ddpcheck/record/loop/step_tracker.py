@@ -140,7 +140,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._handles = [
             wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             wrapper.register_forward_hook(after),
-            *self.parameters.hooks_for_leaves(),
+            *self.parameters.hooks_for_unsharded(),
         ]
         follow_forward(self)
 

@@ -64,7 +64,7 @@ class SyncedParameters:
             return reduces_gradients(self._groups)
         return bool(getattr(self.wrapper(), "require_backward_grad_sync", False))
 
-    def hooks_for_leaves(self) -> list[Any]:
+    def hooks_for_unsharded(self) -> list[Any]:
         """Hook sharded modules, to find their unsharded parameters in forward; return the hook handles."""
         if not self.is_sharded or (wrapper := self.wrapper()) is None:
             return []

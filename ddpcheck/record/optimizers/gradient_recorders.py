@@ -112,7 +112,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         self._norms, self._last_clip, self.follows = {}, ("", None), False
 
 
-def kinds_clipped(error: BaseException) -> list[list[str]]:
+def names_in_failed_clip(error: BaseException) -> list[list[str]]:
     """Return names of parameters that a failed `clip_grad_norm_` call got: [DTensors, plain tensors]."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     clip = next((frame for frame in frames if frame.f_code.co_name == "clip_grad_norm_"), None)
@@ -214,24 +214,24 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         for tracked_optimizer, tracked in tracked_pairs:
             tracked.steps += tracked_optimizer is optimizer
             if tracked.is_plain and (tracked_optimizer is optimizer or not tracked.stale_mark):
-                tracked.stale_mark, tracked.is_own = _grad_mark(tracked.sample_ref()), tracked_optimizer is optimizer
+                tracked.stale_mark, tracked.is_own = (_grad_hash(tracked.sample_ref()), tracked_optimizer is optimizer)
 
     def backward_begins(self, loss: Any) -> None:
         """Detect gradients not zeroed since the last step; called before a backward pass."""
         leaves: Iterable[Any] | None = None
         for optimizer, tracked in self._tracked_optimizers():
             tracked.last_gradient = _gradient_of(tracked)
-            if (tracked.stale_mark or tracked.mixed_lines) and not (value := _grad_mark(tracked.sample_ref())):
+            if (tracked.stale_mark or tracked.mixed_lines) and not (value := _grad_hash(tracked.sample_ref())):
                 tracked.stale_mark, tracked.mixed_lines = 0, None  # zeroed
                 if (
                     tracked.steps == 1
-                    and (p := next(filter(_grad_mark, optimizer_params(optimizer)), None)) is not None
+                    and (p := next(filter(_grad_hash, optimizer_params(optimizer)), None)) is not None
                 ):
                     tracked.sample_ref, tracked.is_plain = tensor_ref(p), type(p.grad) is torch.Tensor  # was not zeroed
             elif tracked.stale_mark and value != tracked.stale_mark:
                 tracked.stale_mark = 0
             elif tracked.stale_mark:
-                tracked.stale_params = [tensor_ref(p) for p in optimizer_params(optimizer) if _grad_mark(p)]
+                tracked.stale_params = [tensor_ref(p) for p in optimizer_params(optimizer) if _grad_hash(p)]
             if _repeats(tracked.zeroed_before) and not tracked.is_for_inputs and isinstance(loss, torch.Tensor):
                 leaves = LossGraph([loss]).leaves if leaves is None else leaves
                 tracked.is_for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
@@ -307,7 +307,7 @@ def _is_unchanged(tracked: _TrackedOptimizer) -> bool:
     return gradient is not None and gradient_ref() is gradient and version_counter(gradient) == version
 
 
-def _grad_mark(parameter: Any) -> int:
+def _grad_hash(parameter: Any) -> int:
     """Return a fingerprint of a parameter's gradient; 0 if None or zero."""
     if parameter is None or not has_gradient(parameter):
         return 0

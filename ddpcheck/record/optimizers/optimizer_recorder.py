@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import below_common, lines_of_program, step_location, user_frame
+from ddpcheck.findings.source_lines import first_difference_of_stacks, lines_of_program, step_location, user_frame
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.autograd.exchanges import is_rank_local
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
@@ -120,7 +120,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         for entry in self._by_number[:_MOST_CHECKED]:
             is_after = entry.last_backward[0] == self._backwards and not entry.is_stepping and entry.late_sum is None
             if is_after and getattr(entry.sample(), "grad", None) is tensor is not None:
-                entry.late_sum = Location.parse(below_common(callers, entry.last_backward[1])) or location
+                entry.late_sum = Location.parse(first_difference_of_stacks(callers, entry.last_backward[1])) or location
         if type(tensor) is torch.Tensor and self._run.is_written(self._run.steps) and len(self._sums) < _MOST_SUMS:
             self._sums[id(tensor)] = tensor_ref(tensor), version_counter(tensor), location
             self._last_sum_line = location if tensor.is_floating_point() and tensor.numel() > 1 else self._last_sum_line

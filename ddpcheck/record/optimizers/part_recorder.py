@@ -113,7 +113,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._groups.add(ranks)
             self._sink(ModelSplit(ranks, where))
 
-    def note_layouts(self, modules: Iterable[nn.Module]) -> None:
+    def hook_split_inputs(self, modules: Iterable[nn.Module]) -> None:
         """Hook those of `modules` whose inputs are split, as set by an earlier `parallelize_module`."""
         for module in modules:
             for layouts in [*input_layouts(module)]:

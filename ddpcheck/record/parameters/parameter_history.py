@@ -106,7 +106,7 @@ class ParameterHistory:
         parameters: Mapping[str, nn.Parameter] | None = None,  # current ones, if known
     ) -> RankReport:
         missing = {name for names in self.not_reported.values() for name in names} - self._reported
-        if self._wrapper.goes_on_without and (settled or step == _EXPLAINED_EARLY):
+        if self._wrapper.continues_unused and (settled or step == _EXPLAINED_EARLY):
             missing |= self._never_used - self._reported
         self._path_ends |= self._explain_missing(missing - self._path_ends.keys(), snapshot)
         probed = StepEvidence(self._rank, step, {}) if probe is None else self._step_evidence(step, probe, snapshot)

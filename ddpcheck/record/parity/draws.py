@@ -157,7 +157,7 @@ def _line_of_draw(frame: FrameType) -> str:
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-class RankLayers(Recorder, subjects=("parity",)):
+class DropoutReplay(Recorder, subjects=("parity",)):
     """Recorder of generator states at dropouts; the single process replays dropout rank by rank.
 
     In the replay, batch normalization uses the statistics of each rank's rows. The rows of the first rank update the
@@ -235,7 +235,7 @@ class RankLayers(Recorder, subjects=("parity",)):
             generator.set_state(state)
             outputs.append(_without_padding(compute, args, shapes) if self._samples.is_padded else compute(*args))
         generator.set_state(saved_state)
-        return self._samples.in_rows(cat(outputs))
+        return self._samples.in_script_order(cat(outputs))
 
     def _patched_batch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -257,7 +257,7 @@ class RankLayers(Recorder, subjects=("parity",)):
                 outputs.append(original(part, *statistics, weight, bias, training, *more, **named))
             if parts:
                 self._samples.splits_statistics = True
-            return self._samples.in_rows(cat(outputs)) if parts else outputs[0]
+            return self._samples.in_script_order(cat(outputs)) if parts else outputs[0]
 
         return batch_norm
 

@@ -36,7 +36,7 @@ from ddpcheck.gather.state.fingerprints import is_dtensor, local_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.optimizers.gradient_recorders import norm_before_clip, patch_clip_grad_norm
-from ddpcheck.record.parity.draws import DrawReplay, Frameworks, Noise, RankLayers
+from ddpcheck.record.parity.draws import DrawReplay, DropoutReplay, Frameworks, Noise
 from ddpcheck.record.parity.own_files import redirect_files
 from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
@@ -69,7 +69,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._reader = reader
         self.samples = Samples(self.write, reader, options)
         self._draws = DrawReplay(self.samples, replays=options.draws)
-        self._layers = RankLayers(self.samples)
+        self._layers = DropoutReplay(self.samples)
         self._frameworks = Frameworks(is_single_process=reader is not None)
         self._optimizers: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
         self._optimizer_numbers = itertools.count()

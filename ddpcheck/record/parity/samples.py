@@ -163,7 +163,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self.note_rows(rows if is_whole else ())  # not for draws with a row count derived from a batch
         if self.rows and isinstance(value, torch.Tensor):
             self.parts[value] = values
-            return self.in_rows(value)
+            return self.in_script_order(value)
         return value
 
     def note_rows(self, rows: tuple[int, ...]) -> None:
@@ -187,7 +187,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         sizes = torch.tensor(known[total]) * (count // total)
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
-    def in_rows(self, value: torch.Tensor) -> torch.Tensor:
+    def in_script_order(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value, concatenated by rank, in the script's order of rows."""
         owners = self.owners(len(value))
         if owners is None or bool((owners.diff() >= 0).all()):

@@ -49,14 +49,14 @@ from ddpcheck.gather.ddp.ddp_wrapper import group_of
 from ddpcheck.gather.patching import CALLER, ErrorGuard, Patch, Recorder, accompany, guarded, one_line_error, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.compilations import MODULES as OF_COMPILER
-from ddpcheck.gather.steps.compilations import CompilationRecorder, follow_compiler
+from ddpcheck.gather.steps.compilations import CompilationRecorder, patch_compiler_module
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
 from ddpcheck.record.loop.optimizer_steps import DDP_FILE
 from ddpcheck.record.loss.gather_recorder import GatherRecorder, TargetRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
-from ddpcheck.record.optimizers.gradient_recorders import AutogradGradRecorder, kinds_clipped
+from ddpcheck.record.optimizers.gradient_recorders import AutogradGradRecorder, names_in_failed_clip
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
@@ -171,7 +171,7 @@ class _RankRecorder:
             add, lambda: any(watch.module.training for watch in self._watches), lambda: run.steps
         )
         self._compilations.begin()
-        when_imported(OF_COMPILER, guarded(follow_compiler))
+        when_imported(OF_COMPILER, guarded(patch_compiler_module))
         self._statistics = StatisticsRecorder(run)
         self._constructions = ConstructionRecorder()
         self._files = FileRecorder(run)
@@ -245,7 +245,7 @@ class _RankRecorder:
 
     def _patch_endings(self) -> None:
         """Patch exits and excepthooks, and register stack dumps on request and fatal signals."""
-        self._log.hold_stacks(_write_stacks_to)
+        self._log.open_stack_file(_write_stacks_to)
         os.register_at_fork(after_in_child=_unregister_stacks)
 
         def make(then: Callable[..., object]) -> Callable[..., object]:
@@ -289,7 +289,7 @@ class _RankRecorder:
                 **exception_data(error, "", ""),
                 "exception": None,
             }  # the agent cannot import classes of the script
-            reply["clipped"] = kinds_clipped(error)
+            reply["clipped"] = names_in_failed_clip(error)
             self._log.add(RankRaised(reply))
             _write_torchrun_error(f"{reply['type']}: {reply['text']}", reply["traceback"])
 

@@ -172,7 +172,7 @@ def is_usable(tensor: torch.Tensor) -> bool:
     return plain and tensor.device.type != "meta" and 0 < tensor.numel() <= _MOST_ELEMENTS
 
 
-def rows_of_program(count: int) -> dict[str, torch.Tensor]:
+def labels_of_program(count: int) -> dict[str, torch.Tensor]:
     """Return the labels of `count` samples, by program variable ("evaluate.rows[0]")."""
     labels: dict[str, torch.Tensor] = {}
     for name, value in program_contents():

@@ -14,7 +14,7 @@ from ddpcheck.findings.wording import group_by, without_prefix
 from ddpcheck.report.checking.check_state import CheckState
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations, judge_recompilations
-from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
+from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_forward_draws
 from ddpcheck.rules.data.loaders import judge_samples
 from ddpcheck.rules.gradients.reducer import (
     describe_compiled,
@@ -168,7 +168,7 @@ def _judge_gradients(state: CheckState, context: JudgeContext) -> None:
     parity = []
     if steps.first_local:
         parity += call_judge("parity", judge_samples, steps.first_local, gradients_differ=context.gradients_differ)
-    parity += call_judge("parity", judge_draws, single.draws)
+    parity += call_judge("parity", judge_forward_draws, single.draws)
     compared = call_judge("parity", judge_single_process, differences, single.analysis, context)
     state.add(parity + _without_inconclusive(state, compared, context.local), "parity")
     if steps.ddp:

@@ -24,7 +24,7 @@ from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.stacks import program_lines
 from ddpcheck.findings.wording import failure_text, format_ranks, group_by, new_finding, ranks_or_all
-from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
+from ddpcheck.rules.collectives.ddp402_hang import judge_rendezvous
 from ddpcheck.stream.entries import handled_in
 from ddpcheck.trace.failures import (
     EndedThread,
@@ -67,7 +67,7 @@ def explain_by_rendezvous(facts: FailureFacts) -> list[Finding]:
     others = [p for p in raised if not (is_of_communication(p.error) or p.error.startswith("DistStoreError"))]
     is_incomplete = raised and not others and all(p.started for p in facts.joining)  # single-node job
     if is_incomplete or facts.hang_seconds is not None:
-        return judge_meeting(facts.joining, facts.hang_seconds or 0.0)
+        return judge_rendezvous(facts.joining, facts.hang_seconds or 0.0)
     if not (others := others or raised):
         return []
     first = others[0]

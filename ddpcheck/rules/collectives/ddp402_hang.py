@@ -50,11 +50,11 @@ from ddpcheck.trace.positions import SEND_ORDER, EndingFacts, Position, describe
 from ddpcheck.trace.wait_graph import WaitGraph
 
 
-def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
+def judge_rendezvous(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
     """DDP402: processes that wait for each other in `init_process_group`, explained by their arguments."""
     if not waiting:
         return []
-    message, fix, ranks = _explain_meeting(waiting)
+    message, fix, ranks = _explain_rendezvous(waiting)
     states = [
         f"{process_name(p)} {'waited' if p.error else 'waits'} at {p.address}, world size {p.world_size}"
         f"{f', and raised {p.error}' if p.error else ''}"
@@ -72,7 +72,7 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
     )
 
 
-def _explain_meeting(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
+def _explain_rendezvous(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
     """Return why processes wait: a message, its fix, and ranks at fault, if known."""
     numbers = [p.rank for p in waiting]
     for noun, values, fix in (

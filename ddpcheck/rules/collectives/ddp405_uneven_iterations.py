@@ -38,8 +38,8 @@ from ddpcheck.trace.positions import (
     Position,
     backwards_of,
     count_visits,
+    describe_loader_pass,
     describe_ranks,
-    describe_shard,
     divergence_evidence,
     exits_of,
     has_joined,
@@ -77,7 +77,7 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
             ranks=short_ranks if len(short_ranks) <= len(longer_ranks) else longer_ranks,
             location=first.location,
             evidence=[
-                *(f"rank {rank}: {describe_shard(loader_pass)}" for rank, loader_pass in passes.items()),
+                *(f"rank {rank}: {describe_loader_pass(loader_pass)}" for rank, loader_pass in passes.items()),
                 *facts.states,
             ],
             fix=_fix_of_loader(facts),
@@ -200,7 +200,7 @@ def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list
     )
 
 
-def dropped_backward_finding(
+def left_loader_loop_finding(
     facts: EndingFacts, ranks_ahead: Sequence[int], by_rank: Mapping[int, Backward], backward_behind: Backward
 ) -> list[Finding]:
     """DDP405: ranks that left a loop over a data loader before the last batch."""

@@ -9,7 +9,7 @@ from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding
-from ddpcheck.rules.collectives.ddp405_uneven_iterations import dropped_backward_finding, uneven_loop_finding
+from ddpcheck.rules.collectives.ddp405_uneven_iterations import left_loader_loop_finding, uneven_loop_finding
 from ddpcheck.rules.collectives.divergent_branch import calls_per_execution, split_line
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import uneven_no_sync_finding
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import skipped_pass_finding
@@ -19,7 +19,7 @@ from ddpcheck.trace.positions import (
     Position,
     backwards_of,
     count_visits,
-    describe_shard,
+    describe_loader_pass,
     describe_skipping_block,
     exits_of,
     lines_of,
@@ -102,7 +102,7 @@ def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward
                 numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in by_rank.items()]
                 block, reasons = _find_skipping_block(facts, behind, kind)
                 reasons = [*reasons, "from then on, backward passes of different batches are averaged with each other"]
-                if findings := dropped_backward_finding(facts, ahead, by_rank, behind):
+                if findings := left_loader_loop_finding(facts, ahead, by_rank, behind):
                     return findings
                 others = [rank for rank in by_rank if rank not in ahead]
                 if kind == "unsynced":
@@ -157,7 +157,7 @@ def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Positio
     part = "batch" if kind == "batch" else "forward"
     block, reasons = _find_skipping_block(facts, pending, part)
     passes = {rank.rank: _loader_pass_of(rank, pending) for rank in facts.ranks}
-    batches = [f"rank {rank}: {describe_shard(taken)}" for rank, taken in passes.items() if taken is not None]
+    batches = [f"rank {rank}: {describe_loader_pass(taken)}" for rank, taken in passes.items() if taken is not None]
     forwards = [f"rank {rank}: as many forward passes at {pending.line}" for rank in ahead if kind == "forward"]
     block = None if kind == "unknown" else block
     not_ahead = [rank for rank in passes if rank not in ahead]

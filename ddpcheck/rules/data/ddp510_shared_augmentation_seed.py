@@ -187,7 +187,7 @@ def _may_fill_tensor(count: int, sizes: set[int]) -> bool:
     return count > 1 and count % MT_STATE_SIZE in {size % MT_STATE_SIZE for size in sizes | with_block}
 
 
-def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
+def judge_forward_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
     """DDP510: equal per-sample random numbers that all ranks draw in forward (`draws`: by rank)."""
     shared = [calls[0] for calls in paired(draws, lambda call: (call.operation, call.module, call.fingerprint))]
     if not shared or len(draws) < 2:

@@ -44,7 +44,7 @@ from ddpcheck.trace.data import (
     are_disjoint_shares,
     finding_on_loader,
     first_training_indices,
-    rows_by_position,
+    values_by_index,
 )
 from ddpcheck.trace.model_parts import MIN_PART_STEPS
 from ddpcheck.trace.replicas import common_values, differing_program_data, differing_values
@@ -126,7 +126,7 @@ def judge_labels(loader: Loader) -> list[Finding]:
 def judge_differing_values(loader: Loader) -> list[Finding]:
     """DDP516: the same samples with values that differ between ranks, but not between epochs."""
     first, passes = loader.first, loader.passes
-    rows = [rows_by_position(loaders, labels=False) for loaders in passes]
+    rows = [values_by_index(loaders, labels=False) for loaders in passes]
     if len(first) < 2 or not all(rows) or any(p.draws for loaders in passes for p in loaders):
         return []
     contents = first[0].samples, first[0].state
@@ -158,7 +158,7 @@ def judge_differing_values(loader: Loader) -> list[Finding]:
 
 def _have_equal_labels(loaders: Sequence[LoaderPass], others: Sequence[LoaderPass], positions: Sequence[int]) -> bool:
     """Return True if two ranks' labels show that samples at `positions` are the same."""
-    labels = rows_by_position(loaders, labels=True), rows_by_position(others, labels=True)
+    labels = values_by_index(loaders, labels=True), values_by_index(others, labels=True)
     pairs = [(labels[0][position], labels[1].get(position)) for position in positions if position in labels[0]]
     counts = Counter(label for label, _ in pairs)
     chance = sum((count / len(pairs)) ** 2 for count in counts.values())  # probability that one label matches at random
@@ -268,7 +268,7 @@ def judge_batch_values(batches: Sequence[tuple[int, ...]], step: int) -> list[Fi
     )
 
 
-def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
+def judge_shard_losses(facts: SingleProcessFacts) -> list[Finding]:
     """DDP516: ranks that compute a different loss on their shard than a single process.
 
     The finding is a warning under `find_unused_parameters`: ranks may use different parameters on purpose.

@@ -38,7 +38,7 @@ from ddpcheck.trace.data import (
     has_distinct_rows,
     is_complete_pass,
     is_one_share,
-    rows_by_position,
+    values_by_index,
 )
 
 MAX_LEFT_OUT = 0.05  # smaller fractions of unused samples may be rounding at the end
@@ -138,7 +138,7 @@ def _are_disjoint_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
 
 def _positions_differ(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     """Return True if each position is a different sample on each rank."""
-    by_rank = [(rows_by_position(loaders, labels=False), rows_by_position(loaders, labels=True)) for loaders in passes]
+    by_rank = [(values_by_index(loaders, labels=False), values_by_index(loaders, labels=True)) for loaders in passes]
     for (rows, labels), (other_rows, other_labels) in itertools.combinations(by_rank, 2):
         common = rows.keys() & other_rows.keys()
         if len(common) < FEWEST_ROWS or any(rows[i] == other_rows[i] for i in common):

@@ -34,11 +34,11 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import (
     RankEvaluation,
     data_differ,
+    exchanged_numbers,
     first_shown,
     gathered_labels,
     is_close,
     numbers_shown,
-    shard_numbers,
     shows,
 )
 from ddpcheck.trace.evaluations import Evaluations
@@ -97,7 +97,7 @@ _Evidence = tuple[str, Location | None]
 def _find_collective_of_counts(evals: Sequence[RankEvaluation], metrics: Sequence[RankMetric]) -> _Evidence | None:
     """Find a collective whose input is each rank's sample count or its samples' mean."""
     samples = [ev.samples for ev in evals]
-    calls = list(shard_numbers(evals))
+    calls = list(exchanged_numbers(evals))
     numbers = evals[0].results.numbers
     means = [m for m in metrics if m.name.startswith(MEAN) and not numbers[m.key] % 1 and any(m.bits)]
     counted_in_loop = [*map(tuple, filter(any, common_values([ev.results.numbers for ev in evals]).values()))]

@@ -43,10 +43,10 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import (
     RankEvaluation,
     exchange_line,
+    exchanged_numbers,
     gathered_labels,
     is_close,
     numbers_shown,
-    shard_numbers,
     shows,
 )
 from ddpcheck.trace.evaluations import Evaluations
@@ -165,7 +165,7 @@ def _is_combined(evals: Sequence[RankEvaluation], rank: int, metric: RankMetric)
     counts = [ev.results.numbers.get(metric.key, value) for ev, value in zip(evals, metric.values, strict=True)]
     return any(
         is_close(counts[rank] * own, counts[peer] * math.fsum(sums) / divisor)
-        for exchanged in shard_numbers(evals)
+        for exchanged in exchanged_numbers(evals)
         for sums in (exchanged.values if exchanged.first.during else ())
         for peer, own in enumerate(sums)
         for divisor in (1, len(evals))  # a sum, or a mean over the ranks

@@ -38,7 +38,7 @@ from ddpcheck.trace.evaluation import (
     data_differ,
     first_shown,
     gathered_labels,
-    record_showing,
+    output_showing,
 )
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, Evaluation, Metric, Row
@@ -154,7 +154,7 @@ def _find_wrong_pairs(
     if len({len(row) for pair in right[2] for row in pair}) != 1:
         return None
     correct = {name: [metric(pairs) for pairs in right] for name, metric in metrics.items()}
-    if any(record_showing(evals, value, digits) for values in correct.values() for value in values):
+    if any(output_showing(evals, value, digits) for values in correct.values() for value in values):
         return None  # the shown value is right
     for order in call.orders:
         joined = [(indices[rank][number], rows[rank][number]) for rank, number in order[: len(by_index)]]

@@ -30,7 +30,7 @@ import math
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import new_finding, plural
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.evaluation import exchange_line, first_shown, is_close, shard_numbers
+from ddpcheck.trace.evaluation import exchange_line, exchanged_numbers, first_shown, is_close
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, bits_of
 from ddpcheck.trace.replicas import common_values
@@ -49,7 +49,7 @@ def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
     samples = [ev.samples for ev in evals]
     numbers = common_values([ev.results.numbers for ev in evals]).values()
     sums = [counts for counts in numbers if not any(count % 1 for count in counts)]
-    for call in shard_numbers(evals):
+    for call in exchanged_numbers(evals):
         for values, metric in itertools.product(call.values, metrics):
             if not metric.name or list(values) in sums or not all(map(is_close, values, metric.values)):
                 continue

@@ -65,11 +65,11 @@ from ddpcheck.trace.unwrapped_params import (
     Steps,
     are_close,
     are_near,
-    are_scaled,
     format_norm,
     gradients_differ,
     minority_of,
     names_differing,
+    names_scaled,
     param_name,
 )
 
@@ -177,7 +177,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
     """Report gradients of unwrapped parameters that differ only by a factor per rank (DDP301)."""
     for by_rank in steps:
         names = [name for name in by_rank[0].unwrapped_params if gradients_differ(by_rank, name)]
-        if len(names) < 2 or len(are_scaled(names, by_rank)) < len(names):
+        if len(names) < 2 or len(names_scaled(names, by_rank)) < len(names):
             continue
         sizes = [math.hypot(*step.gradients[names[0]]) for step in by_rank]
         ranks = minority_ranks([round(size / max(sizes), 3) for size in sizes]) if len(sizes) > 2 else ()
@@ -400,7 +400,7 @@ def judge_meshes(wrappers: Sequence[WrapperTrace], world_size: int) -> list[Find
     return judge_separate_meshes(ranks, sharded, wrappers[0].made.location)
 
 
-def judge_variant(gradients: Sequence[Mapping[str, int]]) -> list[Finding]:
+def judge_variant_gradients(gradients: Sequence[Mapping[str, int]]) -> list[Finding]:
     """DDP301: gradient fingerprints of ranks that differ in a compiled or micro-batch step."""
     names = differing_names(gradients)
     return new_finding("DDP301", sorted(names), "the gradients differ between ranks") if names else []

@@ -81,9 +81,9 @@ def judge_clips(changes: GradientChanges) -> list[Finding]:
 @rule
 def judge_partial_changes(changes: GradientChanges) -> list[Finding]:
     """Report gradients that are clipped or changed between micro-batches (DDP310)."""
-    if changes.local_clips or not changes.partial_changes:
+    if changes.local_clips or not changes.changes_while_accumulating:
         return []
-    first = changes.partial_changes[0]
+    first = changes.changes_while_accumulating[0]
     is_local, by = first[0].is_unreduced, first[0].by
     when = "by its own factor on each rank, before they are averaged" if is_local else "before the step has all"
     return new_finding(

@@ -152,7 +152,7 @@ def judge_equal_shard_state(
     )
 
 
-def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
+def judge_equal_shards(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
     """DDP521: equal shards on all ranks, where each should have a different part.
 
     Reported only if all shards with non-constant values are equal: zeros and ones are equal by design, and a single

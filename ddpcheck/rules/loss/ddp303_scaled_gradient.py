@@ -198,7 +198,7 @@ def judge_scaled_by_hooks(
 @rule
 def judge_rescaled_gradients(changes: GradientChanges) -> list[Finding]:
     """DDP303: averaged gradients that are scaled, unless a change before the average is reported."""
-    if changes.local_clips or changes.partial_changes:
+    if changes.local_clips or changes.changes_while_accumulating:
         return []
     return [f for used in changes.reduced for f in judge_rescaled(used, changes.losses, len(changes.losses))]
 

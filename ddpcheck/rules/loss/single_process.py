@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference, ShardAnalysis
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import ranks_or_all
-from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_program_data, judge_programs
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_program_data, judge_shard_losses
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import explain_by_changed_gradients
 from ddpcheck.rules.loss.ddp303_scaled_gradient import (
     explain_by_common_factor,
@@ -100,7 +100,7 @@ def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
         return findings
     if known.local.calls or analysis.rank_weights.residual <= facts.tolerance:
         return []
-    return judge_programs(facts)
+    return judge_shard_losses(facts)
 
 
 EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (

@@ -65,7 +65,7 @@ def _drop_rank_options(options: Sequence[Mapping[str, str]]) -> list[dict[str, s
     return [{name: value for name, value in opts.items() if name not in numbers} for opts in options]
 
 
-def judge_parts(first: Steps) -> list[Finding]:
+def judge_param_sets(first: Steps) -> list[Finding]:
     """DDP223: optimizers that hold different parameters on ranks, if parameters have diverged.
 
     A manually sharded optimizer also holds different parameters, but sends the updated parameters to the other ranks.

@@ -40,7 +40,7 @@ FEWEST_UNMOVED_STEPS = 3  # steps in which a parameter has a gradient and does n
 _ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 
-def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
+def judge_foreign_optimizer(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
     """DDP504: parameters that never change, beside an optimizer whose tensors are in no module."""
     unknown = steps[-1][0].unregistered_params if steps else ()
     idle = [name for name, changes in moved.items() if not changes and name not in param_names]

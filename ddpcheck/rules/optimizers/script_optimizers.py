@@ -19,13 +19,17 @@ from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_late_ave
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_equal_shard_state, judge_parts_reduced
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_second_sum, judge_sums
-from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_parts
-from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, judge_unchanged_params, name_wrapped_module
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_param_sets
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import (
+    judge_foreign_optimizer,
+    judge_unchanged_params,
+    name_wrapped_module,
+)
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
 from ddpcheck.rules.parameters.ddp111_ignored_parameter import explain_by_missing_group
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import rule
-from ddpcheck.rules.replicas.ddp208_parameter_value import judge_start, locate_seed
+from ddpcheck.rules.replicas.ddp208_parameter_value import judge_never_equal, locate_seed
 from ddpcheck.rules.replicas.ddp306_state_diverged import (
     explain_by_divergence,
     judge_optimizer_state,
@@ -70,13 +74,15 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
         if not state_differs and not new:
             new = _judge_unwrapped(opt, facts) or judge_sums(opt.steps, facts.events(LossDifferentiated))
         findings += new + name_wrapped_module(
-            judge_stale(opt.steps, facts.moved, param_names), facts.wrappers, facts.moved
+            judge_foreign_optimizer(opt.steps, facts.moved, param_names), facts.wrappers, facts.moved
         )
         findings += judge_unchanged_params(opt.steps, facts.moved) + judge_parts_reduced(opt.steps)
         findings += judge_schedule(opt.ends, len(facts.ranks))
         findings += judge_second_sum(opt.steps, len(facts.ranks))
     for first in () if findings else optimizers.first_steps:  # parameters may differ between ranks
-        findings += judge_optimizer_options([first]) or (judge_parts(first) if facts.has_differing_parameters else [])
+        findings += judge_optimizer_options([first]) or (
+            judge_param_sets(first) if facts.has_differing_parameters else []
+        )
     return findings
 
 
@@ -152,7 +158,7 @@ def judge_unsynchronized(
     diverged = [name for name, by_step in equal.items() if by_step[0] and not by_step[-1] and name not in synced]
     local = [name for name in diverged if any(gradients_differ(step, name) for step in steps)]
     if not local or not gradients_mostly_differ(steps):
-        return judge_start(steps)
+        return judge_never_equal(steps)
     names = [*map(param_name, local)]
     if late := next((location for step in steps for entry in step if (location := entry.late_sum_at)), None):
         return explain_by_late_average(names, steps, late)

@@ -31,7 +31,7 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
     missing on all ranks and, if configured to reduce missing gradients as zeros, on some ranks.
     """
     names = facts.sometimes_missing
-    if facts.wrapper.tolerates_absence:
+    if facts.wrapper.tolerates_partial_use:
         names = [name for name in names if name in facts.wrapper.sparse]
     places = {frozenset((item.rank, item.step) for item in facts.missing[name]) for name in names}
     all_at_once = len(places) == 1 and len(names) == len(facts.trainable) > 1

@@ -41,7 +41,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
         may_be_idle = wrapper.sharded and rule.no_gradient and not rule.conditional_use  # an untaken branch or expert
         if not settled and (rule.needless_option or may_be_idle):
             continue
-        if rule.no_gradient and not finding.steps and not (context.wrapper.goes_on_without and settled):
+        if rule.no_gradient and not finding.steps and not (context.wrapper.continues_unused and settled):
             finding = replace(finding, steps=missing_steps)
         if not settled and reports[0].step < _FIRST_STEPS:
             finding = reword_in_first_steps(finding, missing_steps or (0,))
@@ -64,7 +64,7 @@ def _to_step_evidence(
     """Return the evidence of every rank in each step with a missing parameter."""
     trainable = [name for name in context.trainable if name not in changed]
     steps = sorted({step for report in reports for step in report.missing})[:_MOST_STEPS]
-    if context.wrapper.goes_on_without and settled:
+    if context.wrapper.continues_unused and settled:
         steps = [step for step in range(reports[0].step + 1) if is_probed(step)]
     elif steps and steps[0] > 0:
         steps.insert(0, steps[0] - 1)  # in which the parameters took part
@@ -72,7 +72,7 @@ def _to_step_evidence(
     for report in reports:
         for index, step in enumerate(steps or [report.step]):
             missing = set(report.missing.get(step, ()))
-            if context.wrapper.goes_on_without and settled:
+            if context.wrapper.continues_unused and settled:
                 missing |= set(report.never_used) | set(report.sometimes_missing if index == 0 else ())
             states: dict[str, GradientState] = {
                 name: "missing" if name in missing else report.probed.states.get(name, "contributes")

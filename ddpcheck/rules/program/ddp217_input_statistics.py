@@ -46,7 +46,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
 
     Statistics equal on all ranks at a forward call, or passed to a collective, are ignored: they normalise equally.
     """
-    by_name = [group_by(map(_discount, stats), lambda stat: (stat.wrapper, stat.name)) for stats in statistics.by_rank]
+    by_name = [group_by(map(_drop_weak, stats), lambda stat: (stat.wrapper, stat.name)) for stats in statistics.by_rank]
     for name in by_name[0] if len(by_name) > 1 else ():
         by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
         calls = aligned(by_forward)
@@ -58,7 +58,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
     return []
 
 
-def _discount(stat: RunningStatistic) -> RunningStatistic:
+def _drop_weak(stat: RunningStatistic) -> RunningStatistic:
     """Return `stat`, with 0 `equations` if too many changes of the statistic are unexplained."""
     return stat if stat.unexplained_moves <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpcheck.findings.evidence.modules import TensorRecord, are_harmless
+from ddpcheck.findings.evidence.modules import TensorRecord, are_harmless_differences
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import (
     format_by_rank,
@@ -113,7 +113,7 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], noun: str) ->
         f"{noun} is not the same on every rank: {', '.join(mismatches)}.",
         ranks=minority_of_any(values[name] for name in mismatches),
         evidence=format_by_rank({name: _shorten_lists(name, values[name]) for name in mismatches}),
-        severity=Severity.WARNING if are_harmless(mismatches, options) else None,
+        severity=Severity.WARNING if are_harmless_differences(mismatches, options) else None,
     )
 
 

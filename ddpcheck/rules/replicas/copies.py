@@ -18,7 +18,7 @@ from ddpcheck.rules.replicas.ddp306_state_diverged import (
     unequal_module_finding,
     unequal_weights_finding,
 )
-from ddpcheck.trace.replicas import Changes, WriteFacts, aligned, common_values, values_differ, write_facts
+from ddpcheck.trace.replicas import Changes, WriteFacts, aligned, common_values, copy_writes, values_differ
 from ddpcheck.trace.wrappers import Copies
 
 MAX_DISTANCE = 0.02  # standard deviations between running means of the same data
@@ -28,7 +28,7 @@ MAX_DISTANCE = 0.02  # standard deviations between running means of the same dat
 def judge_copies(copies: Copies) -> list[Finding]:
     """DDP306 and 214: modules outside of the wrappers that differ between ranks."""
     states, changes = copies.states, copies.changes
-    findings = judge_copied_states(states, changes) or judge_uses(copies.uses, states, changes)
+    findings = judge_copied_states(states, changes) or judge_evaluations(copies.uses, states, changes)
     if any(RULES[finding.code].values_differ for finding in findings):
         copies.require_exact_parameters()
     return [replace(finding, tags=(*finding.tags, "of a copy")) for finding in findings]
@@ -61,11 +61,11 @@ def judge_copied_states(states: Sequence[Sequence[UnwrappedModel]], changes: Cha
         )
         if in_use and kept and not synced:
             equal = [number for number, step in enumerate(steps) if len({str(state.values) for state in step}) == 1]
-            findings += _copy_finding(steps, equal[-1] + 1 if equal else 0, write_facts(changes, name[1]))
+            findings += _copy_finding(steps, equal[-1] + 1 if equal else 0, copy_writes(changes, name[1]))
     return findings[:1]
 
 
-def judge_uses(
+def judge_evaluations(
     uses: Sequence[Sequence[EvaluationCall]], states: Sequence[Sequence[UnwrappedModel]], changes: Changes = ()
 ) -> list[Finding]:
     """DDP306: weights that differ between the ranks that evaluate them at one line.
@@ -80,7 +80,7 @@ def judge_uses(
         copies = [copy for rank, use in by_rank.items() if (copy := kept[rank].get(use.digest))]
         comparable = copies or any(use.loaded or not use.wrapped for use in by_rank.values())
         if comparable and len({use.digest for use in by_rank.values()}) > 1:
-            return _use_finding(by_rank, states, copies[0].location if copies else None, write_facts(changes, key[1]))
+            return _use_finding(by_rank, states, copies[0].location if copies else None, copy_writes(changes, key[1]))
         if len(by_rank) > 1 and (distance := _distance_of_means([*by_rank.values()])) > MAX_DISTANCE:
             return batchnorm_finding(by_rank, distance)
     return []

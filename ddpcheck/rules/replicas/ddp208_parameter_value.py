@@ -79,7 +79,7 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
     )
 
 
-def judge_start(steps: Sequence[Steps]) -> list[Finding]:
+def judge_never_equal(steps: Sequence[Steps]) -> list[Finding]:
     """DDP208: parameters that differ between ranks in every step, although gradients are averaged."""
     first = steps[0][0]
     unequal = [name for name in first.unwrapped_params if not any(is_equal(step, name) for step in steps)]

@@ -100,7 +100,7 @@ def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False
     )
 
 
-def judge_ignored(changes: Changes) -> list[Finding]:
+def judge_data_assignments(changes: Changes) -> list[Finding]:
     """DDP503: assignments to `.data` of shards, which have no effect on a DTensor."""
     findings = []
     for location, group in group_by(changes_of_kind(changes, "ignored"), lambda change: change.location).items():

@@ -187,7 +187,7 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
     return None
 
 
-def explain_set(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
+def explain_missing_modules(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
     """Explain missing modules by a variable equal to their number, or by differing classes."""
     path = _outermost_difference(finding, wrappers)
     parent = path.rpartition(".")[0]
@@ -217,7 +217,7 @@ def explain_order(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason 
     return None
 
 
-_EXPLANATIONS = {SET: explain_set, ORDER: explain_order, SHAPE: explain_size}
+_EXPLANATIONS = {SET: explain_missing_modules, ORDER: explain_order, SHAPE: explain_size}
 
 
 def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:

@@ -14,7 +14,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import group_by
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_skipped_update
-from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_equal_shards
 from ddpcheck.rules.gradients.reducer import judge_reducer
 from ddpcheck.rules.replicas.comparisons import IN_STEP
 from ddpcheck.rules.replicas.ddp208_parameter_value import advise_under_sharding, judge_initial_parameters
@@ -38,8 +38,8 @@ from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.captured import (
     compare_with_average,
-    differences_from_average,
     may_average_by_hand,
+    unsharded_differences,
     with_values,
     without_prefixes,
 )
@@ -140,7 +140,7 @@ def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCapt
     if len({frozenset(replica.eps) for replica in replicas}) > 1:  # only some ranks have compiled the module
         replicas = [*map(without_prefixes, replicas)]
     states = [replica.state for replica in replicas]
-    differences = differences_from_average(replicas)
+    differences = unsharded_differences(replicas)
     all_equal = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
     if all_equal and not any(difference.bad for rank_diffs in differences for difference in rank_diffs):
         return []
@@ -167,7 +167,7 @@ def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptu
     if any(difference.bad for value in values for difference in value.against_local):
         states = [ReplicaState(ModuleDescription(), value) for value in values]
         findings += judge_replica_states(states, entry.context, step, after_backward=True, first=first)
-    findings += judge_repeated(replicas)
+    findings += judge_equal_shards(replicas)
     by_code: dict[str, Finding] = {}
     for group in group_by(replicas, lambda replica: replica.shard).values():
         bare = [

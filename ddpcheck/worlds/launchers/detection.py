@@ -46,7 +46,7 @@ def tasks_of_node(layout: str, node: str) -> int | None:
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
 
-def port_of(job: str) -> int:
+def port_of_job(job: str) -> int:
     """Return a port computed from `job`, "<job id> <step id>"; not necessarily free."""
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS

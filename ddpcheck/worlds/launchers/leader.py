@@ -131,7 +131,7 @@ class Leader:
 
     def starter(self, rank: int, method: str | None) -> starting.Starter:
         """Return the function that starts a rank: locally (rank 0), or by a follower."""
-        return partial(RemoteRanks, self._followers[rank], method) if rank else starting.STARTERS[method]
+        return partial(RemoteRank, self._followers[rank], method) if rank else starting.STARTERS[method]
 
     def close(self) -> None:
         """Ask the followers to exit, and wait for the connections to close."""
@@ -149,7 +149,7 @@ class _FollowerLink:
         self._on_lost = partial(on_lost, hello.launch.rank, hello.pid if welcome.shared else None)
         self.rank = hello.launch.rank
         self.lost_at: float | None = None  # time of disconnection
-        self.worlds: dict[int, RemoteRanks] = {}  # by number
+        self.worlds: dict[int, RemoteRank] = {}  # by number
         self._folder = None if welcome.shared else hello.temporary
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._read_messages, name=f"ddpcheck-rank-{self.rank}", daemon=True)
@@ -190,7 +190,7 @@ class _FollowerLink:
         self._sock.close()
 
 
-class RemoteRanks:
+class RemoteRank:
     """A single rank that a follower starts, with the interface of `StartedRanks`."""
 
     def __init__(

@@ -176,10 +176,10 @@ class RankGroup:
         if len(self._written_keys) > 2:  # two gathers later, every rank has read the value
             with contextlib.suppress(StoreGoneError):
                 self.store.remove(self._written_keys.pop(0))
-        self.check_in_step([point for point, _ in entries])
+        self.require_same_point([point for point, _ in entries])
         return [result for _, result in entries]
 
-    def check_in_step(self, points: Sequence[str]) -> None:
+    def require_same_point(self, points: Sequence[str]) -> None:
         """Raise `RankError` if the ranks are at different points of the program."""
         if len(set(points)) > 1:
             positions = "; ".join(f"rank {rank} is at {point}" for rank, point in enumerate(points))

@@ -176,7 +176,7 @@ def _with_address(launch: LauncherEnv, uses_port: bool) -> LauncherEnv:
                 f"Rank 0 is on {launch.node}, which is not the first machine of {launch.nodes}; "
                 f"export MASTER_ADDR={launch.node} to all ranks."
             )
-    return replace(launch, address=address, port=launch.port or detection.port_of(launch.job))
+    return replace(launch, address=address, port=launch.port or detection.port_of_job(launch.job))
 
 
 def connect(address: str, port: int, timeout: float, is_server: bool = False, listener: int | None = None) -> Store:
