@@ -79,7 +79,7 @@ def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
 def blocks_of_lines(
     lines: Iterable[str], files: Mapping[str, str] | None = None, source: ProgramSource | None = None
 ) -> dict[str, tuple[Block, ...]]:
-    """Return, by line, the blocks around `lines` and around the heads of these blocks."""
+    """Return the blocks around each line, and around the head of each block."""
     source = source or ProgramSource()
     blocks_by_line: dict[str, tuple[Block, ...]] = {}
     pending = set(lines)

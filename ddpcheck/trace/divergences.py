@@ -31,7 +31,7 @@ _MOST_MISSING = 0.75  # an epoch on ranks with a smaller fraction of the single 
 
 @dataclass(frozen=True, slots=True)
 class ParityDivergence:
-    """The first difference in one kind of quantity."""
+    """First difference between the ranks and the single process, in quantities of one kind."""
 
     kind: str  # "gradients", "clip", "update", "steps", "shown", "saved", "schedule" or "samples"
     step: int  # number of preceding optimizer steps

@@ -57,7 +57,7 @@ class EndingFacts:
         """Return True if a rank called a collective inside a block."""
         return any(block in self.enclosing(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
-    def has_left(self, side: Position, loop: Block) -> bool:
+    def was_in(self, side: Position, loop: Block) -> bool:
         """Return True if `side` was in `loop` at the last collective before the divergence."""
         return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
@@ -74,7 +74,7 @@ def lines_of(call: Call) -> tuple[str, ...]:
 def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Block]:
     """Return the loops that `leaver` has exited and `stayer` is in, outermost first."""
     leaver_loops = facts.loops(leaver.lines)
-    return [loop for loop in facts.loops(stayer.lines) if loop not in leaver_loops and facts.has_left(leaver, loop)]
+    return [loop for loop in facts.loops(stayer.lines) if loop not in leaver_loops and facts.was_in(leaver, loop)]
 
 
 def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
@@ -88,8 +88,8 @@ def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position
 def local_branches(facts: EndingFacts, position: Position, peer: Position) -> list[Block]:
     """Return the branches that `position` is in and `peer` never entered, innermost first.
 
-    Statements after an early exit count as a branch, and come last, if `peer` is outside of the function or loop that
-    the exit leaves. Empty if `peer` is in a loop that `position` has left, since `peer` may enter the branch later.
+    If `peer` is outside of the function or loop that an early exit leaves, the statements after this exit are a branch
+    too, at the end of the list. Empty if `peer` is in a loop that `position` has left, as `peer` may come to it.
     """
     if loops_left(facts, position, peer) and not set(facts.loops(position.lines)) & set(facts.loops(peer.lines)):
         return []

@@ -279,7 +279,7 @@ class ScriptFacts:
         return next(members, tuple(range(rank.started.world_size)))
 
     def part_steps(self, group: Sequence[int]) -> list[Sequence[PartSteps]]:
-        """Return recorded optimizer steps of ranks that share a model, by optimizer."""
+        """Return, by optimizer, the steps of ranks that have parts of one model."""
         steps_by_rank = [entries_of(rank, PartStep) for rank in self.ranks if rank.started.rank in group]
         numbers = sorted({step.optimizer for step in steps_by_rank[0]})
         return [

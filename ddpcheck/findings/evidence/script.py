@@ -108,7 +108,7 @@ OF_A_LIST = ".index()"  # suffix of the table name of a list
 
 
 class DerivedTable(Entry, frozen=True):
-    """Dictionary of plain values, or string positions in a list made from a set."""
+    """Dictionary of plain values; for a list made from a set: index by string."""
 
     name: str
     values: Mapping[str, str]

@@ -50,7 +50,7 @@ def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
 
 
 def _texts_in(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapping[str, str]:
-    """Return, as text by name, the plain data in `value`, independent of set order."""
+    """Return the plain data in `value` as texts by name, with sets sorted."""
     if isinstance(value, bool):
         return {}  # usually an "is rank 0" flag
     if isinstance(value, (*PLAIN, *_CONTAINERS, torch.Tensor)):

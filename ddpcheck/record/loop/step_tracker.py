@@ -378,7 +378,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # End of a step
 
     def _end_step(self, callbacks: int) -> None:
-        """Add missing zero gradients for DDP, or await `callbacks` engine callbacks; end the step."""
+        """End the step after `callbacks` engine callbacks; now if DDP awaits unused parameters."""
         if self._step.unused and (missing := sorted(self.parameters.awaited_by_ddp(self._step.unused))):
             if names := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:

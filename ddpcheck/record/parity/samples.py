@@ -390,7 +390,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return (value,)
 
     def note_backward(self) -> None:
-        """Record that a backward pass begins and that all passes in progress train."""
+        """Record that backward begins, and that all open passes over loaders belong to training."""
         self.backwards += 1
         if self._reader is None:
             for pass_ in [*self._passes_by_iterator.values()]:

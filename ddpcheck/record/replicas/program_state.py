@@ -203,7 +203,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return self._kinds[module]
 
     def _called_modules(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return [("", module)] if called, else [("visual.", child)] of called children, as in CLIP."""
+        """Return `module` if called, else its called children, each with a name prefix."""
         seen = module in self._kinds
         if self._recorded_use(module):
             return [("", module)]

@@ -249,7 +249,7 @@ def _fits_of_inputs(current: _Snapshot, last: _Snapshot, changed: Sequence[str])
 
 
 def _may_fit(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
-    """Return False if the move and the mean of `inputs` have clearly different signs."""
+    """Return False if the statistic's change and the mean of `inputs` differ in sign."""
     moved, size = now.mean - before.mean, inputs.mean.norm()
     mask = (moved.abs() > 2 * now.rounding) & (inputs.rounding <= _ROUNDED * size)
     return not bool((mask & (moved * inputs.mean < 0) & (inputs.mean.abs() > 2 * _FITS * size)).any())
@@ -363,7 +363,7 @@ def _snapshot(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], 
 
 
 def _add_quotients(current: _Snapshot, last: _Snapshot) -> None:
-    """Add each variable divided by a changed count of the same object (a mean)."""
+    """Add means to both snapshots: variables divided by a count in the same object."""
     counts = [name for name, number in current.counts.items() if last.counts.get(name, number) != number]
     for src in (current, last) if counts else ():
         for name, numbers in list(src.variables.items()):

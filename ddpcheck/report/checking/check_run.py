@@ -270,9 +270,9 @@ class CheckRun(CheckWorlds):
     def _compare_random(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
         """Give the ranks and a single process equal random numbers, and compare gradients.
 
-        Numbers "by sample" are equal for equal samples, and keep the number of zeros in a dropout mask. If forward does
-        not draw per sample, ranks still draw different numbers. So a difference counts only if reweighting the shards
-        explains it. Otherwise the comparison is repeated with constants.
+        Numbers "by sample" are equal for equal samples, and keep the number of zeros in a dropout mask. But if forward
+        does not draw per sample, ranks still draw different numbers. Therefore a difference is reported only if other
+        weights of the shards' gradients explain the difference; else the comparison is repeated with constants.
         """
         single = self.state.single
         if numbers == "by sample":
@@ -327,7 +327,7 @@ class CheckRun(CheckWorlds):
         self._skip_rest(f"{findings[0].code}: {effect}")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
-        """Check once that ranks order the elements of the tensors reduced in forward equally."""
+        """Check once that tensors reduced in forward have equal element order on all ranks."""
         if self._packing_checked or not any(item.calls for item in local):
             return
         in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]

@@ -218,7 +218,7 @@ def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
 
 
 def _common_backwards(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
-    """Yield pairs (leaver, stayer) of common backward passes of forward line `pending.line`, latest first."""
+    """Yield (leaver's, stayer's) backward passes of the forward at `pending.line`, latest first."""
     for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
         backward, other_backward = backward_of(call), backward_of(other_call)
         if backward is not None and other_backward is not None and backward.line == other_backward.line == pending.line:

@@ -134,7 +134,7 @@ def _group_reports(wrapper: WrapperTrace) -> _Reports:
 
 
 def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -> tuple[ReportedCauses, dict[str, int]]:
-    """Return findings of all steps, and the first differing step of further buffers."""
+    """Judge all steps; also return the first differing step of buffers that differ later."""
     info, entries = wrapper.made, [*chain.from_iterable(wrapper.events(StepsReported))]
 
     def locate(finding: Finding) -> Finding:

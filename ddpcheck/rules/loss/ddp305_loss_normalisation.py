@@ -333,7 +333,7 @@ def judge_counts(passes: Passes) -> list[Finding]:
 
 def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[float]:
     """Return each rank's integer divisor of a sum, if divisors differ, else []."""
-    sample_heads = set().union(*map(_sample_heads, losses))
+    sample_heads = set().union(*map(_heads_by_sample, losses))
     for terms in zip(*(loss.terms for loss in losses), strict=False):
         if any(term.head in sample_heads for term in terms):
             continue
@@ -344,8 +344,8 @@ def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[fl
     return []
 
 
-def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
-    """Return `head` numbers of the terms that weight each sample by a different factor."""
+def _heads_by_sample(loss: LossDifferentiated) -> set[int | None]:
+    """Return the `head` of loss terms that have a separate weight for each sample."""
     by_head = group_by((term for term in loss.terms if term.head is not None), lambda term: term.head)
     return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
