@@ -189,7 +189,7 @@ class LoopEvent(Struct, frozen=True):
 
 
 class SharedDraw(Struct, frozen=True):
-    """Random tensor with a value per sample, equal on two ranks."""
+    """Random tensor with a value per sample, as one rank drew it."""
 
     operation: str
     module: str = ""

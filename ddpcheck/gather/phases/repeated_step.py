@@ -118,9 +118,9 @@ def _differences(
 class _DrawRecorder(TorchDispatchMode):
     """Mode that passes name and result of operations that draw random numbers to `sink`."""
 
-    def __init__(self, record: Callable[[str, Any], None]) -> None:
+    def __init__(self, sink: Callable[[str, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sink = record
+        self._sink = sink
 
     @forwards_calls
     def __torch_dispatch__(

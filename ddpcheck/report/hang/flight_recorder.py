@@ -264,20 +264,22 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
         raise UsageError(f"cannot read {folder}: {error.strerror}") from error
     if not files:
         raise UsageError(f"there are no dumps in {folder}: it is empty")
-    dumps: dict[int, RankDump] = {}
-    names: dict[int, list[str]] = {}
+    candidates: dict[int, list[tuple[str, RankDump]]] = {}  # by rank, with the file name
     for path in files:
         if (match := _NAMED_FOR_A_RANK.search(path.name)) is None:
             continue
         raw = read_dump(path)
         rank = raw.get("rank", int(match[1]))
         _check_rank(rank, str(path))
-        dump = as_rank_dump(raw, str(path))
-        names.setdefault(rank, []).append(path.name)
-        if rank in dumps and dump.has_stacks == dumps[rank].has_stacks:
-            raise UsageError(f"several dumps in {folder} are of rank {rank}: {join_names(names[rank], most=9)}")
-        if rank not in dumps or dump.has_stacks:
-            dumps[rank] = dump
+        candidates.setdefault(rank, []).append((path.name, as_rank_dump(raw, str(path))))
+    dumps: dict[int, RankDump] = {}
+    for rank, named in sorted(candidates.items()):
+        preferred = [item for item in named if item[1].has_stacks] or named
+        if len(preferred) > 1:
+            raise UsageError(
+                f"several dumps in {folder} are of rank {rank}: {join_names([n for n, _ in named], most=9)}"
+            )
+        dumps[rank] = preferred[0][1]
     if not dumps:
         raise UsageError(
             f"no Flight Recorder dumps in {folder}: file names must end in the rank, such as nccl_trace_rank_0"
@@ -287,7 +289,7 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
         raise UsageError(
             f"the dumps in {folder} name {len(groups)} process groups of {size} ranks: too many to compare"
         )
-    return dict(sorted(dumps.items()))
+    return dumps
 
 
 def _check_rank(rank: object, where: str) -> None:
