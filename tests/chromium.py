@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -91,17 +90,6 @@ class Chromium:
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def press(self, key: str, code: int) -> None:
-        """Press a key and let it go."""
-        for kind in ("rawKeyDown", "keyUp"):
-            about = {"key": key, "code": key, "windowsVirtualKeyCode": code}
-            self.send("Input.dispatchKeyEvent", type=kind, **about)
-
-    def screenshot(self) -> bytes:
-        """The whole page as PNG."""
-        answer = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        return base64.b64decode(answer["data"])
 
     @property
     def complaints(self) -> list[str]:
