@@ -66,14 +66,18 @@ def test_a_config_may_name_the_hook_of_mmengine_as_before() -> None:
         assert type(registry.HOOKS.build({"type": name, "on_finding": "log"})) is DDPCheckHook
 
 
-def test_dir_lists_public_names_alone() -> None:
+def test_dir_lists_public_names_alone_and_signatures_refuse_others() -> None:
     assert set(dir(ddpcheck)) == {*ddpcheck.__all__, "launch", "rank"}
-    assert all(getattr(ddpcheck, name) is not None for name in dir(ddpcheck))
-
-
-def test_a_world_has_the_options_of_its_users_alone() -> None:
+    names = [name for name in ddpcheck.__all__ if name != "__version__"]
+    assert [getattr(ddpcheck, name).__name__ for name in names] == names
+    with pytest.raises(AttributeError, match="no attribute 'Recipes'"):
+        _ = ddpcheck.Recipes
     expected = "world_size backend device timeout startup_timeout start_method process_group threads env preload"
     assert list(inspect.signature(ddpcheck.World).parameters) == expected.split()
+    for function in (ddpcheck.check, ddpcheck.check_script, ddpcheck.check_schedule, ddpcheck.check_matrix):
+        misspelled = {"timeuot": 1.0}
+        with pytest.raises(TypeError, match=f"{function.__name__}: there is no 'timeuot'; did you mean 'timeout'"):
+            function("recipe.py", **misspelled)
 
 
 def defaults(name: str, *functions: Any) -> set[Any]:
