@@ -45,14 +45,11 @@ def test_the_mark_and_the_fixtures_are_there() -> None:
     ]
     assert "ddp_world" in fixtures
     mark = re.search(r"@pytest\.mark\.ddp\((.*?)\)", PAGE)
-    assert mark and re.findall(r"\w+", mark[1].replace("world_size=2", "world_size")) == [*_ordered(marks.OPTIONS)]
+    assert mark and re.findall(r"\w+", mark[1].replace("world_size=2", "world_size")) == sorted(
+        marks.OPTIONS, key=pytest_plugin._MARKER.index
+    )
     for name in fixtures:
         assert re.search(rf"^\|.*`{name}`.*\|.*\|$", PAGE, re.MULTILINE), name
-
-
-def _ordered(options: tuple[str, ...]) -> tuple[str, ...]:
-    """The order of the plugin's own description of the mark."""
-    return tuple(sorted(options, key=pytest_plugin._MARKER.index))
 
 
 def documented() -> Iterator[Any]:
@@ -89,12 +86,3 @@ def test_the_types_of_values_are_there() -> None:
                 if isinstance(value, type) and value.__module__.startswith("ddpcheck") and value not in types:
                     missing.add(f"{value.__module__}.{value.__name__}, of {owner.__qualname__}")
     assert not missing
-
-
-def test_a_first_line_is_not_taken_for_a_type() -> None:
-    """Napoleon takes what stands before a colon in the first line of an attribute's text for its type."""
-    for thing in documented():
-        for name, member in vars(thing).items() if isinstance(thing, type) else ():
-            if isinstance(member, property) and not name.startswith("_"):
-                first = (member.__doc__ or "").splitlines()[:1]
-                assert not re.search(r"[^:]: ", re.sub("`.*?`", "", "".join(first))), f"{thing.__name__}.{name}"
