@@ -27,15 +27,7 @@ HANG = 6.0  # seconds after which a plain run counts as one that hangs; a run ta
 
 @dataclass(frozen=True)
 class Heard:
-    """The end of a plain run as a person sees it.
-
-    Attributes:
-        ending: How it ended.
-        ranks: On which ranks, where it did not train on.
-        words: The first error, in one line.
-        text: All that was said, by exceptions and by output.
-        seconds: Until the end.
-    """
+    """The end of a plain run as a person sees it: `words` is the first error, and `text` all that was said."""
 
     ending: Ending
     ranks: tuple[int, ...] = ()
