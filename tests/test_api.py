@@ -26,10 +26,6 @@ RENAMED = [
     ("ddpcheck", "DdpcheckError", "DDPCheckError"),
     ("ddpcheck.testing.fixture", "DdpWorld", "DDPWorld"),
     ("ddpcheck.report.matrix.option_sets", "DdpOptions", "DDPOptions"),
-    *(
-        pytest.param(f"ddpcheck.integrations.{name}", "DdpCheckCallback", "DDPCheckCallback", marks=pytest.mark.slow)
-        for name in ("lightning", "transformers")  # which take seconds to import
-    ),
     ("ddpcheck.integrations.mmengine", "DdpCheckHook", "DDPCheckHook"),
 ]
 

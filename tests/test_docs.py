@@ -141,16 +141,6 @@ def test_the_noise_is_that_of_the_records() -> None:
     assert f"<!-- noise -->\n{noise()}\n<!-- end -->" in (DOCS / "comparison.md").read_text(encoding="utf-8")
 
 
-MEASURED = re.findall(r"^\| \[.*?\]\((.*?)\) .*\| (.*?) \|$", (DOCS / "measured.md").read_text("utf-8"), re.MULTILINE)
-
-
-@pytest.mark.parametrize(("page", "figures"), MEASURED, ids=[page for page, _ in MEASURED])
-def test_the_figures_in_the_index_are_those_of_the_page(page: str, figures: str) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    for figure in re.findall(r"\d+(?:\.\d+)?", figures):
-        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\.?\d)", text), f"{page} has no {figure}"
-
-
 def test_messages_are_those_of_the_installed_torch() -> None:
     torch = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     names = ["nn/parallel/distributed.py", "nn/modules/batchnorm.py", "distributed/rendezvous.py"]

@@ -15,26 +15,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddpcheck import cli
-from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, ParityEntry, Report, ReportError
-from ddpcheck.findings.rules import Severity
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import AcceptedFinding, Report, ReportError
 from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
+from tests.render.test_render import REPORT as SHOWN
+from tests.render.test_render import UNUSED
 from tests.tiers import one_of
 
-PLACE = {"ranks": (1,), "steps": (0, 2), "location": Location("net.py", 3), "evidence": ("a fact",)}
-FOUND = Finding("DDP104", ("head.weight",), "It does not contribute.", Severity.ERROR, fix="Mend it.", **PLACE)
-WORLD = {"world_size": 2, "backend": "gloo", "device": "cpu", "steps": 3, "seed": 0, "timeout": 30.0, "notes": ["n"]}
-REPORT = Report(
-    "net.py",
-    {"torch": "2.13.0"},
-    WORLD,
-    (CheckResult("model", "passed", 0.1, "built"), CheckResult("parity", "skipped", detail="no", asked=False)),
-    (FOUND,),
-    ("DDP305",),
-    (ParityEntry(0, "head.weight", "local", 0.1, 0.2, 0.3, 0.4, 5),),
-    {"total": 1.0},
-    ReportError("It raised.", 3, "Traceback"),
-    {"name": "ddpcheck", "version": "1"},
-    (AcceptedFinding(FOUND, "baseline", "known"),),
+FOUND = replace(UNUSED, code="DDP104", fix="Mend it.")
+REPORT = replace(
+    SHOWN,
+    findings=(FOUND,),
+    world={"world_size": 2, "timeout": 30.0, "notes": ["n"]},
+    ignored=("DDP305",),
+    timing={"total": 1.0},
+    error=ReportError("It raised.", 3, "Traceback"),
+    accepted=(AcceptedFinding(FOUND, "baseline", "known"),),
 )
 TIME = StepTime(1.0, 0.9, 1.1, 0.01, 9)
 MATRIX = Matrix(
@@ -46,7 +42,7 @@ MATRIX = Matrix(
     ),
     (Advice("own", "It is right."),),
     {"torch": "2.13.0"},
-    WORLD,
+    REPORT.world,
     0.1,
     {"total": 1.0},
 )

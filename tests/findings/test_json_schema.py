@@ -16,7 +16,6 @@ from ddpcheck.findings.difference import compare_reports
 from ddpcheck.findings.report import AcceptedFinding, Report
 from tests.findings.test_from_json import FOUND, MATRIX, REPORT
 from tests.render.test_render import REPORT as SHOWN
-from tests.rules import test_judges_on_evidence as on_evidence
 
 ROOT = Path(__file__).parents[2]
 ACCEPTED = Report("t", accepted=(AcceptedFinding(FOUND, "suppression", "why"),), ignored=("DDP305",))
@@ -39,12 +38,6 @@ def test_what_is_written_fits_its_schema(document: str) -> None:
         validator(document).validate(json.loads(made.to_json()))
     published = (ROOT / "docs" / "schemas" / f"{document}.schema.json").read_text(encoding="utf-8")
     assert published == schema_text(document) + "\n", "`make schemas` writes it again"
-
-
-def test_reports_on_recorded_evidence_fit() -> None:
-    fitting = validator("report")
-    for case in on_evidence.SHOWN:
-        fitting.validate(json.loads(on_evidence.report_of(case, "broken").to_json()))
 
 
 @pytest.mark.parametrize(

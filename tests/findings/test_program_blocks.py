@@ -42,18 +42,6 @@ def test_what_decides_in_each_pass_anew_is_told_from_counts_and_options(
     assert [block.line for block in blocks] == found
 
 
-def test_a_helper_that_returns_early_and_the_loop_that_calls_it(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(
-        "def update(optimizer, norm):\n    if norm > 9:\n        return\n    optimizer.step()\n\n"
-        "def train(passes):\n    if not passes:\n        return\n    for one in passes:\n        backward(one)\n"
-        "        update(one.optimizer, one.norm)\n",
-        encoding="utf-8",
-    )
-    (block,) = skipping_blocks(["train.py:4", "train.py:11"], ["train.py:10"], {"train.py": str(file)})
-    assert (block.line, block.word) == (3, "return")
-
-
 MODULES = """
 from torch import nn
 

@@ -3,9 +3,8 @@ import re
 
 import pytest
 
-from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.rules import FAMILIES, RULES, Severity, address_of, matching_rules, sections_of
+from ddpcheck.findings.rules import FAMILIES, RULES, Severity, matching_rules, sections_of
 
 RULE_LIST = list(RULES.values())
 
@@ -67,15 +66,3 @@ def test_a_rule_is_found_by_code_prefix_and_name_and_an_unknown_one_is_refused_w
     }.items():
         with pytest.raises(UsageError, match=re.escape(suggestion)):
             matching_rules(text)
-
-
-@pytest.mark.parametrize("rule", RULE_LIST, ids=lambda rule: rule.code)
-def test_explain_says_all_of_a_rule(rule, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", rule.code]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    texts = [
-        rule.summary,
-        *(f"{heading} {text}" for heading, text in sections_of(rule)),
-        *map(address_of, rule.reports),
-    ]
-    assert not [text for text in texts if text not in said]

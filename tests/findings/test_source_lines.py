@@ -16,7 +16,6 @@ from ddpcheck.findings.source_lines import (
     assignment_of,
     exception_location,
     file_of_module,
-    format_traceback,
     is_user_file,
     last_assignment,
     relative_path,
@@ -129,25 +128,6 @@ def test_an_exception_in_a_framework_is_at_the_line_of_the_program_that_calls_it
     assert here is not None and exception_location(caught.value) == Location(HERE, here.tb_lineno)
     caught.value.__traceback__ = here.tb_next  # of the framework's frame alone, in a thread of it, say
     assert exception_location(caught.value) == Location("runner.py", 2)
-
-
-def test_a_traceback_is_shown_without_frames_of_ddpcheck_and_with_its_cause() -> None:
-    from ddpcheck.findings.errors import TargetError
-    from ddpcheck.recipe.recipe import call_user
-
-    def model() -> None:
-        try:
-            raise KeyError("deep")
-        except KeyError as error:
-            raise ValueError("shallow") from error
-
-    with pytest.raises(TargetError) as caught:
-        call_user("model()", model)
-    assert str(caught.value).startswith("model() raised ValueError: shallow (at ")
-    text = caught.value.detail
-    assert "KeyError: 'deep'" in text and "ValueError: shallow" in text and "in model" in text
-    assert "recipe.py" not in text and str(Path(__file__).parent) not in text
-    assert format_traceback(ValueError("never raised")) == "ValueError: never raised"
 
 
 class Holder(nn.Module):
