@@ -172,7 +172,8 @@ def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
         raise EvidenceError(f"{case}: the file has changed since its evidence was recorded; run {COMMAND} {case}")
     for name, fields in data["classes"].items():
         if fields.split() != [field for field in fields_of(name) if field in fields.split()]:  # others have a default
-            raise EvidenceError(f"{case}: the fields of {name} are others than when it was recorded; run {COMMAND}")
+            differing = " ".join(set(fields.split()) ^ set(fields_of(name))) or "their order"
+            raise EvidenceError(f"{case}: the fields of {name} have changed ({differing}); run {COMMAND}")
     return data
 
 

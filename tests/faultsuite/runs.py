@@ -112,13 +112,13 @@ def for_each(cases: Sequence[Case], function: Callable[[Case], T]) -> Iterator[t
             yield f"[{number}/{len(cases)}] {case}", value
 
 
-def report_on(case: Case, twin: str, *, world_size: int | None = None) -> Report:
+def report_on(case: Case, twin: str) -> Report:
     """What ddpcheck says of one of the two recipes of a case."""
-    return check(case.target(twin), **{**case.options, "world_size": world_size or case.expected.world_size})
+    return check(case.target(twin), **case.options)
 
 
-def faults_in(case: Case, report: Report, *, world_size: int | None = None) -> list[str]:
-    """Where a report on a broken recipe is not what is expected; in another world the ranks may be others."""
+def faults_in(case: Case, report: Report) -> list[str]:
+    """Where a report on a broken recipe is not what is expected."""
     expected = case.expected
     if not report.findings:
         return ["nothing is found"]
@@ -129,9 +129,8 @@ def faults_in(case: Case, report: Report, *, world_size: int | None = None) -> l
         ("severity", first.severity.value, expected.severity),
         ("subjects", sorted(first.subjects), sorted(expected.subjects)),
         ("others of its severity", [f.code for f in rest if f.severity is first.severity], []),
+        ("ranks", first.ranks, expected.ranks),
     ]
-    if world_size in (None, expected.world_size):
-        wanted.append(("ranks", first.ranks, expected.ranks))
     faults = [f"{what}: {is_}, should be {should}" for what, is_, should in wanted if is_ != should]
     faults += contradictions(report)
     return faults + ([] if expected.cause in said else [f"the cause {expected.cause!r} is not told"])

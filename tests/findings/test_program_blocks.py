@@ -29,9 +29,7 @@ def train(loader, options, optimizer):
         ("skipped += 1\nif skipped % 2:\n    continue\nif loss > 9:\n    continue\noptimizer.step()", 11, [10]),
         ("bad = bool(loss > 9)\nif bad:\n    continue\nif loss > 8:\n    continue\noptimizer.step()", 11, [8, 10]),
         ("if (i + 1) % 4 == 0:\n    optimizer.step()", 7, [6]),
-        ("optimizer.step()", 6, []),
     ],
-    ids=["continue", "branch", "each fourth", "option", "counter", "two", "one", "none"],
 )
 def test_what_decides_in_each_pass_anew_is_told_from_counts_and_options(
     rest: str, line: int, found: list[int], tmp_path: Path

@@ -44,7 +44,6 @@ class Page(HTMLParser):
 
     elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    data: str = ""
     open: list[str] = field(default_factory=list)
 
     @classmethod
@@ -69,9 +68,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] == ["script"]:
-            self.data += data
-        elif self.open[-1:] != ["style"]:
+        if self.open[-1:] not in (["script"], ["style"]):
             self.texts.append(data)
 
     @property
