@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import pickle
 from typing import Any
 
 import pytest
@@ -40,18 +39,6 @@ def test_the_old_name_of_a_class_is_the_class_and_deprecated(module: str, old: s
     assert old not in dir(ddpcheck)
     with pytest.raises(AttributeError, match="has no attribute 'Ddp'"):
         _ = home.Ddp
-
-
-def test_errors_are_caught_and_unpickled_under_the_old_name() -> None:
-    with pytest.warns(DeprecationWarning, match="DdpcheckError"):
-        try:
-            raise ddpcheck.UsageError("no such file")
-        except ddpcheck.DdpcheckError as error:
-            assert isinstance(error, ddpcheck.DDPCheckError)
-    sent = pickle.dumps(ddpcheck.DDPCheckError("as it is"), protocol=0)
-    assert str(pickle.loads(sent)) == "as it is"
-    with pytest.warns(DeprecationWarning, match="DdpcheckError"):
-        assert type(pickle.loads(sent.replace(b"DDPCheckError", b"DdpcheckError"))) is ddpcheck.DDPCheckError
 
 
 def test_a_config_may_name_the_hook_of_mmengine_as_before() -> None:

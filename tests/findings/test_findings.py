@@ -5,13 +5,7 @@ import pytest
 
 from ddpcheck.findings.errors import FindingsError, UsageError
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import (
-    Finding,
-    Location,
-    Report,
-    ReportError,
-    select_findings,
-)
+from ddpcheck.findings.report import Finding, Location, Report, ReportError, select_findings
 from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.render import renderer_for
 

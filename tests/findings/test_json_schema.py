@@ -43,11 +43,8 @@ def test_what_is_written_fits_its_schema(document: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (["status"], "fine"),
-        (["findings", 0, "severity"], "fatal"),
-        (["findings", 0, "location", "line"], "3"),
-        (["checks", 0, "status"], None),
-        (["findings", 0, "code"], ...),
+        *((["status"], "fine"), (["findings", 0, "severity"], "fatal"), (["findings", 0, "location", "line"], "3")),
+        *((["checks", 0, "status"], None), (["findings", 0, "code"], ...)),
     ],
 )
 def test_what_is_wrong_does_not_fit(path: list[Any], value: object) -> None:

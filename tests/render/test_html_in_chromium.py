@@ -18,10 +18,7 @@ from ddpcheck.report.matrix.matrix import Matrix
 from tests.render.test_html import CURVE, CUT, HANG, MATRIX, html
 from tests.render.test_render import REPORT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")]
 
 LONG = "blocks." + "very_long_name_of_a_module_" * 6 + ".weight"
 FULL = replace(
