@@ -192,9 +192,6 @@ def _is_object(data: Any) -> bool:
     return isinstance(data, dict) and _CLASS in data
 
 
-# --- What differs from run to run ------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _folders() -> list[tuple[str, str]]:
     """Folders of this machine, and what is written in their place; the longest come first."""
@@ -229,9 +226,6 @@ def here(text: str) -> str:
     for folder, word in _folders():
         text = text.replace(_MARK.format(word or "root/"), folder)
     return text
-
-
-# --- Text ------------------------------------------------------------------------------------------------------------
 
 
 def dumped(data: Any, indent: int = 0) -> str:

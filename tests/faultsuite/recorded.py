@@ -52,9 +52,6 @@ def _arguments(call: Any) -> Iterator[Any]:
         yield from _arguments(item) if isinstance(item, partial) else (item,)
 
 
-# --- Recording -------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Phase:
     """One phase of a check in one world, as `spelled`: its answers or its error, and what each rank has logged."""
@@ -157,9 +154,6 @@ def forget_others(cases: Iterable[Case]) -> None:
     """Remove what was recorded of faults that are none of `cases`."""
     for path in set(FOLDER.glob("*/*.json")) - set(map(evidence_path, cases)):
         path.unlink()
-
-
-# --- Replaying -------------------------------------------------------------------------------------------------------
 
 
 def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
