@@ -13,7 +13,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test tests-of-a-change test-all test-exhaustive test-frameworks test-launchers test-gpu lint types format faults steady schemas scripts models bench bench-quick docs pictures dist test-torch clean
+.PHONY: help report test tests-of-a-change test-all test-exhaustive test-frameworks test-launchers test-gpu lint types format faults schemas scripts models bench bench-quick docs pictures dist test-torch clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -87,9 +87,6 @@ schemas: $(READY) ## the JSON Schemas of docs/schemas, from the dataclasses
 
 scripts: $(READY) ## run every script of examples/scripts under torchrun and under ddpcheck run; write docs/scripts.md
 	$(BIN)/python -m tests.faultsuite.scripts_page
-
-steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under load: the findings must stay the same
-	$(BIN)/python -m tests.faultsuite.steady
 
 # Test harnesses of torch need a package that nothing else here does. For a look: `python -m benchmarks.harnesses --quick`.
 bench: $(READY) ## what a distributed test, a step of the wrapper, a report, a run, the memory of a check and many ranks cost, into docs/; on an idle machine

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,56 +41,8 @@ def test_the_mark_and_the_fixtures_are_there() -> None:
     ]
     assert "ddp_world" in fixtures
     mark = re.search(r"@pytest\.mark\.ddp\((.*?)\)", PAGE)
-    assert mark and re.findall(r"\w+", mark[1].replace("world_size=2", "world_size")) == [*_ordered(marks.OPTIONS)]
+    assert mark and re.findall(r"\w+", mark[1].replace("world_size=2", "world_size")) == sorted(
+        marks.OPTIONS, key=pytest_plugin._MARKER.index
+    )
     for name in fixtures:
         assert re.search(rf"^\|.*`{name}`.*\|.*\|$", PAGE, re.MULTILINE), name
-
-
-def _ordered(options: tuple[str, ...]) -> tuple[str, ...]:
-    """The order of the plugin's own description of the mark."""
-    return tuple(sorted(options, key=pytest_plugin._MARKER.index))
-
-
-def documented() -> Iterator[Any]:
-    """What the page documents, but for what needs a framework."""
-    for name in NAMED:
-        module, _, own = name.rpartition(".")
-        if "integrations" not in module:
-            yield getattr(importlib.import_module(module), own)
-
-
-def values(thing: Any) -> Iterator[tuple[Any, str]]:
-    """The annotations of what a name gives: of attributes, and of what functions return; each with its owner."""
-    if not isinstance(thing, type):
-        if inspect.isfunction(thing):
-            yield thing, str(thing.__annotations__.get("return", ""))
-        return
-    for name, annotation in inspect.get_annotations(thing).items():
-        if not name.startswith("_"):
-            yield thing, str(annotation)
-    for name, member in vars(thing).items():
-        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        if inspect.isfunction(function) and (not name.startswith("_") or name == "__call__"):
-            yield thing, str(function.__annotations__.get("return", ""))
-
-
-def test_the_types_of_values_are_there() -> None:
-    types = {thing for thing in documented() if isinstance(thing, type)}
-    missing = set()
-    for thing in documented():
-        for owner, annotation in values(thing):
-            known = vars(importlib.import_module(owner.__module__))
-            for word in re.findall(r"\w+", annotation):
-                value = known.get(word)
-                if isinstance(value, type) and value.__module__.startswith("ddpcheck") and value not in types:
-                    missing.add(f"{value.__module__}.{value.__name__}, of {owner.__qualname__}")
-    assert not missing
-
-
-def test_a_first_line_is_not_taken_for_a_type() -> None:
-    """Napoleon takes what stands before a colon in the first line of an attribute's text for its type."""
-    for thing in documented():
-        for name, member in vars(thing).items() if isinstance(thing, type) else ():
-            if isinstance(member, property) and not name.startswith("_"):
-                first = (member.__doc__ or "").splitlines()[:1]
-                assert not re.search(r"[^:]: ", re.sub("`.*?`", "", "".join(first))), f"{thing.__name__}.{name}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ddpcheck import cli
 from tests.readme import DOCS, README, ROOT
 from tests.test_docs import snippets
 
@@ -46,6 +47,16 @@ loss = compute_loss(model, make_batch(1))
 """
 
 
+PROJECT = """
+import torch
+def Net():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+def load_samples(step, count):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(count, 3, 4, generator=generator), torch.randint(3, (count,), generator=generator)
+"""
+
+
 def run(code: str, prepare: str = "") -> dict[str, Any]:
     """The names that a snippet leaves behind; a CPU has no devices to name."""
     names: dict[str, Any] = {"__name__": "snippet"}
@@ -54,7 +65,7 @@ def run(code: str, prepare: str = "") -> dict[str, Any]:
 
 
 def run_on_a_rank(code: str) -> None:
-    run(code, ON_RANKS)
+    run(code, ON_RANKS)  # whose names cannot be sent
 
 
 def of(page: str, words: str) -> str:
@@ -68,14 +79,15 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+IN_A_PROCESS = [
+    ("report.md", "raise_for_findings"),
+    ("assertions.md", "assert_parity"),
+    ("testing.md", "ddpcheck.World("),
+]
+
+
 @pytest.mark.parametrize(
-    ("page", "words"),
-    [
-        ("report.md", "raise_for_findings"),
-        ("assertions.md", "assert_parity"),
-        ("testing.md", "ddpcheck.World("),
-        pytest.param("matrix.md", "check_matrix", marks=pytest.mark.slow),
-    ],
+    ("page", "words"), [*IN_A_PROCESS, pytest.param("matrix.md", "check_matrix", marks=pytest.mark.slow)]
 )
 def test_a_snippet_runs_in_a_process(page: str, words: str) -> None:
     run(of(page, words), "function, argument = (lambda x: x), 1\n")
@@ -100,7 +112,11 @@ def test_snippets_run_on_ranks(ddp_world: Any) -> None:
         ddp_world.run(run_on_a_rank, code)
 
 
-def test_the_first_test_passes(ddp_world: Any) -> None:
+def test_the_first_recipe_and_the_first_test_pass(ddp_world: Any, tmp_path: Path, capsys) -> None:
+    (tmp_path / "my_project.py").write_text(PROJECT)
+    (tmp_path / "check_my_model.py").write_text(of("start.md", "# check_my_model.py"))
+    assert cli.main(["report", str(tmp_path / "check_my_model.py")]) == 0
+    assert "clean: 6 checks passed" in capsys.readouterr().out
     code = of("start.md", "def test_the_").replace("from check_my_model import batch, loss, model\n", "")
     names = run(code, "model, batch, loss = Net, make_batch, compute_loss\n")
     names["test_the_model_is_right_under_ddp"](ddp_world)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.readme import README, ROOT, Block, blocks, comparable, excerpt, output_of
+from tests.readme import ROOT, Block, blocks, comparable, excerpt, output_of
 from tests.tiers import one_of
 
 EXAMPLES = ("examples/digits/", "examples/language_model/")  # whose reports `test_examples.py` compares
@@ -27,19 +27,3 @@ def test_every_broken_example_is_shown() -> None:
         if not path.stem.endswith("_training") and path.stem != "healthy"
     }
     assert examples <= {block.target for block in blocks()}
-
-
-def test_the_readme_is_read_in_two_minutes() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 115
-    assert "make report " in text and "make test " in text
-
-
-def test_the_readme_says_what_a_clean_run_covers_and_what_fails() -> None:
-    part = README.read_text(encoding="utf-8").partition("\n## ")[0]
-    assert "--check-fail-on warning" in part
-    assert "docs/run-reference.md#what-it-checks" in part and "docs/run-reference.md#what-it-does-not-see" in part
-
-
-def test_the_readme_says_on_what_ddpcheck_has_not_run() -> None:
-    assert "none of it has run on a GPU" in " ".join(README.read_text(encoding="utf-8").split())

@@ -9,8 +9,6 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
-import pytest
-
 from ddpcheck.findings.rules import RULES, sections_of
 from tests.readme import DOCS, README, ROOT
 
@@ -37,30 +35,8 @@ PATTERN = re.compile(
 )
 
 
-def prose(page: Path) -> str:
-    """The text of a page without code and what a command prints."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return re.sub(r"`[^`]*`", "X", text)
-
-
 def found_in(text: str) -> list[str]:
     return [text[max(match.start() - 30, 0) : match.end() + 30] for match in PATTERN.finditer(text)]
-
-
-def test_the_word_list_is_read() -> None:
-    assert len(WORDS) > 50 and found_in("The ranks part there, by itself") and found_in("what module has")
-    assert found_in("where each part thereof is") == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_has_plain_words(page: Path) -> None:
-    assert found_in(prose(page)) == []
-
-
-def test_rules_have_plain_words() -> None:
-    found = {code: found_in("\n".join(text for _, text in sections_of(rule))) for code, rule in RULES.items()}
-    assert {code: phrases for code, phrases in found.items() if phrases} == {}
-    assert [code for code, rule in RULES.items() if found_in(rule.summary)] == []
 
 
 # Beginnings of docstrings that torch's own source does not have; "Return True if" and a noun take their place.
@@ -116,7 +92,14 @@ def words_of(module: Path) -> tuple[list[str], list[str], list[str]]:
     return texts, docstrings, names
 
 
-def test_messages_have_plain_words() -> None:
+def test_pages_rules_and_messages_have_plain_words() -> None:
+    assert len(WORDS) > 50 and found_in("The ranks part there, by itself") and found_in("what module has")
+    assert found_in("where each part thereof is") == []
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert found_in(re.sub(r"`[^`]*`", "X", text)) == [], page.name
+    for code, rule in RULES.items():
+        assert found_in("\n".join((rule.summary, *(text for _, text in sections_of(rule))))) == [], code
     phrases = {path.relative_to(ROOT).as_posix(): [*chain(*map(found_in, words_of(path)[0]))] for path in MODULES}
     assert {path: phrases for path, phrases in phrases.items() if phrases} == {}
 

@@ -95,16 +95,11 @@ def test_the_module_ends_with_the_exit_code_of_the_command() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ddpcheck: error: {sentence}\n")
 
 
-def test_the_version_is_told_with_those_of_torch_and_python(main) -> None:
-    assert re.match(r"ddpcheck 0\..* \(torch 2\..*, Python 3\..*\)\n", main("--version")[1])
-
-
 TWO_FILES = "names two files: a and b;"
 MEANT = {
     "report": "the following arguments are required: TARGET (see `ddpcheck report --help`)\n",
     "report x.py --worldsize 2": "unrecognized arguments: --worldsize 2; did you mean --world-size? (see `ddpcheck ",
     "report x.py --zzz": "unrecognized arguments: --zzz (see `ddpcheck report --help`)\n",
-    "report x.py y.py": "unrecognized arguments: y.py (see `ddpcheck report --help`)\n",
     "report x.py --nproc-per-node 2": "unrecognized arguments: --nproc-per-node 2; did you mean --world-",
     "reprot": "there is no command 'reprot'; did you mean 'report'? (see `ddpcheck --help`)\n",
     "xyz": "there is no command 'xyz'; choose from report, run, hang,",
@@ -116,30 +111,28 @@ MEANT = {
     "run --check-output=a --check-output=b x.py": f"--check-output {TWO_FILES}",
     "run tset_cli.py": "no such file: tset_cli.py; did you mean 'test_cli.py'?",
     "run": "there is no script to run, as in `ddpcheck run ",
-    "run --standalone": "there is no script to run, as in `ddpcheck run ",
     f"run --check-baseline none.json {cli.__file__}": "cannot read none.json: No such file or directory\n",
-    "explain DDP999": "no rule matches 'DDP999'; see `ddpcheck rules`",
     "explain DPD101": "no rule matches 'DPD101'; did you mean DDP101 (unused-parameter)?",
-    "explain DDP1011": "no rule matches 'DDP1011'; did you mean DDP101 (unused-parameter) or DDP111",
-    "render nowhere.json": "cannot read nowhere.json: No such file or directory\n",
     "render r.json -o a --output b": "--output names two files: a and b; leave one out",
     "rules --format html": "there is no choice for --format 'html'; choose from text, json",
 }
 
 
 @pytest.mark.parametrize("command", MEANT)
-def test_wrong_usage_is_one_sentence_that_tells_what_was_probably_meant(main, tmp_path: Path, command: str) -> None:
+def test_wrong_usage_is_one_sentence_with_a_suggestion(main, tmp_path: Path, command: str) -> None:
     (tmp_path / "test_cli.py").touch()
     assert_refused(main(*command.split()), MEANT[command].rstrip("\n"))
     if MEANT[command].endswith("\n"):
         assert main(*command.split())[2] == f"ddpcheck: error: {MEANT[command]}"
 
 
-def test_the_help_of_run_is_its_own_and_that_of_torchrun_is_behind_an_option(main) -> None:
+def test_version_and_helps(main) -> None:
+    assert re.match(r"ddpcheck 0\..* \(torch 2\..*, Python 3\..*\)\n", main("--version")[1])
     shown = [main("run", option)[1] for option in ("--help", "--help-all")]
     assert all("--check-parity" in text and "exit codes" in text for text in shown)
-    assert ["--rdzv-conf" in text for text in shown] == [False, True]
-    assert "--rdzv_conf" not in shown[1]
+    assert ["--rdzv-conf" in text for text in shown] == [False, True] and "--rdzv_conf" not in shown[1]
+    code, out, err = main()
+    assert (code, out) == (2, "") and "report" in err and "exit codes" in err
 
 
 @pytest.mark.parametrize("command", list(EXAMPLES))
@@ -163,90 +156,39 @@ def test_rules_lists_every_rule_as_text_and_as_json_with_all_that_explain_says(m
     assert data["rules"][0]["severity"] in ("error", "warning", "note")
 
 
-def test_no_command_shows_the_help_and_fails(main) -> None:
-    code, out, err = main()
-    assert (code, out) == (2, "") and "report" in err and "exit codes" in err
-
-
-def test_help_needs_no_torch() -> None:
-    probe = "import sys; from ddpcheck.cli import main\ntry: main(['report', '--help'])\nexcept SystemExit: pass\n"
-    done = run(sys.executable, "-c", probe + "sys.exit('torch' in sys.modules)")
-    assert done.returncode == 0 and "--world-size" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("report", "fail_on", "code"),
-    [
-        (Report("t"), None, 0),
-        (Report("t", findings=(UNUSED, ZERO)), None, 1),
+def test_a_report_goes_to_stdout_and_decides_the_exit_code(stub_check, main) -> None:
+    for report, fail_on, code in (
+        (Report("t"), "error", 0),
+        (Report("t", findings=(UNUSED, ZERO)), "error", 1),
         (Report("t", findings=(UNUSED,)), "never", 0),
-        (Report("t", findings=(ZERO,)), None, 0),
         (Report("t", findings=(ZERO,)), "warning", 1),
-        (Report("t", findings=(UNUSED,), error=ReportError("model() raised", 3)), None, 3),
+        (Report("t", findings=(UNUSED,), error=ReportError("model() raised", 3)), "error", 3),
         (Report("t", error=ReportError("rank 1 is stuck", 4)), "never", 4),
-    ],
-)
-def test_a_report_goes_to_stdout_and_decides_the_exit_code(stub_check, main, report, fail_on, code) -> None:
-    stub_check(report)
-    ended, out, err = main("report", "t", *(["--fail-on", fail_on] if fail_on else []))
-    assert ended == code and out.startswith("ddpcheck report on t\n")
-    assert err == ""  # no progress where nobody watches
+    ):
+        stub_check(report)
+        ended, out, err = main("report", "t", "--fail-on", fail_on)
+        assert (ended, err) == (code, "") and out.startswith("ddpcheck report on t\n")
 
 
 def test_options_reach_the_check(stub_check) -> None:
     calls = stub_check(Report("t"))
-    line = (
-        "report net.py:r --steps 5 --world-size 4 --backend gloo --device cuda --timeout 9 --seed 1 --select DDP1,hang"
-        " --preload json,csv.x"
-    )
-    assert cli.main([*line.split(), "--ignore", "DDP107", "--ignore", "DDP109"]) == 0
+    line = "report net.py:r --steps 5 --timeout 9 --select DDP1,hang --preload json,csv.x --ignore DDP107"
+    assert cli.main([*line.split(), "--ignore", "DDP109"]) == 0
     [(target, options)] = calls
-    assert target == "net.py:r"
-    assert callable(options.pop("progress"))
-    assert options == {
-        "world_size": 4,
-        "backend": "gloo",
-        "device": "cuda",
-        "steps": 5,
-        "timeout": 9.0,
-        "seed": 1,
-        "preload": ("json", "csv.x"),
-        "select": ("DDP1", "hang"),
-        "ignore": ("DDP107", "DDP109"),
-        "suppress": (),
-        "rank_parameters": (),
-        "hosts": None,
-    }
+    expected = {"steps": 5, "timeout": 9.0, "select": ("DDP1", "hang"), "ignore": ("DDP107", "DDP109")}
+    assert target == "net.py:r" and expected.items() <= options.items() and options["preload"] == ("json", "csv.x")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--world-size", "0"], "--world-size: expected a whole number of at least 1, got '0'"),
-        (["--select", "DDP7"], "--select: no rule matches 'DDP7'"),
-        (["--format", "yaml"], "there is no format 'yaml'; the formats are text, json"),
-        (["--format", "htlm"], "there is no format 'htlm'; did you mean 'html'?"),
-        (["-o", "report.pdf"], "cannot determine the format from the name 'report.pdf'"),
-        (["-o", "missing/report.json"], "cannot write missing/report.json: No such file or directory"),
-        (["-o", ".", "--format", "json"], "cannot write .: Is a directory"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_work(stub_check, main, arguments, sentence) -> None:
+def test_what_cannot_work_is_refused_before_the_work(stub_check, main) -> None:
     calls = stub_check(Report("t"))
-    assert_refused(main("report", "t", *arguments), sentence)
+    for arguments, sentence in (
+        ("--world-size 0", "--world-size: expected a whole number of at least 1, got '0'"),
+        ("--format htlm", "there is no format 'htlm'; did you mean 'html'?"),
+        ("-o report.pdf", "cannot determine the format from the name 'report.pdf'"),
+        ("-o missing/report.json", "cannot write missing/report.json: No such file or directory"),
+    ):
+        assert_refused(main("report", "t", *arguments.split()), sentence)
     assert calls == []
-
-
-def test_a_file_that_may_not_be_written_is_refused_before_the_work(stub_check, main, tmp_path: Path) -> None:
-    locked = tmp_path / "r.json"
-    locked.write_text("old")
-    locked.chmod(0o400)
-    if os.access(locked, os.W_OK):
-        pytest.skip("this user may write everything")
-    calls = stub_check(Report("t"))
-    code, _, err = main("report", "t", "-o", locked)
-    assert code == 2 and "Permission denied" in err
-    assert calls == [] and locked.read_text() == "old"
 
 
 def test_output_goes_to_a_file_in_the_format_of_its_extension(stub_check, main, tmp_path: Path) -> None:
@@ -277,37 +219,33 @@ def test_a_report_is_as_long_and_as_coloured_as_asked(stub_check, main) -> None:
     assert "\x1b[" in shown("--color", "always") and "\x1b[" not in shown("--color", "never")
 
 
-def test_a_check_that_fails_leaves_no_empty_file_and_keeps_an_old_one(stub_check, tmp_path: Path) -> None:
-    stub_check(TargetError("no such attribute 'r'"))
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (
+            TargetError("net.py fails", detail="Traceback:\nNameError: x\n"),
+            3,
+            "net.py fails\n  Traceback:\n  NameError: x",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_a_check_that_fails_leaves_no_empty_file_and_keeps_an_old_one(
+    stub_check, main, tmp_path: Path, error, code, message
+) -> None:
+    stub_check(error)
     (tmp_path / "old.json").write_text("old")
-    assert cli.main(["report", "t", "-o", "new.json"]) == cli.main(["report", "t", "-o", "old.json"]) == 3
-    assert not (tmp_path / "new.json").exists()
-    assert (tmp_path / "old.json").read_text() == "old"
-
-
-def test_an_error_on_purpose_is_one_sentence_with_its_detail_indented(stub_check, main) -> None:
-    stub_check(TargetError("net.py cannot be imported", detail="Traceback:\nNameError: x\n"))
-    message = "ddpcheck: error: net.py cannot be imported\n  Traceback:\n  NameError: x\n"
-    assert main("report", "net.py") == (3, "", message)
+    for file in ("new.json", "old.json"):
+        assert main("report", "t", "-o", file) == (code, "", f"ddpcheck: error: {message}\n")
+    assert not (tmp_path / "new.json").exists() and (tmp_path / "old.json").read_text() == "old"
 
 
 def test_a_bug_of_ours_is_one_sentence_and_debug_shows_the_traceback(stub_check, main) -> None:
     stub_check(ZeroDivisionError("division\nby zero"))
-    code, _, err = main("report", "t")
-    assert (code, err) == (
-        2,
-        "ddpcheck: error: ZeroDivisionError: division by zero; this is a bug in ddpcheck: please report it with the "
-        "traceback that --debug shows\n",
-    )
+    assert_refused(main("report", "t"), "ZeroDivisionError: division by zero; this is a bug in ddpcheck: please report")
     for arguments in (["--debug", "report", "t"], ["report", "t", "--debug"]):
         with pytest.raises(ZeroDivisionError):
             main(*arguments)
-
-
-def test_ctrl_c_ends_with_130_and_leaves_no_file(stub_check, main, tmp_path: Path) -> None:
-    stub_check(KeyboardInterrupt())
-    assert main("report", "t", "-o", "r.json") == (130, "", "ddpcheck: error: interrupted\n")
-    assert not (tmp_path / "r.json").exists()
 
 
 def test_sigterm_unwinds_what_was_started() -> None:
@@ -328,10 +266,7 @@ sys.exit(cli.main(["report", "t"]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to ask")
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
-def test_ctrl_c_in_the_middle_of_a_run_leaves_no_rank(number: int, code: int) -> None:
+def test_ctrl_c_in_the_middle_of_a_run_leaves_no_rank() -> None:
     probe = """
 import os, signal, sys, time, types
 from ddpcheck import cli
@@ -350,8 +285,8 @@ sys.exit(cli.main(["report", "t"]))
     ) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        os.killpg(process.pid, number)  # as a terminal does: everybody in the foreground
-        assert process.wait(timeout=50) == code
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody in the foreground
+        assert process.wait(timeout=50) == 130
     deadline = time.monotonic() + 30
     while running := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, running
@@ -374,43 +309,26 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("ddpcheck report on t\n0\n", "")
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Report:
-    """A report that is saved as r.json."""
-    report = Report("modèle", findings=(UNUSED,))
-    (tmp_path / "r.json").write_text(report.to_json(), encoding="utf-8")
-    return report
-
-
-def test_a_saved_report_renders_as_anything(saved: Report, tmp_path: Path, main, monkeypatch) -> None:
+def test_a_saved_report_renders_as_anything(tmp_path: Path, main, monkeypatch) -> None:
+    saved = Report("modèle", findings=(UNUSED,))
+    (tmp_path / "r.json").write_text(saved.to_json(), encoding="utf-8")
     code, out, _ = main("render", "r.json")
     assert code == 0 and "[red]head" in out
     assert Report.from_json(main("render", "r.json", "--format", "json")[1]) == saved
     monkeypatch.setattr("sys.stdin", (tmp_path / "r.json").open(encoding="utf-8"))
     assert main("render", "-", "-o", "r.txt")[0] == 0
     assert "modèle" in (tmp_path / "r.txt").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"{", "r.json is not a report: Expecting"),
-        (b"[]", "r.json is not a report: this JSON is not a ddpcheck report"),
-        (b'{"schema_version": 1}', "r.json is not a report: Object missing required field `target`"),
-        (b"\xff\xfe", "cannot read r.json"),
-    ],
-)
-def test_what_is_no_report_is_refused(tmp_path: Path, main, content: bytes, sentence: str) -> None:
-    (tmp_path / "r.json").write_bytes(content)
-    assert_refused(main("render", "r.json"), sentence)
-
-
-def test_output_survives_a_stream_that_knows_only_ascii(saved: Report, monkeypatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", stream)
     assert cli.main(["render", "r.json"]) == 0
     stream.flush()
     assert rb"mod\xe8le" in stream.buffer.getvalue()
+
+
+def test_what_is_no_report_is_refused(tmp_path: Path, main) -> None:
+    for content, sentence in ((b"{", "r.json is not a report: Expecting"), (b"\xff\xfe", "cannot read r.json")):
+        (tmp_path / "r.json").write_bytes(content)
+        assert_refused(main("render", "r.json"), sentence)
 
 
 def test_configuration_reaches_the_command(stub_check, main, tmp_path: Path, monkeypatch) -> None:

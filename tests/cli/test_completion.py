@@ -21,49 +21,30 @@ ASKED = {
     "rules --format ": {"text", "json"},
 }
 """What is typed after `ddpcheck`, and what completes it."""
+ASK = 'ask() { COMP_WORDS=(ddpcheck "$@"); COMP_CWORD=$#; COMPREPLY=(); _shtab_ddpcheck; echo ${COMPREPLY[*]}; }'
+TYPED = {
+    "bash": [ASK, *("ask " + line + (" ''" if line.endswith(" ") else "") for line in ASKED)],
+    "fish": [f"echo (complete -C 'ddpcheck {line}' | string split -f1 \\t)" for line in ASKED],
+    "zsh": [],  # which completes only where somebody types
+}
 
 
-def needs(shell: str) -> None:
+@pytest.mark.parametrize("shell", ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in ("fish", "zsh"))])
+def test_a_shell_completes_commands_options_and_values(shell: str, tmp_path: Path, monkeypatch) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("completion")
-    with pytest.MonkeyPatch.context() as patch:
-        for shell in ("bash", "zsh", "fish"):
-            told: list[str] = []
-            patch.setattr("ddpcheck.cli.arguments.print_out", told.append)
-            assert cli.main(["completion", shell]) == 0
-            (folder / shell).write_text(told[0] + "\n", encoding="utf-8")
-    return folder
-
-
-def asked(shell: str, script: str) -> list[set[str]]:
-    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stderr == ""
-    return [set(line.split()) for line in done.stdout.splitlines()]
-
-
-def test_bash_completes_commands_options_and_values(scripts: Path) -> None:
-    needs("bash")
-    ask = 'ask() { COMP_WORDS=(ddpcheck "$@"); COMP_CWORD=$#; COMPREPLY=(); _shtab_ddpcheck; echo ${COMPREPLY[*]}; }\n'
-    typed = ["ask " + line + (" ''" if line.endswith(" ") else "") for line in ASKED]
-    assert asked("bash", f"source {scripts / 'bash'}\n{ask}" + "\n".join(typed)) == list(ASKED.values())
-
-
-@pytest.mark.slow
-def test_fish_completes_commands_options_and_values(scripts: Path) -> None:
-    needs("fish")
-    typed = [f"echo (complete -C 'ddpcheck {line}' | string split -f1 \\t)" for line in ASKED]
-    assert asked("fish", f"source {scripts / 'fish'}\n" + "\n".join(typed)) == list(ASKED.values())
-
-
-@pytest.mark.slow
-def test_zsh_reads_its_script(scripts: Path) -> None:
-    needs("zsh")
-    subprocess.run(["zsh", "-n", scripts / "zsh"], check=True, timeout=60)
+    printed: list[str] = []
+    monkeypatch.setattr("ddpcheck.cli.arguments.print_out", printed.append)
+    assert cli.main(["completion", shell]) == 0
+    (tmp_path / "script").write_text(printed[0] + "\n", encoding="utf-8")
+    options = (
+        ["-n", tmp_path / "script"]
+        if shell == "zsh"
+        else ["-c", "\n".join([f"source {tmp_path}/script", *TYPED[shell]])]
+    )
+    done = subprocess.run([shell, *options], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [set(line.split()) for line in done.stdout.splitlines()] == (list(ASKED.values()) if TYPED[shell] else [])
 
 
 def test_another_shell_is_refused(capsys) -> None:

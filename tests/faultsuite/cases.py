@@ -51,11 +51,8 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """What a check needs to be told to find the fault."""
-        return {
-            "world_size": self.expected.world_size,
-            "steps": self.expected.steps,
-            "timeout": self.expected.timeout or 20,
-        }
+        expected = self.expected
+        return {"world_size": expected.world_size, "steps": expected.steps, "timeout": expected.timeout or 20}
 
     def target(self, twin: str) -> str:
         """The TARGET of one of the two recipes, "broken" or "fixed"."""

@@ -30,11 +30,8 @@ from ddpcheck.findings.errors import DDPCheckError, RankFailure
 from tests.faultsuite.cases import ROOT
 
 _CLASS, SHARED = "is", "as"
-_OF_SCRIPTS = (
-    "ddpcheck.stream.rank_report",
-    "ddpcheck.stream.entries",
-    "ddpcheck.stream.rank_log",
-    "ddpcheck.run.ending",
+_OF_SCRIPTS = tuple(
+    f"ddpcheck.{name}" for name in ("stream.rank_report", "stream.entries", "stream.rank_log", "run.ending")
 )
 _FORMS = (_CLASS, "list", "set", "frozenset", "dict", "path")
 _FINGERPRINT = 10**6  # no other number in evidence is as large; the first fingerprint in a file is written as this
@@ -55,10 +52,7 @@ def _classes() -> dict[str, type]:
         module = importlib.import_module(name)
         for name, item in vars(module).items():
             if isinstance(item, type) and (_has_fields(item) or issubclass(item, Enum | DDPCheckError)):
-                if found.setdefault(name, item) is not item:
-                    raise EvidenceError(
-                        f"two classes of {item.__module__} and {found[name].__module__} are called {name}"
-                    )
+                assert found.setdefault(name, item) is item, f"two classes are called {name}"
     return found
 
 
@@ -82,11 +76,7 @@ def _recorded(kind: type) -> list[dataclasses.Field[Any] | structs.FieldInfo]:
 
 
 class Encoder:
-    """Turns answers into what JSON can hold; one for a file, since fingerprints are numbered as they come.
-
-    Attributes:
-        used: The dataclasses that there were.
-    """
+    """Turns answers into what JSON can hold; one for a file, since fingerprints are numbered as they come."""
 
     def __init__(self, *, with_folders: bool = False) -> None:
         """Begin; `with_folders`: the folders of this machine are marked, so that `here` can put those of another in."""
@@ -143,39 +133,25 @@ class Encoder:
     def _error(self, error: BaseException) -> dict[str, Any]:
         kind = type(error)
         if kind.__name__ not in _classes() and getattr(builtins, kind.__name__, None) is not kind:
-            return {
-                _CLASS: "Exception",
-                "args": [self._plain(str(error))],
-            }  # no judge knows it; its name is in `RankFailure`
+            # no judge knows it; its name is in `RankFailure`
+            return {_CLASS: "Exception", "args": [self._plain(str(error))]}
         told = {name: value for name, value in vars(error).items() if name not in _FORMS and value not in ("", {}, ())}
         return {_CLASS: kind.__name__, "args": self.encode(error.args), **self._mapping(told)}
 
 
 def decode(data: Any, shared: Sequence[Any] = ()) -> Any:
-    """Return the value that was encoded; `{SHARED: 3}` stands for value 3 of `shared`, which is decoded.
-
-    Raises:
-        EvidenceError: A value's class is unknown, or has other fields.
-    """
+    """Return the value that was encoded; `{SHARED: 3}` stands for value 3 of `shared`, which is decoded."""
     if isinstance(data, list):
         return tuple([decode(item, shared) for item in data])
     if not isinstance(data, dict):
         return data
     if _CLASS in data:
         return _made(data[_CLASS], {name: decode(value, shared) for name, value in data.items() if name != _CLASS})
-    match data:
-        case {"list": items}:
-            return list(decode(items, shared))
-        case {"set": items}:
-            return set(decode(items, shared))
-        case {"frozenset": items}:
-            return frozenset(decode(items, shared))
-        case {"dict": items}:
-            return dict(decode(items, shared))
-        case {"path": text}:
-            return Path(text)
     if data.keys() == {SHARED}:
         return shared[data[SHARED]]
+    for form, kind in {"list": list, "set": set, "frozenset": frozenset, "dict": dict, "path": Path}.items():
+        if form in data:
+            return kind(decode(data[form], shared))
     return {key: decode(value, shared) for key, value in data.items()}
 
 
@@ -199,9 +175,8 @@ def _made(name: str, told: dict[str, Any]) -> Any:
 
 def fields_that_differ(first: Any, other: Any) -> Any:
     """What an encoded value has that another of its class has not; all of it where they are not so alike."""
-    if not (
-        _is_object(first) and _is_object(other) and first[_CLASS] == other[_CLASS] and first.keys() <= other.keys()
-    ):
+    both = _is_object(first) and _is_object(other)
+    if not (both and first[_CLASS] == other[_CLASS] and first.keys() <= other.keys()):
         return other
     return {k: fields_that_differ(first.get(k), value) for k, value in other.items() if first.get(k, ...) != value}
 
@@ -215,9 +190,6 @@ def with_fields(first: Any, differing: Any) -> Any:
 
 def _is_object(data: Any) -> bool:
     return isinstance(data, dict) and _CLASS in data
-
-
-# --- What differs from run to run ------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -254,9 +226,6 @@ def here(text: str) -> str:
     for folder, word in _folders():
         text = text.replace(_MARK.format(word or "root/"), folder)
     return text
-
-
-# --- Text ------------------------------------------------------------------------------------------------------------
 
 
 def dumped(data: Any, indent: int = 0) -> str:

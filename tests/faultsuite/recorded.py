@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -53,19 +52,9 @@ def _arguments(call: Any) -> Iterator[Any]:
         yield from _arguments(item) if isinstance(item, partial) else (item,)
 
 
-# --- Recording -------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Phase:
-    """One phase of a check in one world.
-
-    Attributes:
-        asked: The phase, spelled.
-        answers: One a rank.
-        error: That a rank failed with instead.
-        logs: What each rank has added to its log of collectives.
-    """
+    """One phase of a check in one world, as `spelled`: its answers or its error, and what each rank has logged."""
 
     asked: str
     answers: Sequence[Any] | None = None
@@ -124,17 +113,9 @@ def record(case: Case, twin: str) -> tuple[Report, list[list[Phase]]]:
 
 
 def evidence_text(case: Case, recorded: Mapping[str, list[list[Phase]]]) -> str:
-    """The evidence of a case as JSON, with the digest of its file and the fields of each class of evidence.
-
-    Args:
-        case: The case.
-        recorded: By recipe, the phases that `record` has returned.
-    """
+    """The evidence of a case as JSON, with the digest of its file and the fields of each class of evidence."""
     encoder = Encoder()
-    twins = {
-        twin: [[_phase_data(encoder, phase) for phase in world] for world in worlds]
-        for twin, worlds in recorded.items()
-    }
+    twins = {twin: [[_phase_data(encoder, p) for p in world] for world in worlds] for twin, worlds in recorded.items()}
     classes = {name: " ".join(fields_of(name)) for name in sorted(encoder.used)}
     return dumped({"source": _digest(case), "classes": classes, **twins}) + "\n"
 
@@ -159,12 +140,10 @@ def _phase_data(encoder: Encoder, phase: Phase) -> dict[str, Any]:
 
 
 def evidence_path(case: Case, folder: Path = FOLDER) -> Path:
-    """Where the evidence of a case is."""
     return folder / case.family / f"{case.path.stem}.json"
 
 
 def write_evidence(case: Case, text: str, folder: Path = FOLDER) -> None:
-    """Keep the evidence of a case."""
     path = evidence_path(case, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Frames of torch are told in the same way wherever it is installed.
@@ -177,9 +156,6 @@ def forget_others(cases: Iterable[Case]) -> None:
         path.unlink()
 
 
-# --- Replaying -------------------------------------------------------------------------------------------------------
-
-
 def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
     """The recorded evidence of a case, by recipe; not decoded."""
     try:
@@ -190,11 +166,8 @@ def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
         raise EvidenceError(f"{case}: the file has changed since its evidence was recorded; run {COMMAND} {case}")
     for name, fields in data["classes"].items():
         if fields.split() != [field for field in fields_of(name) if field in fields.split()]:  # others have a default
-            other = sorted(set(fields.split()) ^ set(fields_of(name))) or ["their order"]
-            raise EvidenceError(
-                f"{case}: the fields of {name} are others than when evidence was recorded ({', '.join(other)}); "
-                f"run {COMMAND}"
-            )
+            differing = " ".join(set(fields.split()) ^ set(fields_of(name))) or "their order"
+            raise EvidenceError(f"{case}: the fields of {name} have changed ({differing}); run {COMMAND}")
     return data
 
 
@@ -213,10 +186,7 @@ def replay(case: Case, twin: str, evidence: dict[str, Any]) -> Report:
     report = run_check(case, twin, make_world=make_world)
     for world in worlds:
         if left := world.left():
-            raise EvidenceError(
-                f"{case}, {twin}: the check does not ask for {left}, as it did when its evidence was recorded; where "
-                f"that is meant, run {COMMAND} {case}"
-            )
+            raise EvidenceError(f"{case}, {twin}: the check does not ask for {left}, as it did; run {COMMAND} {case}")
     return report
 
 
@@ -235,9 +205,7 @@ class RecordedWorld:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -255,10 +223,10 @@ class RecordedWorld:
     def start(self, call: Callable[[], Any], /) -> _RecordedFuture:
         asked, phase = spelled(call), next(self._phases, None)
         if phase is None or phase["asked"] != asked:
-            was = f"it asked for {phase['asked']}" if phase is not None else "it asked for nothing more"
+            was = phase["asked"] if phase is not None else "nothing more"
             raise EvidenceError(
-                f"{self._of}: the check asks for {asked}, where {was} when its evidence was recorded; where that is "
-                f"meant, run {COMMAND} {self._of.partition(',')[0]}"
+                f"{self._of}: the check asks for {asked}, where it asked for {was} when its evidence was recorded; "
+                f"where that is meant, run {COMMAND} {self._of.partition(',')[0]}"
             )
         return _RecordedFuture(self, phase)
 

@@ -35,19 +35,13 @@ _DIGITS = 8  # of a number: what is compared as a number is rounded more than th
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A script with its arguments.
-
-    Attributes:
-        script: Its path from the root of the project.
-        arguments: Its own.
-    """
+    """A script, by its path from the root of the project, with its arguments."""
 
     script: str
     arguments: tuple[str, ...] = ()
 
     @property
     def stem(self) -> str:
-        """The name of the script."""
         return Path(self.script).stem
 
     @property
@@ -62,7 +56,6 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """Where its record is."""
         return FOLDER / f"{'-'.join((self.stem, *(one.lstrip('-') for one in self.arguments)))}.json"
 
     def __str__(self) -> str:

@@ -27,15 +27,7 @@ HANG = 6.0  # seconds after which a plain run counts as one that hangs; a run ta
 
 @dataclass(frozen=True)
 class Heard:
-    """The end of a plain run as a person sees it.
-
-    Attributes:
-        ending: How it ended.
-        ranks: On which ranks, where it did not train on.
-        words: The first error, in one line.
-        text: All that was said, by exceptions and by output.
-        seconds: Until the end.
-    """
+    """The end of a plain run as a person sees it: `words` is the first error, and `text` all that was said."""
 
     ending: Ending
     ranks: tuple[int, ...] = ()
@@ -120,13 +112,13 @@ def for_each(cases: Sequence[Case], function: Callable[[Case], T]) -> Iterator[t
             yield f"[{number}/{len(cases)}] {case}", value
 
 
-def report_on(case: Case, twin: str, *, world_size: int | None = None) -> Report:
+def report_on(case: Case, twin: str) -> Report:
     """What ddpcheck says of one of the two recipes of a case."""
-    return check(case.target(twin), **{**case.options, "world_size": world_size or case.expected.world_size})
+    return check(case.target(twin), **case.options)
 
 
-def faults_in(case: Case, report: Report, *, world_size: int | None = None) -> list[str]:
-    """Where a report on a broken recipe is not what is expected; in another world the ranks may be others."""
+def faults_in(case: Case, report: Report) -> list[str]:
+    """Where a report on a broken recipe is not what is expected."""
     expected = case.expected
     if not report.findings:
         return ["nothing is found"]
@@ -137,9 +129,8 @@ def faults_in(case: Case, report: Report, *, world_size: int | None = None) -> l
         ("severity", first.severity.value, expected.severity),
         ("subjects", sorted(first.subjects), sorted(expected.subjects)),
         ("others of its severity", [f.code for f in rest if f.severity is first.severity], []),
+        ("ranks", first.ranks, expected.ranks),
     ]
-    if world_size in (None, expected.world_size):
-        wanted.append(("ranks", first.ranks, expected.ranks))
     faults = [f"{what}: {is_}, should be {should}" for what, is_, should in wanted if is_ != should]
     faults += contradictions(report)
     return faults + ([] if expected.cause in said else [f"the cause {expected.cause!r} is not told"])

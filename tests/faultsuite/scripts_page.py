@@ -30,6 +30,19 @@ PATIENCE = 40  # seconds that a script under torchrun is given; gloo itself woul
 TIMEOUT = 10  # of --check-timeout
 
 
+HEAD = f"""\
+<!-- Written by `python -m tests.faultsuite.scripts_page`. -->
+# Scripts under torchrun and ddpcheck run
+
+Each script of [examples/scripts](../examples/scripts) has one fault, and none with `--fixed`. The table
+shows what torchrun and `ddpcheck run --check-timeout {TIMEOUT}` print of it, on 2 ranks, gloo, CPU, 2
+cores; a row names the options that its fault needs besides. Times are from start to end, with the import
+of torch. No fixed twin has a finding under `ddpcheck run`, with the same options.
+
+| script | fault | torchrun says | ddpcheck run says |
+|---|---|---|---|"""
+
+
 @dataclass(frozen=True, slots=True)
 class Ran:
     """A script that has run: its exit code (`None`: it was still waiting), seconds, and standard error."""
@@ -144,15 +157,9 @@ def row(script: Path) -> str:
 def main(arguments: Sequence[str]) -> None:
     known_names = sorted(script.stem for script in SCRIPTS.glob("*.py"))
     parser = argparse.ArgumentParser(
-        prog="python -m tests.faultsuite.scripts_page",
-        description="Runs scripts of examples/scripts, three times each, and writes what they say to docs/scripts.md.",
+        prog="python -m tests.faultsuite.scripts_page", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help="a script, without .py; only the rows of those named are made anew (all of them take half an hour)",
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a script, without .py; all of them take half an hour")
     names = parser.parse_args(arguments).names
     if unknown := set(names) - set(known_names):
         parser.error(f"no such script in examples/scripts: {', '.join(sorted(unknown))}")
@@ -174,23 +181,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def page_of(rows: Sequence[str]) -> str:
-    """The page with these rows."""
-    return "\n".join(
-        (
-            "<!-- Written by `python -m tests.faultsuite.scripts_page`. -->",
-            "# Scripts under torchrun and ddpcheck run",
-            "",
-            "Each script of [examples/scripts](../examples/scripts) has one fault, and none with `--fixed`. The table",
-            f"shows what torchrun and `ddpcheck run --check-timeout {TIMEOUT}` print of it, on 2 ranks, gloo, CPU, 2",
-            "cores; a row names the options that its fault needs besides. Times are from start to end, with the import",
-            "of torch. No fixed twin has a finding under `ddpcheck run`, with the same options.",
-            "",
-            "| script | fault | torchrun says | ddpcheck run says |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        )
-    )
+    return "\n".join([HEAD, *rows, ""])
 
 
 if __name__ == "__main__":

@@ -1,104 +1,17 @@
 import json
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-pytest.importorskip("hypothesis", reason="hypothesis is not installed")
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from ddpcheck.findings.errors import FindingsError, UsageError
-from ddpcheck.findings.figures import (
-    CalledCollective,
-    CollectiveTimeline,
-    ModuleEntry,
-    ParameterPath,
-    ParityCurve,
-    PathStep,
-    RankCollectives,
-    SourceExcerpt,
-)
-from ddpcheck.findings.report import (
-    CheckResult,
-    CheckStatus,
-    Finding,
-    Location,
-    ParityEntry,
-    Report,
-    ReportError,
-    select_findings,
-)
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location, Report, ReportError, select_findings
 from ddpcheck.findings.rules import RULES, Severity
-from ddpcheck.findings.wording import make_finding
-from ddpcheck.render import FORMATS, Medium, renderer_for
-from tests.tiers import one_of
+from ddpcheck.render import renderer_for
 
 UNUSED = Finding("DDP101", ("head.weight",), "It is never read.", Severity.ERROR, location=Location("model.py", 25))
 ZERO = Finding("DDP107", ("gate",), "Its gradient is zero.", Severity.WARNING, ranks=(1,), steps=(0, 2))
 NEEDLESS = Finding("DDP109", (), "Every parameter contributes.", Severity.NOTE)
-
-names = st.text(max_size=12)
-numbers = st.floats(allow_nan=False, allow_infinity=False)
-findings = st.builds(
-    Finding,
-    code=st.sampled_from(sorted(RULES)),
-    subjects=st.lists(names, max_size=3).map(tuple),
-    message=names,
-    severity=st.sampled_from(Severity),
-    ranks=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-    steps=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-    location=st.none() | st.builds(Location, names, st.integers(0, 999)),
-    evidence=st.lists(names, max_size=3).map(tuple),
-    fix=names,
-    path=st.none() | st.builds(ParameterPath, names, st.sampled_from(["unused", "cut"]), st.just((PathStep("x()"),))),
-)
-timelines = st.builds(
-    CollectiveTimeline,
-    names,
-    st.just((CalledCollective("barrier", "", "a.py:1"),)),
-    st.lists(st.builds(RankCollectives, st.integers(0, 9), st.integers(0, 99), st.just((0, 0))), max_size=3).map(tuple),
-    st.none() | st.integers(0, 99),
-)
-values = st.lists(st.none() | st.floats(-1e99, 1e99), min_size=2, max_size=2).map(tuple)
-curves = st.builds(
-    ParityCurve,
-    names,
-    names,
-    st.just((3, 9)),
-    values,
-    values,
-    st.none() | st.integers(0, 99),
-    st.none() | st.builds(Location, names, st.integers(0, 999)),
-)
-reports = st.builds(
-    Report,
-    target=names,
-    environment=st.dictionaries(names, names, max_size=2),
-    world=st.dictionaries(names, st.integers() | st.lists(names, max_size=2), max_size=2),
-    checks=st.lists(
-        st.builds(CheckResult, names, st.sampled_from(get_args(CheckStatus)), numbers, names, st.booleans()), max_size=2
-    ).map(tuple),
-    findings=st.lists(findings, max_size=3).map(tuple),
-    ignored=st.lists(st.sampled_from(sorted(RULES)), max_size=3).map(tuple),
-    parity=st.lists(st.builds(ParityEntry, st.integers(0, 9), names, names, numbers, numbers), max_size=2).map(tuple),
-    timing=st.dictionaries(names, numbers, max_size=2),
-    error=st.none() | st.builds(ReportError, names, st.sampled_from([3, 4]), names),
-    tool=st.dictionaries(names, names, max_size=2),
-    modules=st.lists(st.builds(ModuleEntry, names, names, st.just(("weight",))), max_size=3).map(tuple),
-    timelines=st.lists(timelines, max_size=2).map(tuple),
-    curves=st.lists(curves, max_size=2).map(tuple),
-    command=names,
-    excerpts=st.lists(st.builds(SourceExcerpt, names, st.integers(1, 9), st.just(("x",))), max_size=2).map(tuple),
-)
-
-
-@settings(max_examples=len(one_of(4, range(48))))
-@given(reports)
-def test_a_report_comes_back_from_json_the_same(report: Report) -> None:
-    text = report.to_json()
-    assert Report.from_json(text) == report
-    assert Report.from_json(text).to_json() == text
 
 
 def test_json_has_the_promised_keys_and_no_others() -> None:
@@ -114,30 +27,8 @@ def test_json_has_the_promised_keys_and_no_others() -> None:
     }
     assert data["findings"][0]["name"] == "unused-parameter"
     assert data["findings"][0]["fix"] == RULES["DDP101"].fix
-
-
-def test_advice_is_that_of_the_rule_unless_the_judge_has_better() -> None:
-    own = make_finding("DDP101", ("head",), "It is never read.", fix="Read it.")
     unknown = Finding("DDP999", (), "From a later version.", Severity.ERROR)
-    assert [f.what_to_do for f in (UNUSED, own, unknown)] == [RULES["DDP101"].fix, "Read it.", ""]
-    report = Report("t", findings=(UNUSED, own))
-    assert [finding["fix"] for finding in report.to_dict()["findings"]] == [RULES["DDP101"].fix, "Read it."]
-    assert Report.from_json(report.to_json()).findings == report.findings
-    assert "fix: Read it." in renderer_for("text", medium=Medium(width=60)).render(report)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "no schema_version"),
-        ("[1]", "no schema_version"),
-        ("{", "Expecting"),
-        ('{"schema_version": 99}', "schema_version 99"),
-    ],
-)
-def test_other_json_is_refused_with_a_reason(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Report.from_json(text)
+    assert [f.what_to_do for f in (replace(UNUSED, fix="Read it."), unknown)] == ["Read it.", ""]
 
 
 @pytest.mark.parametrize(
@@ -152,48 +43,23 @@ def test_other_json_is_refused_with_a_reason(text: str, message: str) -> None:
 )
 def test_status_and_exit_code(report: Report, status: str, code: int) -> None:
     assert (report.status, report.exit_code(), report.ok) == (status, code, code == 0)
-
-
-def test_fail_on_decides_which_findings_fail() -> None:
-    report = Report("t", findings=(ZERO,))
-    assert [report.exit_code(severity) for severity in (*Severity, None)] == [0, 1, 1, 0]
-
-
-def test_raise_for_findings_names_each_one_with_its_evidence() -> None:
-    Report("t", findings=(ZERO,)).raise_for_findings()
-    with pytest.raises(FindingsError, match=r"^ddpcheck on t: DDP101 unused-parameter head.weight: It is never read"):
-        Report("t", findings=(UNUSED, ZERO)).raise_for_findings()
-    with pytest.raises(AssertionError, match=r"^ddpcheck on t: The rank is gone"):
-        Report("t", error=ReportError("The rank is gone.", 3)).raise_for_findings()
-
-
-def test_findings_sort_worst_first() -> None:
-    assert select_findings([NEEDLESS, ZERO, UNUSED]) == (UNUSED, ZERO, NEEDLESS)
+    warned = Report("t", findings=(ZERO,))
+    assert [warned.exit_code(severity) for severity in (*Severity, None)] == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("select", "ignore", "left"),
     [
         ((), (), ["DDP101", "DDP107", "DDP109"]),
-        (("DDP101",), (), ["DDP101"]),
         (("ddp10",), ("DDP107",), ["DDP101", "DDP109"]),
         (("DDP101",), ("DDP1",), ["DDP101"]),
-        ((), ("unused-parameter",), ["DDP107", "DDP109"]),
         (("zero-gradient-parameter",), ("DDP10",), ["DDP107"]),
         (("DDP3",), (), []),
     ],
 )
 def test_select_and_ignore_take_codes_prefixes_and_names_and_the_longer_wins(select, ignore, left) -> None:
-    chosen = select_findings([UNUSED, ZERO, NEEDLESS], select=select, ignore=ignore)
+    chosen = select_findings([NEEDLESS, ZERO, UNUSED], select=select, ignore=ignore)
     assert [finding.code for finding in chosen] == left
-
-
-@settings(max_examples=len(one_of(4, range(48))))
-@given(reports)
-def test_any_report_can_be_rendered(report: Report) -> None:
-    for name in FORMATS:
-        for encoding in ("utf-8", "ascii"):
-            renderer_for(name, medium=Medium(width=60, encoding=encoding)).render(report).encode(encoding)
 
 
 def test_a_report_is_printed_shown_in_a_notebook_and_saved_by_extension(tmp_path: Path) -> None:
@@ -206,3 +72,8 @@ def test_a_report_is_printed_shown_in_a_notebook_and_saved_by_extension(tmp_path
         assert (tmp_path / name).read_text(encoding="utf-8") == renderer_for(form).render(report)
     with pytest.raises(UsageError, match="the format from the name"):
         report.save(tmp_path / "report.pdf")
+    Report("t", findings=(ZERO,)).raise_for_findings()
+    with pytest.raises(FindingsError, match=r"^ddpcheck on net.py: DDP101 unused-parameter head.weight: It is never"):
+        report.raise_for_findings()
+    with pytest.raises(AssertionError, match=r"^ddpcheck on t: The rank is gone"):
+        Report("t", error=ReportError("The rank is gone.", 3)).raise_for_findings()

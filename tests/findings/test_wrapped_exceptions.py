@@ -20,13 +20,6 @@ from torch import _utils as wrapping
 HERE = relative_path(__file__)
 
 
-class NeedsTwo(Exception):
-    """One that cannot be made of a message alone."""
-
-    def __init__(self, one: str, other: str) -> None:
-        super().__init__(f"{one} and {other}")
-
-
 def reads() -> None:
     {}["label"]
 
@@ -38,20 +31,28 @@ def converts() -> None:
         raise ValueError("no label:\nTraceback (most recent call last):\nof the user") from error
 
 
+class NeedsTwo(Exception):
+    """One that cannot be made of a message alone."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
 def needs_two() -> None:
-    raise NeedsTwo("one", "other")
+    raise NeedsTwo("one", "two")
 
 
-def in_two_places() -> None:
-    carry(reads, "in replica 1 on device 1")
-
-
-def carry(function: Callable[[], object], where: str = "in DataLoader worker process 0") -> None:
+def carry(function: Callable[[], object]) -> None:
     try:
         function()
     except Exception:
-        wrapper = wrapping.ExceptionWrapper(where=where)
+        wrapper = wrapping.ExceptionWrapper(where="in DataLoader worker process 0")
     wrapper.reraise()
+
+
+def judged(*failures: RankFailure) -> Finding:
+    (finding,) = diagnose(FailureFacts(failures, [[], []]))
+    return finding
 
 
 def failure_of(function: Callable[[], object], rank: int = 1) -> RankFailure:
@@ -60,29 +61,18 @@ def failure_of(function: Callable[[], object], rank: int = 1) -> RankFailure:
     return failure_of_exception(rank, exception_data(caught.value, "", ""))
 
 
-def judged(*failures: RankFailure) -> Finding:
-    (finding,) = diagnose(FailureFacts(failures, [[], []]))
-    return finding
-
-
 @pytest.mark.parametrize(
-    ("function", "said", "culprit", "where"),
-    [
-        (reads, "KeyError: 'label'", reads, "in DataLoader worker process 0"),
-        (converts, "ValueError: no label:", converts, "in DataLoader worker process 0"),
-        (needs_two, "NeedsTwo: one and other", needs_two, "in DataLoader worker process 0"),
-        (in_two_places, "KeyError: 'label'", reads, "in DataLoader worker process 0"),
-    ],
+    ("function", "message"),
+    [(reads, "KeyError: 'label'"), (converts, "ValueError: no label:"), (needs_two, "NeedsTwo: ")],
 )
-def test_what_a_worker_has_raised(
-    function: Callable[[], object], said: str, culprit: Callable[[], object], where: str
-) -> None:
+def test_what_a_worker_has_raised(function: Callable[[], object], message: str) -> None:
     finding = judged(failure_of(lambda: carry(function)))
-    assert finding.code == "DDP401" and said.rstrip(".") in finding.message and "Caught" not in finding.message
+    assert finding.code == "DDP401" and message in finding.message and "Caught" not in finding.message
     assert finding.location is not None and finding.location.path == HERE
-    code = culprit.__code__
+    code = function.__code__
     assert code.co_firstlineno < finding.location.line <= max(line for *_, line in code.co_lines() if line)
-    assert f"raised {where}, for which {HERE}:" in finding.evidence[0]
+    assert f"raised in DataLoader worker process 0, for which {HERE}:" in finding.evidence[0]
+    assert "KeyError: 'label'" in judged(failure_of(lambda: carry(lambda: carry(reads)))).message
 
 
 def test_an_exception_of_the_rank_itself_that_looks_like_one() -> None:
@@ -96,9 +86,9 @@ def test_an_exception_of_the_rank_itself_that_looks_like_one() -> None:
 
 
 def test_advice_speaks_of_other_ranks_only_where_they_are_listed() -> None:
-    one, other = failure_of(reads, 0), failure_of(reads, 1)
-    finding = judged(one, other)
+    first, second = failure_of(reads, 0), failure_of(reads, 1)
+    finding = judged(first, second)
     assert finding.message.startswith("Every rank raised KeyError") and finding.what_to_do == "Fix the exception shown."
     assert finding.location == Location(HERE, reads.__code__.co_firstlineno + 1)
-    waits = RankFailure(1, "stuck", "rank 1 waits in barrier", one.when + 1, collective="barrier")
-    assert "ranks that are listed below it" in judged(one, waits).what_to_do
+    waits = RankFailure(1, "stuck", "rank 1 waits in barrier", first.when + 1, collective="barrier")
+    assert "ranks that are listed below it" in judged(first, waits).what_to_do

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck import cli
+from ddpcheck.findings import report as reports
 from ddpcheck.findings.figures import (
     CalledCollective,
     CollectiveTimeline,
@@ -25,15 +26,7 @@ from ddpcheck.findings.figures import (
     excerpts_of,
 )
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import (
-    AcceptedFinding,
-    Finding,
-    Location,
-    ParityEntry,
-    RelatedLocation,
-    Report,
-    ReportError,
-)
+from ddpcheck.findings.report import AcceptedFinding, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.render.page.page import data_in, visible
@@ -51,7 +44,6 @@ class Page(HTMLParser):
 
     elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    data: str = ""
     open: list[str] = field(default_factory=list)
 
     @classmethod
@@ -76,9 +68,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] == ["script"]:
-            self.data += data
-        elif self.open[-1:] != ["style"]:
+        if self.open[-1:] not in (["script"], ["style"]):
             self.texts.append(data)
 
     @property
@@ -86,7 +76,7 @@ class Page(HTMLParser):
         return "".join(self.texts)
 
     def of_class(self, name: str) -> list[tuple[str, dict[str, str | None]]]:
-        return [one for one in self.elements if name in (one[1].get("class") or "").split()]
+        return [(tag, attrs) for tag, attrs in self.elements if name in (attrs.get("class") or "").split()]
 
 
 def html(report: Report | Matrix, **medium: Any) -> str:
@@ -104,7 +94,7 @@ CUT = Finding(
     "The path from body.weight to the loss is cut by torch.no_grad() at net.py:9.",
     Severity.ERROR,
     location=Location("net.py", 7),
-    related=(RelatedLocation("parameter made", Location("net.py", 4)),),
+    related=(reports.RelatedLocation("parameter made", Location("net.py", 4)),),
     path=ParameterPath(
         "body.weight",
         "cut",
@@ -138,28 +128,19 @@ MATRIX = Matrix(
 )
 
 
-# What stands on it
-
-
-def test_the_verdict_comes_first_and_the_worst_finding_before_the_others() -> None:
-    text = shown(REPORT).text
-    places = [text.index(words) for words in ("1 error, 1 warning", "DDP101 unused-parameter", "DDP304 batch-coupled")]
-    assert places == sorted(places)
-
-
-@pytest.mark.parametrize(
-    ("report", "words"),
-    [
+def test_the_verdict_is_that_of_the_report_and_comes_before_the_findings_worst_first() -> None:
+    for report, words in (
         (replace(REPORT, findings=(), checks=REPORT.checks[:1]), "Clean"),
         (replace(REPORT, findings=()), "No findings, and not all was checked"),
         (Report("net.py", error=ReportError("The model raised.", 3, "Traceback")), "Stopped"),
         (Report("net.py", findings=(UNUSED,), error=ReportError("Ranks hang.", 4)), "Hang: 1 error"),
-    ],
-)
-def test_the_verdict_is_that_of_the_report(report: Report, words: str) -> None:
-    page = shown(report)
-    (verdict,) = page.of_class("verdict")
-    assert words in page.text and verdict[1]["role"] == "status"
+    ):
+        page = shown(report)
+        (verdict,) = page.of_class("verdict")
+        assert words in page.text and verdict[1]["role"] == "status"
+    text = shown(REPORT).text
+    places = [text.index(words) for words in ("1 error, 1 warning", "DDP101 unused-parameter", "DDP304 batch-coupled")]
+    assert places == sorted(places)
 
 
 def test_what_does_not_count_is_shown_with_its_reason() -> None:
@@ -175,30 +156,30 @@ def test_a_finding_shows_its_source_and_its_path(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text("".join(f"line = {number}\n" for number in range(1, 13)))
     report = Report("net.py", findings=(CUT,)).with_excerpts()
-    assert [(one.first, one.first + len(one.lines) - 1) for one in report.excerpts] == [(4, 10), (6, 12), (1, 7)]
+    assert [(e.first, e.first + len(e.lines) - 1) for e in report.excerpts] == [(4, 10), (6, 12), (1, 7)]
     Path("net.py").unlink()
     page = shown(report)
     assert [lines for lines in page.texts if lines.startswith("line =")].count("line = 7") == 3
     assert len(page.of_class("here")) == 3
-    for words in ("where torch.no_grad() begins", "where the path ends", ": parameter made", "relu()"):
-        assert words in page.text
+    words = ("where torch.no_grad() begins", "where the path ends", ": parameter made", "relu()")
+    assert all(word in page.text for word in words)
 
 
-def test_a_finding_shows_its_source_in_a_file_outside_of_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    (elsewhere / "models").mkdir(parents=True)
-    here.mkdir()
-    monkeypatch.chdir(here)
-    files = {here / "net.py": "wrong", elsewhere / "net.py": "net", elsewhere / "models/blocks.py": "block"}
-    for file, line in files.items():
-        file.write_text("".join(f"{line} = {number}\n" for number in range(1, 13)))
-    found = (replace(UNUSED, location=Location("net.py", 3)), replace(UNUSED, location=Location("blocks.py", 7)))
-    for target in (f"{elsewhere}/net.py", f"{elsewhere}/net.py:recipe", f"{elsewhere}/net.py --epochs 3"):
-        report = Report(target, findings=found).with_excerpts()
-        assert {one.lines[0].partition(" ")[0] for one in report.excerpts} == {"net", "block"}
-    assert [one.lines[0] for one in Report("net.py", findings=found).with_excerpts().excerpts] == ["wrong = 1"]
+def test_source_is_looked_for_beside_the_target_and_what_is_none_is_left_out(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("here/net.py", "net.py", "models/blocks.py"):
+        (tmp_path / name).write_text("".join(f"{name} = {number}\n" for number in range(1, 13)))
+    findings = (replace(UNUSED, location=Location("net.py", 3)), replace(UNUSED, location=Location("blocks.py", 7)))
+    for target in (f"{tmp_path}/net.py", f"{tmp_path}/net.py:recipe", f"{tmp_path}/net.py --epochs 3"):
+        excerpts = Report(target, findings=findings).with_excerpts().excerpts
+        assert {excerpt.lines[0].partition(" ")[0] for excerpt in excerpts} == {"net.py", "models/blocks.py"}
+    (excerpt,) = Report("net.py", findings=findings).with_excerpts().excerpts
+    assert excerpt.lines[0] == "here/net.py = 1"
+    for content in (b"\xff\xfe", b"x\n", b"# coding: none\n" * 9):
+        Path("net.py").write_bytes(content)
+        assert excerpts_of([Location("net.py", 5), Location(str(tmp_path), 1), Location("\x00", 1), None]) == ()
 
 
 def test_a_finding_on_ranks_that_part_shows_the_line_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,18 +192,6 @@ def test_a_finding_on_ranks_that_part_shows_the_line_of_each(tmp_path: Path, mon
     page = shown(report.with_excerpts())
     assert "line = 30" in page.text and "line = 10" in page.text
     assert "barrier of rank 0" in page.text
-
-
-def test_emoji_and_marks_are_no_characters_that_fonts_lack() -> None:
-    assert visible("GLHF! \U0001f3d6\ufe0f é ∇") == "GLHF! [beach with umbrella] é ∇"
-    assert 'class="mark"' in html(REPORT) and not set("\u2713\u2717") & set(html(REPORT))
-
-
-@pytest.mark.parametrize("text", [b"\xff\xfe", b"x\n", b"# coding: none\n" * 9])
-def test_what_is_no_source_is_left_out(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "net.py").write_bytes(text)
-    places = [Location(str(tmp_path / "net.py"), 5), Location(str(tmp_path), 1), Location("\x00", 1), None]
-    assert excerpts_of(places) == ()
 
 
 def test_modules_are_marked_where_findings_name_them() -> None:
@@ -246,11 +215,13 @@ def test_64_ranks_are_two_groups_of_equal_behaviour() -> None:
     assert sum(tag == "th" for tag, _ in page.elements) == 3  # the number, and two groups
     assert "part here" in page.text and page.text.count("did not end") == 1 and "never came here" in page.text
     assert any("ranks 0 and 2 to 63 waits for rank 1" in (a.get("aria-label") or "") for _, a in page.elements)
+    lines = [f"rank {rank}: {'none' if rank == 1 else 'barrier()'}" for rank in range(4)]
+    assert merge_ranks([*lines, "loss: 3"]) == ["ranks 0, 2 and 3: barrier()", "rank 1: none", "loss: 3"]
 
 
 def test_a_page_of_64_ranks_of_which_each_does_otherwise_stays_small() -> None:
     (timeline,) = HANG.timelines
-    ranks = tuple(replace(one, first=one.rank, at_end=f"{one.rank} " * 99) for one in timeline.ranks)
+    ranks = tuple(replace(calls, first=calls.rank, at_end=f"{calls.rank} " * 99) for calls in timeline.ranks)
     parity = tuple(ParityEntry(s, f"layer.{n}.weight", "local", 1e-8, 1e-6) for n in range(1000) for s in range(3))
     modules = tuple(ModuleEntry(f"layer.{number}", "Linear", ("weight", "bias"), 64) for number in range(1000))
     findings = tuple(replace(UNUSED, subjects=(f"a{n}",), evidence=("x" * 2000,) * 9) for n in range(300))
@@ -259,22 +230,10 @@ def test_a_page_of_64_ranks_of_which_each_does_otherwise_stays_small() -> None:
     assert "200 more findings" in shown(replace(HANG, findings=findings)).text
 
 
-def test_what_several_ranks_did_alike_is_one_line_of_evidence() -> None:
-    lines = [f"rank {rank}, collective number 3: {'none' if rank == 1 else 'barrier()'}" for rank in range(4)]
-    assert merge_ranks([*lines, "loss: 3"]) == [
-        "ranks 0, 2 and 3, collective number 3: barrier()",
-        "rank 1, collective number 3: none",
-        "loss: 3",
-    ]
-
-
 def test_a_matrix_shows_each_combination_and_what_to_do() -> None:
     text = shown(MATRIX).text
     for words in ("stops", "find_unused_parameters=True", "1.50 (1.40 to 1.60)", "Fix", "rounded by 1.0e-03"):
         assert words in text
-
-
-# Curves over each other
 
 
 BY_STEP = ("norm of the gradients", "optimizer step", (0, 1, 2, 3))
@@ -283,8 +242,8 @@ CURVE = ParityCurve(*BY_STEP, (2.0, 1.5, 3.0, 2.5), (2.0, 1.5, 1.0, 0.5), 2, Loc
 
 def lines_of(page: Page, class_: str) -> list[list[tuple[float, float]]]:
     """The points of the polylines of a class."""
-    found = [str(attributes["points"]) for tag, attributes in page.of_class(class_) if tag == "polyline"]
-    return [[(float(x), float(y)) for x, y in (point.split(",") for point in points.split())] for points in found]
+    lines = [str(attributes["points"]) for tag, attributes in page.of_class(class_) if tag == "polyline"]
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in points.split())] for points in lines]
 
 
 def test_a_curve_is_drawn_over_that_of_a_single_process_with_its_first_divergence() -> None:
@@ -295,33 +254,23 @@ def test_a_curve_is_drawn_over_that_of_a_single_process_with_its_first_divergenc
     (mark,) = page.of_class("cut")
     assert float(str(mark[1]["x1"])) == float(str(mark[1]["x2"])) == ranks[2][0]
     (picture,) = (a for tag, a in page.elements if tag == "svg" and a.get("role") == "img")
-    label = "norm of the gradients, by optimizer step, on the ranks and in a single process"
-    assert picture["aria-label"] == f"{label}: first divergence: optimizer step 2"
     assert picture["aria-label"] in page.texts
-    for words in ("ranks", "single process", "optimizer step", "first divergence: optimizer step 2", "fit.py:9"):
-        assert words in page.texts, words
-    assert {"0", "1", "2", "3"} <= {*page.texts} and {"0.5", "1.5", "2.5"} <= {*page.texts}  # of both axes
-
-
-def test_curves_that_do_not_differ_have_no_mark() -> None:
+    words = {"ranks", "single process", "optimizer step", "first divergence: optimizer step 2", "fit.py:9"}
+    assert words | {"0", "1", "2", "3", "0.5", "1.5", "2.5"} <= {*page.texts}  # with those of both axes
     page = shown(Report("fit.py", curves=(replace(CURVE, ranks=CURVE.single, diverges_at=None),)))
     assert lines_of(page, "ranks") == lines_of(page, "single") and page.of_class("cut") == []
     assert "first divergence" not in page.text and "single process: no divergence" in page.text
-    assert "against a single process" not in shown(Report("fit.py")).text
-
-
-def test_a_curve_has_gaps_for_what_is_not_finite() -> None:
     page = shown(Report("fit.py", curves=(replace(CURVE, ranks=(2.0, None, 3.0, 2.5), single=(None,) * 4),)))
-    alone, last = lines_of(page, "ranks")
-    assert len(alone) == len(last) == 2 and alone[0] != alone[1] and lines_of(page, "single") == []
+    first, last = lines_of(page, "ranks")
+    assert len(first) == len(last) == 2 and first[0] != first[1] and lines_of(page, "single") == []
     assert "5 values not drawn" in page.text
 
 
-FLAT = [(0.0, 0.0), (5e-324, -5e-324), (1e99, -1e99), (123456.75,) * 2, (1.0, 1.0 + 1e-12), (3e-200, 9e-200)]
+FLAT = [(0.0, 0.0), (5e-324, -5e-324), (1e99, -1e99), (1.0, 1.0 + 1e-12)]
 
 
 def test_flat_tiny_and_huge_curves_stay_in_the_picture() -> None:
-    for values, x in itertools.product(FLAT, [(0, 1), (7, 7), (10**9, 10**9 + 3)]):
+    for values, x in itertools.product(FLAT, [(7, 7), (10**9, 10**9 + 3)]):
         curve = ParityCurve("loss", "optimizer step", x, values, (None, values[0]), x[1])
         page = shown(Report("fit.py", curves=(curve,)))
         points = [point for class_ in ("ranks", "single") for line in lines_of(page, class_) for point in line]
@@ -329,9 +278,6 @@ def test_flat_tiny_and_huge_curves_stay_in_the_picture() -> None:
         assert len(points) == 4 and 6 <= len(labels) <= 30, (values, x)
         assert all(0 <= across <= 440 and 0 <= down <= 200 for across, down in points + labels), (values, x)
     assert "loss" in shown(Report("fit.py", curves=(ParityCurve("the loss", "step", (), (), ()),))).text
-
-
-# It needs nothing, and can be used by everybody
 
 
 @pytest.mark.parametrize("report", [REPORT, HANG, MATRIX], ids=["report", "hang", "matrix"])
@@ -347,9 +293,6 @@ def test_a_page_asks_for_nothing_and_has_landmarks_and_targets(report: Report | 
             assert str(attributes["href"])[:1] == "#" and str(attributes["href"])[1:] in ids
         assert attributes.get("aria-labelledby") in (None, *ids)
     assert "url(" not in html(report) and "@import" not in html(report)
-
-
-# Names are text
 
 
 text = st.text(st.characters(), max_size=30) | st.sampled_from([ODD, "</script>", "<!--", "]]>", "[red]", "\x1b[31m"])
@@ -385,22 +328,16 @@ def _named(name: str, message: str) -> Report:
     )
 
 
-# The report comes out again
-
 OPENING = 'zlib" id="ddpcheck-data">'
 
 
-@pytest.mark.parametrize("report", [REPORT, HANG, MATRIX, replace(REPORT, target="x" * 300_000)])
-def test_a_page_renders_as_anything(report: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(html(report), encoding="utf-8")
-    assert cli.main(["render", str(page), "--format", "json"]) == 0
-    assert type(report).from_json(capsys.readouterr().out) == report
-
-
-def test_a_page_that_is_damaged_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, path = html(replace(REPORT, target="x" * 300_000)), tmp_path / "report.html"
-    assert whole.count(OPENING) == 1
+def test_a_page_is_read_again_and_one_that_is_damaged_is_refused(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "report.html"
+    for report in (MATRIX, replace(HANG, target="x" * 300_000)):
+        whole = html(report)
+        path.write_text(whole, encoding="utf-8")
+        assert cli.main(["render", str(path), "--format", "json"]) == 0
+        assert type(report).from_json(capsys.readouterr().out) == report
     for damaged, words in (
         (whole.replace("ddpcheck-data", "other"), ("it is not JSON", "Expecting value", "not a report")),
         (whole.replace(OPENING, f"{OPENING}eJ"), ("damaged", "not whole")),
