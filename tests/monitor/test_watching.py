@@ -6,7 +6,6 @@ What it finds in parameters is in test_watching_parameters.py, and in the loop i
 import contextlib
 import copy
 import gc
-import math
 import pickle
 import warnings
 import weakref
@@ -32,41 +31,16 @@ def summed(_state, bucket):
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def not_reduced(_state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def shuffled(_state, bucket):
-    work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0].flip(0))
-
-
 UNUSED = {"find_unused_parameters": True, "detect_anomalous_params": False}
 
 
-@pytest.mark.parametrize(
-    ("hook", "code", "way", "options"),
-    [
-        pytest.param(summed, "DDP303", "whole", {}, id="sum"),
-        pytest.param(summed, "DDP303", short(step=0), UNUSED, id="sum of more gradients later"),
-        pytest.param(not_reduced, "DDP301", "whole", {}, marks=pytest.mark.slow, id="not reduced"),
-        pytest.param(shuffled, "DDP302", "whole", {}, marks=pytest.mark.slow, id="mixed up"),
-    ],
-)
-def test_a_communication_hook_that_does_not_average_is_found(hook, code, way, options):
+@pytest.mark.parametrize(("way", "options"), [("whole", {}), (short(step=0), UNUSED)], ids=["all", "more later"])
+def test_a_communication_hook_that_does_not_average_is_found(way, options):
     """Seed 4 (mmcv dist_utils): the manual all-reduce is a second, independent path for gradients to compare with."""
     model, findings = checked(check_parity_every=1, **options)
-    model.register_comm_hook(None, hook)
+    model.register_comm_hook(None, summed)
     train(model, 2, way=way)
-    assert codes(findings) == [code]
-
-
-def test_parameters_that_an_optimizer_changes_differently_are_found(rank):
-    model, findings = checked(check_consistency=2)
-    train(model, 4, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1)))
-    assert codes(findings)[:1] == ["DDP306"]
+    assert codes(findings) == ["DDP303"]
 
 
 def normed():
@@ -101,14 +75,6 @@ def test_compare_can_be_called_at_any_time(rank):
         assert codes(watch.compare()) == ["DDP306"]
 
 
-def test_the_text_of_a_finding_has_all_its_names(rank):
-    model = CheckedDistributedDataParallel(Net(), check_consistency=1)
-    with torch.no_grad():
-        model.module.head.bias.add_(rank)
-    with pytest.raises(FindingsError, match=r"head\.bias"):
-        train(model, 2)
-
-
 # Ranks that stop, or close
 
 
@@ -120,18 +86,6 @@ def test_ranks_that_close_one_after_the_other_judge_together(rank):
         with ddpcheck.watch(model, on_finding="warn") as watch:
             train(model, 5, way=short(rank=0))
         assert watch.findings == ()
-
-
-@pytest.mark.slow
-def test_what_no_rank_was_asked_for_any_more_is_told_when_the_watch_is_closed(rank, monkeypatch):
-    from ddpcheck.monitor import alarms as board
-
-    monkeypatch.setattr(board, "_LONG_STEP", math.inf)  # after a long step ranks ask each other; none is, if busy
-    model, findings = DDP(Net()), []
-    with ddpcheck.watch(model, on_finding=findings.append):
-        train(model, 36, way=short(step=34, rank=1))
-        assert findings == []
-    assert [(f.code, f.steps) for f in findings] == ([("DDP105", (34,))] if rank else [])
 
 
 @pytest.mark.slow
@@ -194,18 +148,15 @@ def test_a_watched_wrapper_can_be_pickled_and_copied():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", ["watch", "wrapper", "compiled"])
-def test_a_watch_without_a_reference_continues_if_training_continues_without_the_wrapper(door):
-    findings = []
-    if door == "wrapper":
-        model = CheckedDistributedDataParallel(Net(), on_finding=findings.append)
-    else:
-        model = DDP(torch.compile(Net(), backend="eager") if door == "compiled" else Net())
-        ddpcheck.watch(model, on_finding=findings.append)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_watch_without_a_reference_continues_if_training_continues_without_the_wrapper(compiled):
+    module, findings = Net(), []
+    model = DDP(torch.compile(module, backend="eager") if compiled else module)
+    ddpcheck.watch(model, on_finding=findings.append)
     train(model, 2)
-    model = model.module._orig_mod if door == "compiled" else model.module
+    del model
     gc.collect()
-    train(model, 5)
+    train(module, 5)
     assert codes(findings) == ["DDP501"]
 
 
@@ -241,20 +192,6 @@ def test_a_watched_module_and_its_watch_are_freed_and_leave_one_hook_that_does_n
     assert hooks() == before + 2  # before a step, and after it: the garbage collector must not take them off
 
 
-def test_a_wrapper_that_is_collected_while_torch_goes_through_its_hooks_is_no_error():
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    def collect(*_):
-        gc.collect()
-
-    handle = register_optimizer_step_pre_hook(collect)
-    try:
-        for _ in range(3):
-            train(CheckedDistributedDataParallel(Net()), 2)
-    finally:
-        handle.remove()
-
-
 # Misuse and failures
 
 
@@ -265,16 +202,6 @@ def test_what_is_no_ddp_is_refused():
         ddpcheck.watch(DDP(Net()), on_finding="shout")
     with pytest.raises(ddpcheck.UsageError, match="check_parity_every"):
         ddpcheck.watch(DDP(Net()), check_parity_every=-1)
-
-
-def test_a_recorder_that_fails_after_its_watch_was_freed_is_a_warning(monkeypatch):
-    from ddpcheck.gather.patching import Recorder
-    from ddpcheck.monitor.watch import _disable_recorder
-
-    monkeypatch.setitem(_disable_recorder.__globals__, "_open_watches", weakref.WeakSet())
-    late = type("Late", (Recorder,), {})()
-    with pytest.warns(ddpcheck.FindingWarning, match="Late: .*made to fail"):
-        _disable_recorder(ZeroDivisionError("made to fail"), late)
 
 
 def test_a_recorder_that_fails_ends_itself_and_the_watch_continues(monkeypatch, recwarn):

@@ -138,30 +138,6 @@ def test_an_assignment_to_the_data_of_shards_is_told_at_its_line() -> None:
     assert "data" not in vars(type(next(model.parameters())))
 
 
-@pytest.mark.slow
-@pytest.mark.ddp(world_size=4, timeout=60)
-def test_meshes_that_train_the_same_model_apart_are_told_and_other_models_are_not() -> None:
-    def trained(mesh: Any, seed: int = 0, *, stage: bool = False) -> list[str]:
-        torch.manual_seed(seed)
-        model = fsdp.fully_shard(Even(), mesh=mesh)
-        optimizer, findings = torch.optim.SGD(model.parameters(), lr=0.05), list[Finding]()
-        torch.manual_seed(dist.get_rank())
-        with ddpcheck.watch(model, check_consistency_every=2, on_finding=findings.append):
-            for _ in range(8):
-                dist.barrier()  # the steps of all come in turn, so that each has read what there is
-                optimizer.zero_grad()
-                model(torch.randn(4, 8, requires_grad=stage)).square().mean().backward()
-                optimizer.step()
-        return [f"{one.code} {one.subjects} {one.severity.value}" for one in findings]
-
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    codes = trained(grid["shard"])
-    assert codes == ["DDP301 ('mesh',) warning"]
-    assert (
-        trained(grid) == trained(grid["shard"], seed=dist.get_rank() // 2) == trained(grid["shard"], stage=True) == []
-    )
-
-
 @ON_RANKS
 def test_the_same_shard_on_every_rank_is_told_and_different_ones_are_not() -> None:
     for same in (True, False):

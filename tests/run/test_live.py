@@ -12,36 +12,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpcheck import cli
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, RankLog
+from tests.run.scripts import BEGIN
 from tests.run.test_run import DDPCHECK, ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
-PROGRAM = """
-import sys
-import time
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-rank, mode = dist.get_rank(), sys.argv[1]
+PROGRAM = f"""{BEGIN}
+mode, marker = sys.argv[1:]
 model = DistributedDataParallel(nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-torch.manual_seed(rank)
+torch.manual_seed(RANK)
 for step in range(100_000):
     optimizer.zero_grad()
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
-    if step == 20 and rank == 1:
-        open(sys.argv[2], "w").close()
+    if step == 20 and RANK == 1:
+        open(marker, "w").close()
         while mode == "works":
             pass
         if mode == "waits":
@@ -77,35 +70,27 @@ def running(tmp_path: Path, mode: str) -> Iterator[Path]:
             process.wait(60)
 
 
+AT = r"at train.py:\d+"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "code", "script", "found"),
+    ("mode", "code", "script", "faults"),
     [
-        ("works", 0, r"rank 0 waits in backward at train.py:\d+, after 21 steps; rank 1 is at train.py:\d+, after", ""),
-        ("waits", 4, r"rank 0 waits in backward at train.py:\d+, .*; rank 1 waits in recv at train.py:\d+", "DDP402"),
-        (
-            "writes",
-            1,
-            r"it is still running: rank(s 0 and 1 were| 0 was) at train.py:\d+, and made progress, after \d+ steps",
-            "DDP306",
-        ),
+        ("works", 0, f"rank 0 waits in backward {AT}, after 21 steps; rank 1 is {AT}, after", []),
+        ("waits", 4, f"rank 0 waits in backward {AT}, .*; rank 1 waits in recv {AT}", ["DDP402"]),
+        ("writes", 1, rf"it is still running: rank(s 0 and 1 were| 0 was) {AT}, and made progress", ["DDP306"]),
     ],
 )
 def test_what_ranks_do_and_what_was_found_is_told_while_they_go_on(
-    mode: str,
-    code: int,
-    script: str,
-    found: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, code: int, script: str, faults: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with running(tmp_path, mode) as folder:
         assert cli.main(["live", str(folder)]) == code
         out = capsys.readouterr().out
         assert re.search(script, " ".join(out.split())), out
-        assert re.findall(r"^(DDP\d+)", out, re.MULTILINE) == [found] * bool(found), out
+        assert re.findall(r"^(DDP\d+)", out, re.MULTILINE) == faults, out
         assert cli.main(["live", "--format", "json", str(folder)]) == code  # the run is as it was
     assert not folder.exists()
 

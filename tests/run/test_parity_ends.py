@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from ddpcheck.stream.entries import RankRaised, RankStarted, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, RankLog, RankTrace
 from ddpcheck.worlds.failures import exception_data
 from tests.forked_run import ROOT, run_forked
-from tests.tiers import one_of
+from tests.run.test_run import DDPCHECK
 
 GIVEN = argparse.Namespace(check_parity_batch=0, check_parity_steps=0, check_timeout=60.0)
-NOT_COMPARED = "not compared with a single process: "
 MORE_MEMORY = (
     "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
 )
@@ -61,11 +60,6 @@ def test_there_is_no_second_run_without_something_to_compare(
     ending: Ending, left: Sequence[RankTrace], nodes: int, why: str, tmp_path: Path
 ) -> None:
     assert ParityRuns(GIVEN, tmp_path, lambda *_: Ending()).why_not(left, ending, nodes) == why
-
-
-def test_what_a_single_process_has_to_hold_is_said_before(tmp_path: Path) -> None:
-    said = ParityRuns(GIVEN, tmp_path, lambda *_: Ending()).begin(ranks(size=3))
-    assert "which holds the batches of 3 ranks together (up to 18 samples), for 60 s at most" in said
 
 
 class Script:
@@ -204,7 +198,7 @@ def test_a_folder_that_has_no_place_is_a_sentence(tmp_path: Path, monkeypatch: p
 # Processes
 
 TRAINS = """
-import os, sys, time, resource
+import os, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -217,128 +211,54 @@ torch.manual_seed(7 + first_start)
 place = f"file://{os.getcwd()}/met-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{alone}"
 world = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
 dist.init_process_group("gloo", init_method=place if how == "restart" else None, **world)
-if how == "full" and not alone:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-if how == "refuses":
-    assert dist.get_world_size() > 1, "one rank has nobody to learn from"
-weights = torch.arange(1.0, 701).reshape(700, 1) / 700
-X = torch.randn(48, 700, generator=torch.Generator().manual_seed(1))
-data = TensorDataset(X, X @ weights)
-model = DistributedDataParallel(nn.Linear(700, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+X = torch.randn(48, 7, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(X, X.sum(1, keepdim=True))
+model = DistributedDataParallel(nn.Linear(7, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 sampler = DistributedSampler(data, seed=int(first_start))
 torch.manual_seed(11 + dist.get_rank())
 for step, (x, y) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):
     nn.functional.mse_loss(model(x + 0.1 * torch.randn_like(x)), y).backward()
     optimizer.step()
     optimizer.zero_grad()
-    if alone and step == 1:
+    if alone and step == 1 and how == "waits":
         print("alone", flush=True)
-        if how == "waits":
-            while not os.path.exists("of-another-rank"):
-                time.sleep(0.01)
-        if how == "killed":
-            os.kill(os.getpid(), 9)
+        time.sleep(600)
     if first_start and step == 3:
         raise RuntimeError("the first start fails")
-if dist.get_rank() == 0:
-    print(f"rows of the last batch: {len(x)}")
 dist.destroy_process_group()
 """
 
 
-def ran(folder: Path, how: str, *options: str) -> tuple[subprocess.CompletedProcess[str], tuple[str, str]]:
-    """How a run with ranks of `run_forked` has ended, with its check line on the single process."""
-    (folder / "train.py").write_text(TRAINS)
-    (temporary := folder / "temporary").mkdir()
-    output = folder / "report.json"
-    options = ("--check-parity", f"--check-output={output}", *options)
-    done = run_forked(*options, "train.py", how, cwd=folder, TMPDIR=str(temporary))
-    assert not [*temporary.glob(f"{FOLDER}*")] and "rows of the last batch" in done.stdout, done.stderr
-    made = json.loads(output.read_text())
-    assert made["findings"] == [] and made["checks"][0]["status"] == "passed"
-    return done, next((check["status"], check["detail"]) for check in made["checks"] if check["name"] == "parity")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("refuses", "it ended with exit code 1: AssertionError: one rank has nobody to learn from at train.py:18"),
-        ("killed", f"it was ended by signal 9{MORE_MEMORY}"),
-        ("waits", "s, and was stopped at train.py:"),
-    ],
-)
-def test_the_report_on_the_ranks_outlives_a_single_process(how: str, said: str, tmp_path: Path) -> None:
-    done, (status, detail) = ran(tmp_path, how, "--check-timeout=2", "--debug")
-    assert done.returncode == 0 and status == "skipped"
-    assert detail.startswith(NOT_COMPARED) and said in detail
-    assert ("alone" in done.stderr) == (how != "refuses")  # what a failed run has printed
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_the_recording_of_samples_and_not_the_training(tmp_path: Path) -> None:
-    done, (status, detail) = ran(tmp_path, "full")
-    assert done.returncode == 0 and status == "skipped"
-    assert "gradients of 1 step equal those of a single process" in detail, detail
-    assert detail.endswith("recorded for 1 backward pass only: their file could not be written: File too large")
-
-
-@pytest.mark.exhaustive
-def test_smaller_batches_are_those_of_both_runs(tmp_path: Path) -> None:
-    done, (status, detail) = ran(tmp_path, "", "--check-parity-batch=3")
-    assert "rows of the last batch: 3" in done.stdout and "(up to 6 samples)" in done.stderr
-    assert status == "passed" and detail.startswith("gradients of 8 steps equal")
-    assert detail.endswith("with batches of at most 3 samples (--check-parity-batch)")
-
-
-def started(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """`ddpcheck run --check-parity` with ranks of torchrun, in a process group of its own."""
-    (folder / "train.py").write_text(TRAINS)
-    (folder / "temporary").mkdir()
-    return subprocess.Popen(
-        [sys.executable, "-m", "ddpcheck", "run", "--standalone", "--nproc-per-node=2", "--check-parity", *words],
-        env={**os.environ, "TMPDIR": f"{folder}/temporary", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def processes_below(folder: Path) -> Iterator[int]:
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes():
-                yield int(process.name)
-        except OSError:  # it has ended
-            pass
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", one_of(3, ["to the group", "to ddpcheck", "to end"]))
-def test_an_interrupted_single_process_leaves_the_report(how: str, tmp_path: Path) -> None:
-    process = started(tmp_path, "train.py", "waits")
-    logs = f"temporary/{FOLDER}*/output/**/std*.log"
-    while process.poll() is None and not any("alone" in path.read_text() for path in tmp_path.glob(logs)):
-        time.sleep(0.1)
-    number = signal.SIGTERM if how == "to end" else signal.SIGINT
-    (os.killpg if how == "to the group" else os.kill)(process.pid, number)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert f"{NOT_COMPARED}it was interrupted" in " ".join(said.split()) and "no findings, but 1 of" in said
-    assert [*processes_below(tmp_path)] == [] and not [*tmp_path.glob(f"temporary/{FOLDER}*")]
+def test_the_report_on_the_ranks_outlives_a_single_process(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    (temporary := tmp_path / "temporary").mkdir()
+    options = ("--check-parity", "--check-output=report.json", "--check-timeout=2", "--debug")
+    ended = run_forked(*options, "train.py", "waits", cwd=tmp_path, TMPDIR=str(temporary))
+    assert ended.returncode == 0 and "alone" in ended.stderr and not [*temporary.glob(f"{FOLDER}*")]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["findings"] == []
+    (detail,) = (check["detail"] for check in report["checks"] if check["status"] == "skipped")
+    assert detail.startswith("not compared with a single process: ") and "s, and was stopped at train.py:" in detail
 
 
 @pytest.mark.slow
 def test_the_samples_of_a_module_are_those_of_the_last_start_and_its_record_can_be_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--max-restarts=1", "--check-format=text", "--check-record=run.gz")
-    process = started(tmp_path, *options, "-m", "train", "restart")
-    printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "the first start fails" in printed, printed
-    assert "gradients of 6 steps equal those of a single process" in " ".join(printed.split())
+    (tmp_path / "train.py").write_text(TRAINS)
+    options = ("--check-parity", "--max-restarts=1", "--check-format=text", "--check-record=run.gz")
+    ended = subprocess.run(
+        [sys.executable, "-m", *DDPCHECK, "--standalone", "--nproc-per-node=2", *options, "-m", "train", "restart"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
+    assert "the first start fails" in ended.stderr
+    assert "gradients of 6 steps equal those of a single process" in " ".join(f"{ended.stdout} {ended.stderr}".split())
     assert cli.main(["render", str(tmp_path / "run.gz")]) == 0
     assert "no findings" in capsys.readouterr().out

@@ -13,32 +13,28 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ddpcheck import cli
 from ddpcheck.cli.run import code_of_first
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.run.ending import Ending, judge_ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import DDP_BACKWARD, ExitCalled, ProgramEnded, RankRaised, RankStarted
-from ddpcheck.stream.rank_log import RankLog, RankTrace, rank_processes, read_logs
+from ddpcheck.stream.rank_log import RankLog, RankTrace, read_logs
 from ddpcheck.worlds.failures import exception_data
 from tests.faultsuite.recorded_scripts import NOT_COMPARED
 from tests.faultsuite.scripts_page import assert_expected, expected_of, options_of
 from tests.forked_run import run_forked
-from tests.run.scripts import run_script
+from tests.run.scripts import BEGIN, END, run_script
 from tests.tiers import first_of_each, one_of, share
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "scripts"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 PROGRAM = str(ROOT / "tests" / "run_program.py")
-ENDINGS = {"plain": 0, "workers": 0, "spawn": 0, "exit": 3, "raises": 1, "hard": 5, "terminated": 7}
 
 
 DDPCHECK, TORCHRUN = ("ddpcheck", "run"), ("torch.distributed.run",)
@@ -65,50 +61,22 @@ def run(launcher: Sequence[str], *command: str, ranks: int = 2) -> subprocess.Co
 # A healthy script
 
 WITHOUT_NUMPY = """
-import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+net = DistributedDataParallel(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 data = TensorDataset(torch.randn(32, 4))
-sampler = DistributedSampler(data)
-torch.manual_seed(dist.get_rank())
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    for (batch,) in DataLoader(data, batch_size=4, sampler=sampler, num_workers=1):
-        optimizer.zero_grad()
-        net(torch.nn.functional.dropout(batch)).square().mean().backward()
-        optimizer.step()
-dist.destroy_process_group()
+torch.manual_seed(RANK)
+for (batch,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data), num_workers=1):
+    optimizer.zero_grad()
+    net(nn.functional.dropout(batch)).square().mean().backward()
+    optimizer.step()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", one_of(8, ENDINGS))
-def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> None:
-    ranks = 1 if ending == "spawn" else 2
-    watched = run(DDPCHECK, PROGRAM, ending, ranks=ranks)
-    plain = run(TORCHRUN, PROGRAM, ending, ranks=ranks)
+def test_a_healthy_script_gives_its_own_output_and_exit_code() -> None:
+    watched, plain = (run(launcher, PROGRAM, "plain") for launcher in (DDPCHECK, TORCHRUN))
     assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines()), watched.stderr
-    assert watched.returncode == ENDINGS[ending]
-    if ending in ("plain", "workers", "spawn"):
-        assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
-    else:
-        assert f"it exited with code {ENDINGS[ending]}" in watched.stderr
-        assert "clean" not in watched.stderr
-        assert ("DDP401" if ending == "raises" else "no findings") in watched.stderr
-    if ending == "raises":  # torchrun's page says <N/A>
-        assert "error_file: <N/A>" in plain.stderr and "error_file: <N/A>" not in watched.stderr
-        assert "traceback : " in watched.stderr and "ValueError: of the script" in watched.stderr
-
-
-@pytest.mark.slow
-def test_a_script_that_torchrun_starts_anew_is_watched_anew() -> None:
-    watched = run(DDPCHECK, "--max-restarts=1", PROGRAM, "restarted")
-    assert watched.returncode == 0 and watched.stdout.count("rank ") == 2, watched.stderr
+    assert watched.returncode == 0
     assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
 
 
@@ -117,19 +85,11 @@ def test_a_script_is_watched_under_another_launcher_and_where_numpy_is_missing_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('there is none')")
-    (tmp_path / "train.py").write_text(WITHOUT_NUMPY)
+    (tmp_path / "train.py").write_text(BEGIN + WITHOUT_NUMPY + END)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     watched = run(TORCHRUN, "-m", "ddpcheck.monitor", str(tmp_path / "train.py"))
     assert watched.returncode == 0, watched.stderr
-    assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Linear (8 steps)\n")
-
-
-@pytest.mark.exhaustive
-def test_a_hang_under_another_launcher_is_ended_and_told() -> None:
-    script = str(ROOT / "examples" / "scripts" / "uneven_batches.py")
-    ended = run(TORCHRUN, "-m", "ddpcheck.monitor", "--check-timeout", "3", script)
-    assert ended.returncode != 0
-    assert "DDP405 uneven-iterations" in ended.stderr and "examples/scripts/uneven_batches.py:37" in ended.stderr
+    assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Linear (4 steps)\n")
 
 
 @pytest.mark.slow
@@ -163,33 +123,9 @@ def test_what_scripts_do_by_hand(kind: str, faults: set[tuple[str, ...]], tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "loops"), one_of(2, [(2, []), (4, ["hybrid"])]))
-def test_healthy_loops_of_shards_are_clean(ranks: int, loops: Sequence[str]) -> None:
-    watched = run_forked(str(ROOT / "tests" / "healthy_shards.py"), *loops, ranks=ranks)
-    assert watched.returncode == 0 and f"ddpcheck: clean: {ranks} ranks (gloo), " in watched.stderr, watched.stderr
-
-
-SHARDED = """
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-model = fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (2,)))
-optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-for _ in range(3):
-    model(torch.ones(2, 4) + RANK).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-@pytest.mark.slow
-def test_the_check_lines_say_what_is_compared_of_shards(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, SHARDED)
-    assert (ended.code, ended.findings, ended.report["status"]) == (0, [], "clean")
-    assert ended.checks["ranks"] == ("passed", "2 ranks (gloo), Linear (3 steps)")
-    for name in ("parameters", "replicas", "reducer", "loop", "optimizers", "data"):
-        assert ended.checks[name][0] == "passed", ended.checks
-    assert "state and gradients of 1 optimizer match" not in ended.checks["optimizers"][1]
-    assert "values before fully_shard" in ended.checks["replicas"][1]
+def test_healthy_loops_of_shards_are_clean() -> None:
+    watched = run_forked(str(ROOT / "tests" / "healthy_shards.py"))
+    assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
 
 
 @pytest.mark.slow
@@ -241,19 +177,7 @@ def test_its_fixed_twin_is_clean(tmp_path: Path, script: str) -> None:
     assert lacking == NOT_COMPARED.get(f"examples/scripts/{script}.py", set()), report["checks"]
 
 
-# Sketches and logs
-
-
-@settings(deadline=None)  # the first call starts torch
-@given(st.integers(0, 3000), st.integers(0, 99))
-def test_a_sketch_is_linear_and_has_the_size_of_the_gradient(elements: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    first, second = torch.randn(2, elements, generator=generator, dtype=torch.float64)
-    before = torch.get_rng_state()
-    torch.testing.assert_close(sketch(first) * 0.25 + sketch(second) * 0.75, sketch(first * 0.25 + second * 0.75))
-    assert torch.equal(torch.get_rng_state(), before)  # the script's generator
-    if elements >= 64:
-        assert 0.5 < sketch(first).norm() / first.norm() < 2.0
+# Logs
 
 
 def test_the_log_of_a_rank_that_was_killed_in_the_middle_of_a_write_is_read(tmp_path: Path) -> None:
@@ -264,14 +188,6 @@ def test_the_log_of_a_rank_that_was_killed_in_the_middle_of_a_write_is_read(tmp_
         more.write(b"\x80\x05\x95")
     (rank,) = read_logs(tmp_path)
     assert (rank.started.rank, rank.entries, rank.counts[0]) == (1, [], (3, 2))
-
-
-def test_the_last_start_counts(tmp_path: Path) -> None:
-    for restart in (0, 1):
-        for rank in (0, 1):
-            RankLog(tmp_path, RankStarted(rank, 2, "gloo", restart))
-    assert [(rank.started.rank, rank.started.restart) for rank in read_logs(tmp_path)] == [(0, 1), (1, 1)]
-    assert rank_processes(tmp_path) == dict.fromkeys((0, 1), os.getpid())
 
 
 # Endings, from logs
@@ -292,8 +208,7 @@ Current thread 0x1 (most recent call first):
 ABORTED = FAULT.format("/x/train.py", "main")
 IN_ENGINE = FAULT.format(f"{os.path.dirname(torch.__file__)}/autograd/graph.py", "_engine_run_backward")
 OF_THREAD = ABORTED.replace("Current thread", "Thread")
-SEGFAULT = ABORTED.replace("Aborted", "Segmentation fault")
-CUT_OFF = f"Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File {SEGFAULT}"
+CUT_OFF = f"Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File {ABORTED}"
 
 
 def description(error: BaseException, **changes: None) -> Any:
@@ -358,7 +273,6 @@ CALLS = ["barrier", "all_reduce"]
         ([["broadcast", "broadcast", "barrier", ENDED], ["broadcast", "barrier", ENDED]], Ending(), "DDP403", ""),
         ([["broadcast", "barrier", ENDED]] * 2, Ending(), "", ""),
         ([CALLS, ["barrier", "broadcast"]], Ending(1), "DDP403", "ranks 0 and 1 ended without a Python exception"),
-        ([CALLS, CALLS], Ending(1), "", ""),
         ([CALLS, ["barrier"]], Ending(1), "", ""),
         ([[*CALLS, LOST], ["barrier"]], Ending(9), "DDP404 1", ""),  # the script has started it, and it was killed
         ([[*CALLS, RAISED], ["barrier"]], Ending(9), "DDP401 0", ""),
@@ -370,25 +284,12 @@ CALLS = ["barrier", "all_reduce"]
         ([["all_reduce", LOST], ["all_reduce", ENDED]], Ending(1, {0: 1}), "DDP401 0", "waiting for a call of rank 1"),
         # Signals and exit codes
         ([["all_reduce", RAISED], ["all_reduce"]], Ending(1, {0: 1, 1: -9}), "DDP401 0", ""),
-        ([["all_reduce", LOST], ["all_reduce"]], Ending(1, {0: 1, 1: -9}), "DDP404 1", ""),
         ([["all_reduce"]] * 2, Ending(1, {0: 5, 1: 5}), "", ""),
         ([["all_reduce"]] * 2, Ending(1, {1: -9}), "DDP404 1", ""),
-        ([["all_reduce"]] * 2, Ending(1, {0: -15, 1: -11}), "DDP404 1", ""),
-        ([[*CALLS, LOST], ["barrier", EXITS]], Ending(1, {0: 1}), "DDP404 1", "at train.py:99: Rank 1 calls os._exit"),
+        ([[*CALLS, LOST], ["barrier", EXITS]], Ending(1, {0: 1}), "DDP404 1", "Rank 1 calls os._exit"),
         ([[*CALLS, LOST], ["barrier", EXITS]], Ending(1, {0: 1, 1: 5}), "DDP404 1", "called os._exit"),
         # What is on the stack of a rank that a signal has ended
-        (
-            [[*CALLS, LOST], ["barrier", Stack(ABORTED)]],
-            Ending(1, {0: 1, 1: -6}),
-            "DDP404 1",
-            "at train.py:41: Rank 1 was killed",
-        ),
-        (
-            [[*CALLS, LOST], ["barrier", Stack(SEGFAULT)]],
-            Ending(1, {0: 1, 1: -11}),
-            "DDP404 1",
-            "at train.py:41: Rank 1 was killed",
-        ),
+        ([[*CALLS, LOST], ["barrier", Stack(ABORTED)]], Ending(1, {0: 1, 1: -6}), "DDP404 1", "at train.py:41"),
         ([[*CALLS, LOST], ["barrier", Stack(IN_ENGINE)]], Ending(1, {0: 1, 1: -6}), "DDP403", ""),  # gloo aborts there
         ([[*CALLS, LOST], ["barrier", Stack(OF_THREAD)]], Ending(1, {0: 1, 1: -6}), "DDP403", ""),
         ([[*CALLS, LOST], ["barrier", Stack(CUT_OFF)]], Ending(1, {0: 1, 1: -11}), "DDP403", ""),
@@ -458,14 +359,6 @@ def test_what_has_ended_a_rank(
     assert (rank.exit_call and (rank.exit_call.function, rank.exit_call.lines)) == exit_of
 
 
-SYSTEM_EXITS = """
-def stop(step):
-    if step == 2 and RANK == 1:
-        raise SystemExit(0)  # here
-for step in range(4):
-    stop(step)
-    dist.all_reduce(torch.ones(2))
-"""
 OWN_HOOK = """
 sys.excepthook = lambda kind, error, trace: print("shown otherwise")
 dist.barrier()
@@ -476,16 +369,11 @@ dist.barrier()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "code", "words"),
-    [(SYSTEM_EXITS, "DDP404", "raises SystemExit"), (OWN_HOOK, "DDP401", "ValueError: of the script")],
-    ids=["SystemExit", "excepthook"],
-)
-def test_what_ends_a_rank_is_told_with_its_line(script: str, code: str, words: str, tmp_path: Path) -> None:
-    ended = run_script(tmp_path, script)
+def test_an_exception_is_told_where_the_script_has_a_hook_of_its_own(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, OWN_HOOK)
     (finding,) = ended.findings
-    assert (finding["code"], finding["ranks"]) == (code, [1]) and ended.places[0].endswith("# here"), finding
-    assert words in finding["message"] and ("shown otherwise" in ended.stdout) == (script is OWN_HOOK)
+    assert (finding["code"], finding["ranks"]) == ("DDP401", [1]) and ended.places[0].endswith("# here"), finding
+    assert "ValueError: of the script" in finding["message"] and "shown otherwise" in ended.stdout
 
 
 class Failed(NamedTuple):

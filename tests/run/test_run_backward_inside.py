@@ -38,51 +38,16 @@ for _ in range(8):
     net.require_backward_grad_sync = True
     net(torch.randn(8, 4))
 """
-BY_FLAG = """
-net = DistributedDataParallel(nn.Linear(4, 1))
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-torch.manual_seed(RANK)
-for micro in range(12):
-    net.require_backward_grad_sync = micro % 3 == (0 if HOW == "first" else 2)  # here
-    net(torch.randn(8, 4)).square().mean().div(3).backward()
-    if micro % 3 == 2:
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-AROUND = """
-net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-torch.manual_seed(RANK)
-for _ in range(8):
-    optimizer.zero_grad()
-    for module in (net, net.module) if HOW == "late" else (net.module, net):
-        module(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step()
-"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "how", "codes"),
-    [
-        (MANUAL, "prepares", []),
-        (MANUAL, "", ["DDP501"]),  # nothing is averaged
-        (BY_FLAG, "first", ["DDP502"]),
-        (BY_FLAG, "last", []),
-        (AROUND, "late", ["DDP301", "DDP501"]),
-        (AROUND, "early", []),  # a later pass averages it
-    ],
-    ids=["prepared", "not prepared", "first micro-batch", "last micro-batch", "last around", "first around"],
-)
-def test_backward_passes_that_nothing_averages(script: str, how: str, codes: list[str], tmp_path: Path) -> None:
-    run = run_script(tmp_path, script, *filter(None, [how]))
-    assert sorted(run.codes) == codes
-    assert "# here" not in script or all(place.endswith("# here") for place in run.places)
-    if script is MANUAL and codes:
-        assert "inside of the wrapper's forward" in run.findings[0]["message"]
-    if script is MANUAL and not codes:  # each pass is a step
-        assert (run.report["status"], run.report["world"]["steps"]) == ("clean", 16)
-        assert {status for status, _ in run.checks.values()} == {"passed"}
+def test_backward_passes_that_a_forward_makes_are_steps_if_it_prepares_them(tmp_path: Path) -> None:
+    run = run_script(tmp_path, MANUAL, "prepares")
+    assert (run.findings, run.report["status"], run.report["world"]["steps"]) == ([], "clean", 16)
+    assert {status for status, _ in run.checks.values()} == {"passed"}
+    run = run_script(tmp_path, MANUAL)  # nothing is averaged
+    assert run.codes == ["DDP501"] and run.places[0].endswith("# here")
+    assert "inside of the wrapper's forward" in run.findings[0]["message"]
 
 
 @pytest.mark.parametrize(

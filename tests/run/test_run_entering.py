@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.record.rank.environment import RunOptions, environment_for, options_of_run
+from ddpcheck.record.rank.environment import RunOptions, environment_for
 from tests.forked_run import run_forked
 from tests.run.scripts import run_script
-from tests.run.test_run import DDPCHECK, run
+from tests.run.test_run import DDPCHECK, ROOT, run
 
 LOOK = """
 import json, sys
@@ -24,79 +24,62 @@ print(json.dumps({
 """
 
 
-def seen(folder: Path, environ: dict[str, str], *options: str) -> dict[str, object]:
+def seen(folder: Path, environ: dict[str, str], code: str, *arguments: str) -> str:
+    """What a script prints in an environment."""
     script = folder / "look.py"
-    script.write_text(LOOK)
+    script.write_text(code)
     ended = subprocess.run(
-        [sys.executable, *options, str(script), "--rate", "3"], env=environ, capture_output=True, text=True, check=True
+        [sys.executable, str(script), *arguments], env=environ, capture_output=True, text=True, check=True
     )
     assert not ended.stderr
-    found: dict[str, object] = json.loads(ended.stdout)
-    return found
+    return ended.stdout.strip()
 
 
 def environ(**more: str) -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": root, **more}
-
-
-def test_the_options_come_through_the_environment() -> None:
-    options = RunOptions("/some/folder", every=3)
-    assert options_of_run(environment_for(options, {})) == options
-    assert options_of_run({}) is None
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 def test_a_process_sees_what_it_would_have_seen(tmp_path: Path) -> None:
-    plain, watched = seen(tmp_path, environ()), seen(tmp_path, environment_for(RunOptions(str(tmp_path)), environ()))
-    finders, theirs = watched.pop("finders"), plain.pop("finders")
+    watching = environment_for(RunOptions(str(tmp_path)), environ())
+    plain, watched = (json.loads(seen(tmp_path, env, LOOK, "--rate", "3")) for env in (environ(), watching))
+    assert len(watched.pop("finders")) == len(plain.pop("finders")) + 1
     assert watched == plain
-    assert isinstance(finders, list) and isinstance(theirs, list) and len(finders) == len(theirs) + 1
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_sitecustomize_of_the_user_is_run(tmp_path: Path, fails: bool) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    mark = tmp_path / "mark"
-    end = "raise RuntimeError('of the user')" if fails else ""
-    (theirs / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w').close()\nname = __file__\n{end}")
-    path = environ()["PYTHONPATH"] + os.pathsep + str(theirs)
-    script = tmp_path / "script.py"
-    script.write_text("import sitecustomize; print(sitecustomize.name)" if not fails else "print('goes on')")
+@pytest.mark.parametrize("end", ["", "raise RuntimeError('of the user')"])
+def test_the_sitecustomize_of_the_user_is_run(tmp_path: Path, end: str) -> None:
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "sitecustomize.py").write_text(f"print(__file__)\n{end}")
+    path = os.pathsep.join([str(ROOT), str(theirs)])
     ended = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, "-c", "print('goes on')"],
         env=environment_for(RunOptions(str(tmp_path)), environ(PYTHONPATH=path)),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert mark.exists()
-    assert ended.stdout.strip() == ("goes on" if fails else str(theirs / "sitecustomize.py"))
-    assert ("of the user" in ended.stderr) == fails  # as Python says it of a sitecustomize that fails
+    assert ended.stdout.splitlines() == [str(theirs / "sitecustomize.py"), "goes on"]
+    assert ("of the user" in ended.stderr) == bool(end)  # as Python says it of a sitecustomize that fails
 
 
 def test_the_ddpcheck_that_watches_is_the_one_that_reports(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import ddpcheck; print(ddpcheck.__file__)")
-    other = tmp_path / "site" / "ddpcheck"
-    other.mkdir(parents=True)
-    (other / "__init__.py").write_text("raise SystemExit('another one')")
-    watched = environment_for(RunOptions(str(tmp_path)), environ(PYTHONPATH=str(other.parent)))
-    ended = subprocess.run([sys.executable, str(script)], env=watched, capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == str(Path(__file__).parents[2] / "ddpcheck" / "__init__.py")
+    (theirs := tmp_path / "site" / "ddpcheck").mkdir(parents=True)
+    (theirs / "__init__.py").write_text("raise SystemExit('another one')")
+    watching = environment_for(RunOptions(str(tmp_path)), environ(PYTHONPATH=str(theirs.parent)))
+    assert seen(tmp_path, watching, "import ddpcheck; print(ddpcheck.__file__)") == str(ROOT / "ddpcheck/__init__.py")
 
 
 MEETING = """
-import datetime, os, sys, time
+import os, sys, time
 import torch.distributed as dist
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 if how == "elsewhere":
     dist.init_process_group("gloo", f"tcp://localhost:{int(os.environ['MASTER_PORT']) + 1}", rank=rank, world_size=2)
 if how == "late" and rank:
     time.sleep(6)
-if how in ("one", "own timeout") and rank:
+if how == "missing" and rank:
     sys.exit()
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2) if how == "own timeout" else None)
+dist.init_process_group("gloo")
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -107,16 +90,15 @@ dist.destroy_process_group()
     ("how", "code", "words"),
     [
         ("elsewhere", 4, "All ranks wait in init_process_group for a store at tcp://localhost:"),
-        ("one", 4, "1 process waits in init_process_group, and the world size is 2: rank 1 is missing."),
-        ("own timeout", 1, "the world size is 2: rank 1 is missing."),
+        ("missing", 4, "1 process waits in init_process_group, and the world size is 2: rank 1 is missing."),
         ("late", 0, ""),
     ],
 )
 def test_ranks_that_wait_in_vain_to_join_are_ended_and_told(tmp_path: Path, how: str, code: int, words: str) -> None:
     (tmp_path / "train.py").write_text(MEETING)
     command = ("--check-timeout=4", str(tmp_path / "train.py"), how)
-    needs_agent = "is missing" in words  # which knows that a process has ended
-    ended = run(DDPCHECK, *command) if needs_agent else run_forked(*command)
+    # The agent of torchrun knows that a process has ended.
+    ended = run(DDPCHECK, *command) if how == "missing" else run_forked(*command)
     assert ended.returncode == code and words in " ".join(ended.stderr.split()), ended.stderr
     assert ("DDP402 hang" in ended.stderr) == bool(code)
 
