@@ -30,9 +30,6 @@ class Dot:
     def clusters_of(self, name: str) -> list[str]:
         return [self.clusters[cluster] for cluster in self.around[name]]
 
-    def joined(self, source: str, target: str) -> bool:
-        return any((a, b) == (self.node(source), self.node(target)) for a, b, _ in self.edges)
-
 
 def tokens(text: str) -> list[tuple[str, str]]:
     found, at = [], 0

@@ -1,9 +1,4 @@
-"""Runs reproductions as torchrun would: the same environment, one process a rank, forked from one that has torch.
-
-`python -m tests.reproductions` writes and runs one for every fault of the zoo and of `examples/faults/`, and puts the
-repaired twins of the latter through the same comparisons; it prints what came of each, and fails if a fault does not
-show or a twin shows one. It takes about five minutes, and is for changes of the harness.
-"""
+"""Runs reproductions as torchrun would: the same environment, one process a rank, forked from one that has torch."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +15,10 @@ from types import TracebackType
 from typing import Self
 
 from ddpcheck.extras.repro import write_reproduction
-from ddpcheck.extras.repro.script import world_size_for
-from ddpcheck.findings.errors import DDPCheckError
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.report.checking.check import check
-from tests.faultsuite.cases import all_cases
 from tests.launchers.slurm import free_ports
-from tests.zoo import targets
 
-ROOT = Path(__file__).parents[1]
-
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 SERVER = r"""
 import json, os, runpy, sys
 import torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.utils.checkpoint
@@ -100,12 +88,7 @@ class _Server:
             stdout=subprocess.PIPE,
             text=True,
             cwd="/",
-            env={
-                "PATH": "/usr/bin:/bin",
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "PYTHONHASHSEED": hash_seed,
-            },
+            env={"PATH": "/usr/bin:/bin", **dict.fromkeys(THREADS, "1"), "PYTHONHASHSEED": hash_seed},
         )
 
     def ask(self, **task: object) -> int | None:
@@ -179,41 +162,3 @@ def write(report: Report, target: str, folder: Path, finding: Finding | None = N
     text = script.read_text().replace("timedelta(seconds=20)", "timedelta(seconds=5)")
     script.write_text(text.replace("time.sleep(4 if lines else 0)", "pass"))
     return script
-
-
-def main(words: list[str]) -> int:
-    """Run all of them, or those whose target or whose code has one of `words` in it."""
-    zoo = [(target, "", 2, 3) for target in targets("broken").values()]
-    faults = [
-        (f"{c.path}:broken", f"{c.path}:fixed", c.expected.world_size, c.expected.steps)
-        for c in all_cases()
-        if not words or any(word in f"{c.path.relative_to(ROOT)} {c.expected.code}" for word in words)
-    ]
-    zoo = [item for item in zoo if not words or any(word in item[0] for word in words)]
-    wrong = 0
-    with Runner() as runner, tempfile.TemporaryDirectory() as folder:
-        for number, (target, twin, world_size, steps) in enumerate(zoo + faults):
-            report = check(target, world_size=world_size, steps=steps, timeout=8)
-            name = Path(target).name
-            if not report.findings:
-                print(f"{name}: no finding: {report.status}", flush=True)
-                continue
-            try:
-                size = world_size_for(report.findings[0], report)
-                broken = runner.run(write(report, target, Path(folder) / f"{number}"), size)
-                fixed = None
-                if twin:
-                    fixed = runner.run(write(report, twin, Path(folder) / f"{number}-fixed", report.findings[0]), size)
-            except DDPCheckError as error:
-                broken, fixed = Ran([], [f"{type(error).__name__}: {error}"]), None
-            bad = not broken.shows or (fixed is not None and fixed.shows)
-            wrong += bad
-            codes = f"{broken.codes} {fixed.codes if fixed else ''}"
-            print(f"{'WRONG ' if bad else ''}{report.findings[0].code} {name}: {codes}", flush=True)
-            if bad:
-                print(textwrap.indent(f"{broken.text}\n{fixed.text if fixed else ''}", "    "), flush=True)
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -29,16 +29,12 @@ ROOT = Path(__file__).parents[2]
 
 # fault of the suite: what each of the two ranks prints for its broken recipe (the same, or "rank 0|rank 1")
 SHOWN = {
-    "parameters/opaque_output": "failed in .*: RuntimeError: Expected to mark a variable ready only once",
     "parameters/unused_on_one_rank": "failed in .*of step|extra.weight: step 0: no gradient.*extra.bias: step 0: no",
     "parameters/layers_in_a_list": r"of \(8, 8\): step 1: gradient norm",
-    "parameters/times_zero": "extra.weight: step 0: zero gradient.*extra.bias: step 0: zero gradient",
     "parameters/needless_find_unused": "find_unused_parameters: step 0: True, unused: 0",
     "ranks/parameter_shape": r"0.weight: start: number 0, \(8, 8\)|0.weight: start: number 0, \(12, 8\)",
-    "ranks/init_sync_off": "0.weight: start: norm",
     "ranks/moving_average_drifts": "running_mean: step 0: norm",
     "ranks/learning_rate": "lr: start: 0.01|lr: start: 0.02",
-    "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: step 0: relative error 0.44",  # as reported
     "gradients/batchnorm": "gradient of conv.weight: step 0: relative error 0.58",
     "gradients/summed_loss": r"all gradients together: step 0: 0\.5 times",
     "gradients/nondeterministic": r"relative error 0\.\d",
@@ -46,15 +42,11 @@ SHOWN = {
         "failed in backward of step 0|failed in forward of step 0: ValueError: a corrupt record in this rank's shard"
     ),
     "running/loops_on_one_rank": "Timed out|in searching",
-    "running/uneven_batches": r"batch: not on this rank|batch: step 2: no samples",
     "running/metrics_packed_in_another_order": "reduced 0: step 0: ",
-    "training/inner_module_called_in_one_step": "0.weight: step 0: norm.*; step 1: norm",
     "training/no_sync_not_entered": "no_sync: step 0: called 1 times, 0 of 2 forward passes under it",
     "training/optimizer_before_replacement": "2.weight: step 0: a gradient.*2.bias: step 0: a gradient",
     "training/overlapping_shards": "samples: step 0: 1 of 6 are on another|samples: step 0: 1 of 7 are on another",
-    "training/step_skipped_on_a_rank": "0.weight: step 0: norm.*; step 1: norm",
     "training/dropout_seeded_in_forward": "drawn 0: step 0: ",
-    "training/hash_of_a_string": "gradient of rows.weight: step 0: relative error",
     "training/gradients_zeroed_before_step": "0.weight: .*zeroed before a step.*0.bias: .*zeroed.*2.weight: .*2.bias: ",
 }
 
@@ -90,15 +82,14 @@ def model():
 """
 
 
-def written(folder: Path, text: str = NET, attribute: str = "") -> str:
+def written(folder: Path, text: str = NET) -> str:
     """Write a target, and return its name."""
     (folder / "net.py").write_text(text)
-    return f"{folder / 'net.py'}{attribute}"
+    return str(folder / "net.py")
 
 
-# `make test-all` has every sixth; `python -m tests.reproductions` runs all, and those of the other faults.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_of(6, SHOWN))
+@pytest.mark.parametrize("name", one_of(4, SHOWN))  # `make test-all` has every fourth
 def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
     broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
@@ -160,23 +151,10 @@ main = make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attribute", ["broken", "main"])
-def test_names_of_the_target_do_not_collide_with_those_of_the_script(
-    attribute: str, runner: Runner, tmp_path: Path
-) -> None:
-    """The target uses the names of the script's functions, settings, variables and imports for its own objects."""
-    target = written(tmp_path, CROWDED, f":{attribute}")
+def test_names_of_the_target_do_not_collide_with_those_of_the_script(runner: Runner, tmp_path: Path) -> None:
+    target = f"{written(tmp_path, CROWDED)}:main"
     ran = runner.run(write_reproduction(small_report("DDP305", steps=1), target, tmp_path / "out"))
     assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
-
-
-@pytest.mark.slow
-def test_a_model_is_put_into_training_mode_as_by_a_check(runner: Runner, tmp_path: Path) -> None:
-    """A BatchNorm mixes samples in training mode only."""
-    net = "nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).eval()"
-    target = written(tmp_path, NET.replace("nn.Linear(2, 1)", net))
-    ran = runner.run(write_reproduction(small_report("DDP304"), target, tmp_path / "out"))
-    assert ran.codes == [1, 1], ran.text
 
 
 # Under torchrun itself, without ddpcheck: one test, since torchrun imports torch three times
@@ -216,24 +194,6 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
         for name in ("old_head.weight", "old_head.bias"):
             assert f"rank {rank}: {name}: step 0: no gradient; step 1: no gradient" in done.stdout
         assert f"rank {rank}: failed in forward of step 1: RuntimeError" in done.stdout
-
-
-@pytest.mark.slow
-def test_modules_of_the_project_are_copied_and_syncbn_is_replaced_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
-) -> None:
-    pytest.importorskip("sklearn")
-    monkeypatch.chdir(ROOT)
-    target = "examples/digits/unused_head.py"
-    script = write_reproduction(
-        check(target, timeout=60, preload=["sklearn.datasets"]), target, out := tmp_path / "out"
-    )
-    assert sorted(path.name for path in out.iterdir()) == ["digits_training.py", "repro_ddp101.py"]
-    ran = runner.run(script)
-    assert ran.codes == [1, 1]
-    for words in ("old_head.weight: step 0: no gradient", "old_head.bias: step 0: no gradient"):
-        assert ran.text.count(words) == 2, ran.text
-    assert ran.text.count("RuntimeError: Expected to have finished reduction") == 2, ran.text
 
 
 def test_only_files_of_ddpcheck_are_overwritten_and_a_docstring_has_any_name(tmp_path: Path) -> None:
@@ -294,26 +254,6 @@ def test_a_report_without_a_script_writes_nothing(
         monkeypatch.setattr("ddpcheck.report.checking.check.check", lambda *_, report=report, **__: report)
         assert cli.main(["report", "t.py", "--repro", str(out)]) == code
         assert capsys.readouterr().err == f"ddpcheck: {sentence}, nothing written to {out}\n" and not out.exists()
-
-
-@pytest.mark.exhaustive
-def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None:
-    ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
-    if ruff is None:
-        pytest.skip("ruff is not installed")
-    codes = ["DDP101", "DDP104", "DDP106", "DDP111", "DDP203", "DDP215", "DDP302", "DDP305", "DDP401", "DDP405"]
-    codes += ["DDP407", "DDP502", "DDP504", "DDP505", "DDP510", "DDP517"]
-    for code in codes:
-        script = write_reproduction(small_report(code), f"{FAULTS}/parameters/unused.py:broken", tmp_path / "0")
-        own = script.read_text().partition("# The training loop")
-        (tmp_path / f"own-{code}.py").write_text("".join(own[1:]))
-    width = "line-length=124"  # that of the code, within a function
-    for options in (
-        ["format", "--diff", "--isolated", "--config", width, *tmp_path.glob("own-*.py")],
-        ["check", "--isolated", "--select", "F,E7,E9", tmp_path / "0"],
-    ):
-        done = subprocess.run([ruff, *options], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
 
 
 def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> None:

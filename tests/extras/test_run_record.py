@@ -118,10 +118,9 @@ def test_a_file_says_nothing_of_the_program_and_renders_as_its_report(
         b'{"kind": "run"}',
         b'{"kind": "run", "ending": 1, "ranks": [], "script": "", "source": {}}',
         b'{"kind": "run", "ending": {}, "ranks": [[]], "script": "", "source": {}}',
-        b'{"kind": "run", "ending": {}, "ranks": [{"entries": 7}], "script": ""}',
         b'{"kind": "run", ',
     ],
-    ids=["cut off", "empty", "no ending", "no rank", "no entries", "no JSON"],
+    ids=["cut off", "empty", "no ending", "no rank", "no JSON"],
 )
 def test_a_damaged_file_is_refused_in_a_sentence(
     data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -58,10 +58,6 @@ def averaged(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), PeriodicModelAverager(2, 2))
 
 
-class Own(torch.optim.SGD):
-    """An optimizer of the user's own, which may average parameters one day."""
-
-
 class Averaging(torch.optim.SGD):
     """Averages gradients, and steps."""
 
@@ -92,18 +88,6 @@ def test_post_local_sgd_is_compared_until_it_begins_and_its_parameters_where_the
         "2 and 4",
     )
     assert {entry.step for entry in report.parity if entry.reference == "local"} == {0, 1}
-
-
-@pytest.mark.slow
-def test_an_optimizer_of_the_users_own_may_average_later() -> None:
-    report = report_on(wrap_apart, lambda parameters: Own(parameters, lr=0.1))
-    assert report.findings == ()
-    assert line(report, "reducer")[1].endswith("and no step that was run averages the parameters")
-    [finding] = report_on(wrap_apart, lambda parameters: torch.optim.SGD(parameters, lr=0.1)).findings
-    assert (finding.code, finding.steps) == ("DDP306", (2, 3, 4))
-    assert finding.message.endswith(
-        "post_localSGD_hook averages gradients over fewer ranks: nothing averages the parameters."
-    )
 
 
 @pytest.mark.slow

@@ -35,10 +35,6 @@ def test_a_phase_that_takes_long_names_the_ranks_that_it_waits_for(clock: list[f
     ]
 
 
-def test_nobody_has_to_listen() -> None:
-    PhaseProgress(None)("words")
-
-
 class Terminal(io.StringIO):
     encoding = "ascii"
 

@@ -48,16 +48,6 @@ def test_they_are_computed_with_as_many_threads() -> None:
 
 
 @pytest.mark.slow
-def test_their_losses_are_compared_with_those_of_the_ranks_without_dropout() -> None:
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.mse_loss(model(batch[0]), batch[1])
-
-    state = state_of(Recipe(model=lambda: build(nn.Dropout(0.5)), batch=batch, loss=loss))
-    assert state.single.analysis is not None
-    assert state.single.analysis.shard_losses == tuple(item.loss for item in state.steps.local)
-
-
-@pytest.mark.slow
 def test_no_more_is_asked_of_it_once_it_has_not_answered() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if len(batch) < 8 and not dist.is_initialized():
@@ -90,25 +80,6 @@ def test_a_sum_whose_ratio_is_near_to_that_of_the_weights_is_not_taken_for_them(
     (finding,) = report.findings
     assert finding.code == "DDP305"
     assert finding.evidence[0].startswith(f"{named}" if named else "the global batch weighs the ranks by 0.7138")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("factor", "codes"), [(1.0, ["DDP304"]), (1.1, ["DDP309", "DDP215"])])
-def test_batch_statistics_of_two_views_are_the_cause_beside_gathered_negatives(factor: float, codes: list[str]) -> None:
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        features = F.normalize(model(torch.cat([batch[0], batch[0] + 0.1])), dim=1)
-        queries, keys = features.chunk(2)
-        gathered = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, keys.detach())
-        scale = factor if dist.get_rank() else 1.0
-        targets = torch.arange(len(queries)) + len(queries) * dist.get_rank()
-        return scale * F.cross_entropy(queries @ torch.cat(gathered).T * 5, targets)
-
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
-
-    found = state_of(Recipe(model=model, batch=batch, loss=loss)).findings
-    assert [finding.code for finding in found] == codes
 
 
 class Swap(torch.autograd.Function):
