@@ -169,7 +169,7 @@ def test_a_rank_that_may_still_arrive_has_not_diverged(
 
 
 @pytest.mark.parametrize(("entries", "code"), [([entry(61, "nccl:all_reduce", ended=False)], 0), ([], 4)])
-def test_nccl_lists_only_calls_that_have_not_ended(
+def test_nccl_lists_only_open_calls(
     capsys: pytest.CaptureFixture[str], entries: list[dict[str, Any]], code: int
 ) -> None:
     active = recorder([entry(62, "nccl:all_reduce", ended=False)], entries)
@@ -205,9 +205,7 @@ def test_ranks_that_do_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (TITLE + b"".join(b"<h2>Rank %d: h</h2><pre>" % n for n in range(3000)) + b"</section>", "is not whole"),
     ],
 )
-def test_a_page_that_is_not_of_a_debug_server(
-    capsys: pytest.CaptureFixture[str], content: bytes | None, words: str
-) -> None:
+def test_a_page_of_no_debug_server(capsys: pytest.CaptureFixture[str], content: bytes | None, words: str) -> None:
     assert_refused(capsys, {} if content is None else {"/fr_trace_json": content}, 2, words)
 
 
@@ -267,7 +265,6 @@ import sys, time
 import torch, torch.distributed as dist
 from torch.distributed.debug import start_debug_server
 from torch.nn.parallel import DistributedDataParallel
-
 def main(port):
     dist.init_process_group("gloo")
     start_debug_server(port, start_method="spawn", fetch_timeout=2)
@@ -278,9 +275,8 @@ def main(port):
     if rank == 0:
         dist.broadcast(torch.ones(4), 0)
     gathered = [torch.ones(2) for _ in range(2)]
-    dist.all_gather(gathered, torch.ones(2))  # of both
+    dist.all_gather(gathered, torch.ones(2))
     time.sleep(600)
-
 if __name__ == "__main__":
     main(int(sys.argv[1]))
 """
@@ -288,7 +284,6 @@ if __name__ == "__main__":
 
 @contextlib.contextmanager
 def job(folder: Path) -> Iterator[str]:
-    """The address of the debug server of a job of two ranks."""
     program = folder / "train.py"
     program.write_text(PROGRAM)
     (port,) = free_ports(1)
@@ -318,24 +313,15 @@ def job(folder: Path) -> Iterator[str]:
 
 
 def ranks_of(program: Path) -> list[int]:
-    """Return the processes that run a program, except torchrun's."""
     import psutil
 
     commands = {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
-    return sorted(
-        pid for pid, words in commands.items() if str(program) in words and "torch.distributed.run" not in words
-    )
+    return [pid for pid, words in commands.items() if str(program) in words and "torch.distributed.run" not in words]
 
 
-needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has its debug server there")
-live = [pytest.mark.launchers, needs("tabulate", "aiohttp", "torch.distributed.debug"), needs_linux]
-
-
-def line_with(words: str) -> int:
-    return next(number for number, line in enumerate(PROGRAM.splitlines(), 1) if words in line)
-
-
-@live
+@pytest.mark.launchers
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has its debug server there")
+@needs("tabulate", "aiohttp", "torch.distributed.debug")
 def test_ranks_that_diverge(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,5 +331,6 @@ def test_ranks_that_diverge(
         code, report = hang(capsys, address)
     (finding,) = report.findings
     assert (code, finding.code, finding.subjects) == (4, "DDP403", ("broadcast",))
-    assert finding.location == Location("train.py", line_with("dist.broadcast"))
-    assert f"at train.py:{line_with('# of both')}" in finding.message
+    at = {words: number for number, line in enumerate(PROGRAM.splitlines(), 1) for words in line.strip().split("(")}
+    assert finding.location == Location("train.py", at["dist.broadcast"])
+    assert f"at train.py:{at['dist.all_gather']}" in finding.message

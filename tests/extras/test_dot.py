@@ -180,7 +180,6 @@ def leaves(shown: Mapping[str, str]) -> list[str]:
 
 
 def blocks(shown: Mapping[str, str]) -> list[int]:
-    """Return how many blocks each drawn block represents."""
     return [*Counter(target for path, target in shown.items() if module_of(path) == "blocks").values()]
 
 
@@ -201,9 +200,7 @@ def test_a_small_model_is_drawn_unfolded_and_equal_blocks_once() -> None:
     ],
     ids=["the same fault", "another fault", "another class"],
 )
-def test_blocks_are_equal_if_their_faults_and_classes_are(
-    faults: list[object], kinds: dict[str, str], counts: list[int]
-) -> None:
+def test_blocks_with_equal_faults_and_classes(faults: list[object], kinds: dict[str, str], counts: list[int]) -> None:
     by_path = [(f"blocks.{number}.linear", fault) for number, fault in enumerate(faults)]
     assert blocks(fold(stack(**kinds), by_path)) == counts
 

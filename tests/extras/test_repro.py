@@ -6,13 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.extras.repro import script as repro_script
 from ddpcheck.extras.repro import write_reproduction
 from ddpcheck.extras.repro.script import COMPARISONS, imports_from_ddpcheck, tolerance_for, why_none, world_size_for
 from ddpcheck.findings.errors import UsageError
@@ -22,7 +22,7 @@ from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.rules.replicas.model_parts import describe_split
 from tests.faultsuite.cases import FAULTS, read_case
-from tests.reproductions import Runner, write
+from tests.launchers.slurm import free_ports
 from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]
@@ -51,10 +51,45 @@ SHOWN = {
 }
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner() as started:
-        yield started
+@dataclass(frozen=True)
+class Ran:
+    codes: list[int]
+    outputs: list[str]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.outputs)
+
+
+def run(script: Path) -> Ran:
+    """Run two ranks as torchrun would, without ddpcheck and with another hash seed each."""
+    (port,) = free_ports(1)
+    (folder := script.parent / "blocked").mkdir(exist_ok=True)
+    (folder / "ddpcheck.py").write_text("raise ImportError('a reproduction imports ddpcheck')")
+    common = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    outputs = [folder / f"{rank}.txt" for rank in range(2)]
+    ranks = []
+    for rank, path in enumerate(outputs):
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONHASHSEED": str(rank + 1)}
+        with path.open("wb") as output:
+            command = [sys.executable, str(script)]
+            ranks.append(subprocess.Popen(command, env=common | of_rank, cwd="/", stdout=output, stderr=output))
+    end = time.monotonic() + 60
+    while time.monotonic() < end and None in (codes := [rank.poll() for rank in ranks]):
+        if any(codes):
+            end = min(end, time.monotonic() + 3)  # torchrun ends the others as well
+        time.sleep(0.02)
+    for process in ranks:
+        process.kill()
+    return Ran([process.wait() for process in ranks], [path.read_text(errors="replace") for path in outputs])
+
+
+def without_pauses(script: Path) -> Path:
+    """Wait less where something hangs, and not for torchrun, which is not there."""
+    text = script.read_text().replace("timedelta(seconds=20)", "timedelta(seconds=5)")
+    script.write_text(text.replace("time.sleep(4 if lines else 0)", "pass"))
+    return script
 
 
 def small_report(code: str = "DDP101", subject: str = "a", **world: object) -> Report:
@@ -83,91 +118,28 @@ def model():
 
 
 def written(folder: Path, text: str = NET) -> str:
-    """Write a target, and return its name."""
     (folder / "net.py").write_text(text)
     return str(folder / "net.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", one_of(4, SHOWN))  # `make test-all` has every fourth
-def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
+def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
     broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
     report = check(broken, timeout=5 if case.expected.timeout else 30)
     assert report.findings[0].code == case.expected.code
-    script = write(report, broken, tmp_path / "broken")
-    ran = runner.run(script)
-    assert ran.shows, ran.text
+    script = without_pauses(write_reproduction(report, broken, tmp_path / "broken"))
+    ran = run(script)
+    assert any(ran.codes), ran.text
     for number, (output, words) in enumerate(zip(ran.outputs, (SHOWN[name].split("|") * 2)[:2], strict=True)):
         assert re.search(rf"(?s)^rank {number}: .*{words}", output, flags=re.MULTILINE), ran.text
         assert "Traceback" not in output
-    twin = write(report, fixed, tmp_path / "fixed", report.findings[0])
+    twin = without_pauses(write_reproduction(report, fixed, tmp_path / "fixed", finding=report.findings[0]))
     assert twin.name == script.name
-    ran = runner.run(twin)
+    ran = run(twin)
     assert ran.codes == [0, 0], ran.text
     assert all(f"rank {number}: " in output for number, output in enumerate(ran.outputs))
-
-
-CROWDED = """\
-from time import time
-import ddpcheck
-import torch
-from torch import nn as dist
-
-RANK = "mine"
-
-
-def total(losses):
-    return sum(losses)
-
-
-def gradients_of(x):
-    return x.sum(1)
-
-
-def data(step):
-    time()
-    return {"x": torch.randn(12, 8, generator=torch.Generator().manual_seed(step)), "names": ["a"] * 12}
-
-
-def net():
-    return dist.Linear(8, 1)
-
-
-def loss(ddp, step):
-    assert RANK == "mine"
-    return {"a": total([(ddp(step["x"])[:, 0] - gradients_of(step["x"])).square().sum()]), "b": torch.zeros(2)}
-
-
-broken = ddpcheck.Recipe(model=net, batch=data, loss=loss)
-
-
-def make():
-    return broken
-
-
-main = make
-"""
-
-
-@pytest.mark.slow
-def test_names_of_the_target_do_not_collide_with_those_of_the_script(runner: Runner, tmp_path: Path) -> None:
-    target = f"{written(tmp_path, CROWDED)}:main"
-    ran = runner.run(write_reproduction(small_report("DDP305", steps=1), target, tmp_path / "out"))
-    assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
-
-
-# Under torchrun itself, without ddpcheck: one test, since torchrun imports torch three times
-
-
-def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "blocked").mkdir(exist_ok=True)
-    (tmp_path / "blocked" / "ddpcheck.py").write_text("raise ImportError('a reproduction imports ddpcheck')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.name]
-    return subprocess.run(
-        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 @pytest.mark.slow
@@ -188,7 +160,9 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
     line = re.search(r"unused.py:26, line (\d+) here", docstring)
     assert line and "self.old_head = " in text.splitlines()[int(line[1]) - 1]
     assert str(ROOT) not in text and (ROOT / "examples/faults/parameters/unused.py").read_text() in text
-    done = torchrun(script, tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
     for rank in (0, 1):
         for name in ("old_head.weight", "old_head.bias"):
@@ -216,9 +190,7 @@ def test_only_files_of_ddpcheck_are_overwritten_and_a_docstring_has_any_name(tmp
         (("Linear(2, 1)", "Linear(2, len(RULES))"), "net.py:15 needs ddpcheck itself (RULES)"),
     ],
 )
-def test_a_target_that_needs_more_of_ddpcheck_is_refused(
-    tmp_path: Path, change: tuple[str, str], sentence: str
-) -> None:
+def test_a_target_that_needs_ddpcheck_is_refused(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
     text = NET.replace("import torch\n", "import torch\nfrom ddpcheck.findings.rules import RULES\n", 1)
     with pytest.raises(UsageError) as caught:
         write_reproduction(small_report(), written(tmp_path, text.replace(*change)), tmp_path / "out")
@@ -235,9 +207,7 @@ def test_a_finding_that_cannot_be_reproduced_is_refused_in_a_sentence(tmp_path: 
         write_reproduction(small_report("DDP512"), "t.py", tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert cli.main(["report", "nowhere.py", "--repro", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err == f"ddpcheck: error: cannot write to the folder {tmp_path / 'file'}: File exists\n"
@@ -269,18 +239,8 @@ def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> N
     assert len(emitted) > 50 and emitted <= shown and {RULES[code].repro for code in shown} == set(COMPARISONS)
 
 
-def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> None:
-    sources = [(ROOT / "ddpcheck" / source).read_text() for source in repro_script._SOURCES]
-    defined = [
-        name for source in sources for name in set(re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| ?[:=])", source))
-    ]
-    assert "LossGraph" in defined and sorted(set(defined)) == sorted(defined)
-
-
 @pytest.mark.parametrize(("code", "shown"), [("DDP101", True), ("DDP104", False), ("DDP305", False)])
-def test_a_model_that_is_split_over_ranks_has_scripts_for_findings_that_need_no_common_samples(
-    code: str, shown: bool
-) -> None:
+def test_a_model_that_is_split_over_ranks_has_scripts_for_some_findings(code: str, shown: bool) -> None:
     report = small_report(code, world_size=4, notes=[describe_split([(0, 1), (2, 3)])])
     (finding,) = report.findings
     assert ("tensor parallelism" in why_none(finding, report)) is not shown
@@ -345,9 +305,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("runs", share([False, True], [False]))
-def test_a_package_is_copied_unchanged_and_neither_its_tests_nor_its_program_run(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, runs: bool
-) -> None:
+def test_a_package_is_copied_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
     package = tmp_path / "pack"
     (package / "parts").mkdir(parents=True)
     files = {
@@ -372,5 +330,5 @@ def test_a_package_is_copied_unchanged_and_neither_its_tests_nor_its_program_run
         imports_from_ddpcheck(package / "task.py", roots=["test_it"])
     shutil.rmtree(package)
     if runs:
-        ran = request.getfixturevalue("runner").run(script)
+        ran = run(script)
         assert ran.codes == [1, 1] and ran.text.count("head.weight: step 0: no gradient") == 2, ran.text

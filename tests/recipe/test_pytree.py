@@ -43,7 +43,6 @@ def nests(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def shape_of(nest: Any) -> Any:
-    """The types and keys of a nest, with every leaf replaced by its own type."""
     if isinstance(nest, Mapping):
         return type(nest), {key: shape_of(value) for key, value in nest.items()}
     if isinstance(nest, list | tuple):
@@ -116,8 +115,6 @@ def test_a_list_with_a_word_for_each_sample_is_split_and_one_of_another_length_i
 
 
 class Track(tuple):
-    """A tuple that asks more of its items than a tuple does."""
-
     def __new__(cls, *parts: Any) -> "Track":
         return super().__new__(cls, parts)
 

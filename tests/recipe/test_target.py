@@ -14,13 +14,11 @@ import torch
 from torch import nn
 from helper_beside_it import WIDTH
 import ddpcheck
-
 def model(): return nn.Linear(WIDTH, 1)
 def batch(step): return torch.ones(4, WIDTH)
 def loss(model, batch): return model(batch).mean()
 def optimizer(parameters): return torch.optim.Adam(parameters)
 ddp_kwargs = {"static_graph": True}
-
 recipe = ddpcheck.Recipe(model=model, batch=batch, loss=loss)
 def make(): return recipe
 def make_with(width=3): return recipe
@@ -127,10 +125,8 @@ def test_a_misspelled_part_of_a_recipe_is_suggested(place: Path, code: str, word
 HELPED = """
 from functools import wraps
 shards = [1]
-
 def batch(step):
     return [each() for each in (optimizers,)]
-
 def optimizers(): ...
 def make_model(): ...
 """

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -24,19 +23,12 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 GOOD = """
 import os
 import sys
-
 import torch
 from torch import nn
-
-
 def model():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
 def batch(step):
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-
-
 def loss(model, batch):
     return model(batch).square().mean()
 """
@@ -83,7 +75,6 @@ def assert_usage_error(done: Done, *words: str) -> None:
 
 
 def assert_target_error(done: Done, *words: str) -> None:
-    """Exit code 3, and a last line that says in one sentence what the target did."""
     assert done.code == 3, done
     assert done.err == ""
     assert done.last_line.startswith("stopped: "), done.out
@@ -103,7 +94,7 @@ def test_a_target_that_is_not_there(report, target: str, words: list[str]) -> No
 
 @pytest.mark.parametrize("importing", ["from .parts import WIDTH", "from package.inner.parts import WIDTH"])
 @pytest.mark.parametrize("initialised", [True, False], ids=["package", "namespace"])
-def test_a_file_that_belongs_to_a_package(
+def test_a_file_of_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importing: str, initialised: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -213,7 +204,7 @@ def test_a_target_that_prints_a_megabyte_and_fails_shows_a_little_of_it(report) 
     assert len(done.out) < 20_000
 
 
-UNUSED_THEN = """
+UNUSED_THEN_RAISES = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -224,41 +215,13 @@ def model(): return Model()
 def batch(step): return {"x": torch.ones(8, 4), "step": torch.full((8,), step)}
 def loss(model, batch):
     if batch["step"][0] == 1:
-        THEN
+        raise RuntimeError('out of luck')
     return model(batch["x"]).square().mean()
 """
 
 
 def test_a_finding_made_before_the_target_raises_is_in_the_report(report, tmp_path: Path) -> None:
-    source = UNUSED_THEN.replace("THEN", "raise RuntimeError('out of luck')")
-    done = report("-o", "report.json", "--format", "json", source=source)
+    done = report("-o", "report.json", "--format", "json", source=UNUSED_THEN_RAISES)
     saved = json.loads((tmp_path / "report.json").read_text())
     assert done.code == 3 and saved["status"] == "error" and "out of luck" in saved["error"]["message"]
     assert [finding["subjects"] for finding in saved["findings"]] == [["extra.weight", "extra.bias"]]
-
-
-def test_a_finding_made_before_a_rank_dies_is_in_the_report(report) -> None:
-    done = report(source=UNUSED_THEN.replace("THEN", "os.kill(os.getpid(), 9)"))
-    assert done.code == 3 and "SIGKILL" in done.out
-    assert "DDP101 unused-parameter" in done.out and "DDP404 rank-died" in done.out
-
-
-def test_what_was_found_before_wrapping_raises_is_in_the_report(report) -> None:
-    source = "RANK = int(os.environ['RANK'])\ndef model(): return nn.Linear(4, 1).train(RANK == 0)\n"
-    done = report(source=source + "def wrap(*args): raise RuntimeError('the reason')\n")
-    assert_target_error(done, "the reason")
-    assert "DDP222" in done.out
-
-
-@pytest.mark.slow
-def test_a_hang_in_the_single_process_does_not_hang_the_check(report) -> None:
-    source = """
-    def loss(model, batch):
-        while len(batch) == 8:
-            pass
-        return model(batch).mean()
-    """
-    begun = time.monotonic()
-    done = report("--timeout", "2", source=source)
-    assert time.monotonic() - begun < 20 and done.code in (0, 4)
-    assert "single process" in done.out and "did not finish within 2 s" in done.out

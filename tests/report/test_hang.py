@@ -49,9 +49,7 @@ def line(letter: str) -> Location:
         (("dAAxE", "eAAE"), 3, "x", (0,)),  # d and e are branches of one if
     ],
 )
-def test_a_call_in_addition_is_told_and_not_the_last_one(
-    programs: Sequence[str], place: int, where: str, ranks: tuple[int, ...]
-) -> None:
+def test_a_call_in_addition(programs: Sequence[str], place: int, where: str, ranks: tuple[int, ...]) -> None:
     finding = only(judge_divergences(logs_of(*programs)))
     assert (finding.code, finding.location, finding.ranks) == ("DDP403", line(where), ranks)
     assert f"Collective number {place} pairs up different lines" in finding.message
@@ -220,17 +218,12 @@ def test_ranks_that_have_not_parted(tmp_path: Path, ranks: list[Entries], more: 
     ids=["lines", "a ring that has wrapped", "numbers", "groups", "sends", "torchcomms ring", "shape"],
 )
 def test_ranks_that_have_parted(
-    tmp_path: Path,
-    ranks: list[Entries],
-    more: dict[str, Any],
-    expected: tuple[str, tuple[int, ...], int] | None,
-    words: list[str],
+    tmp_path: Path, ranks: list[Entries], more: Any, expected: tuple[object, ...] | None, words: list[str]
 ) -> None:
     report = report_on_hang(write(tmp_path, *ranks, **more))
     finding = only(report.findings)
-    if expected:
-        code, of_ranks, number = expected
-        assert (finding.code, finding.ranks, finding.location) == (code, of_ranks, Location("train.py", number))
+    number = finding.location and finding.location.line
+    assert not expected or (finding.code, finding.ranks, number) == expected
     text = "\n".join([report.checks[0].detail, finding.message, *finding.evidence, "(end)"])
     assert not [part for part in words if part not in text], text
 
@@ -290,7 +283,7 @@ def test_json_has_no_lines_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("calls", "groups"), [("main all_reduce", ["main", "tp"]), ("main send", ["main"])])
-def test_lost_entries_of_torchcomms_are_lined_up_in_a_single_group_alone(
+def test_lost_entries_of_torchcomms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: str, groups: list[str]
 ) -> None:
     assert cli.main(["hang", write(tmp_path, of_comms(calls, first=7), RING, pg_config=config(*groups))]) == 2
@@ -339,7 +332,6 @@ def test_dumps_of_real_ranks(ddp_world: DDPWorld, tmp_path: Path) -> None:
 
 
 def save() -> None:
-    """What rank 0 alone calls."""
     import torch.distributed as dist
 
     dist.barrier(async_op=True)  # in save
@@ -361,7 +353,6 @@ def dump_to(folder: str) -> None:
 
 
 def ring_of(folder: Path, *logs: Sequence[Call]) -> tuple[Any, Path]:
-    """Return the parsed logs, and an empty folder for dumps."""
     for name in ("logs", "dumps"):
         (folder / name).mkdir()
     for rank, calls in enumerate(logs):

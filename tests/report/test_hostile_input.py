@@ -116,7 +116,7 @@ def test_what_is_no_file(refused: Refused, tmp_path: Path, make: Callable[[Path]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, make_device])
-def test_a_dump_that_names_what_is_no_source(
+def test_a_dump_without_source(
     tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "train.py")

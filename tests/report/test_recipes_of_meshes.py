@@ -93,16 +93,12 @@ def split_by_hand() -> nn.Module:
     return SplitBlock(grid(2)["tp"]) if dist.is_initialized() else Block()
 
 
-def whole_batch(batch: Tensor, _rank: int, _world_size: int) -> Tensor:
-    return batch
-
-
 def test_of_layers_that_model_splits_by_hand_a_sentence_says_that_they_are_not_compared() -> None:
     by_hand = Recipe(
         model=split_by_hand,
         batch=lambda step: torch.randn(8, 16, generator=torch.Generator().manual_seed(step)),
         loss=lambda model, batch: (model(batch) - 1.0).square().mean(),
-        shard=whole_batch,
+        shard=lambda batch, _rank, _world_size: batch,
         wrap=lambda module, _: module,
     )
     report = ddpcheck.check(by_hand, world_size=2, steps=1)
@@ -121,10 +117,6 @@ def seeded_by_replica() -> nn.Module:
 
 def summed(model: Any, batch: Tensor) -> Tensor:
     return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-
-
-def by_arguments(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    return batch.chunk(world_size)[rank]
 
 
 def by_world(batch: Tensor, rank: int, world_size: int) -> Tensor:
@@ -157,7 +149,7 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {  # with their twins
     "another batch on each rank of a model": (
         "DDP516",
         recipe(under_ddp(), shard=by_world),
-        recipe(under_ddp(), shard=by_arguments),
+        recipe(under_ddp(), shard=lambda batch, rank, world_size: batch.chunk(world_size)[rank]),
     ),
     "a loss of each part": ("DDP302", recipe(parts_of_outputs, loss=squares), recipe(under_ddp(), loss=squares)),
 }
