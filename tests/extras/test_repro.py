@@ -172,7 +172,7 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
 
 def test_only_files_of_ddpcheck_are_overwritten_and_a_docstring_has_any_name(tmp_path: Path) -> None:
     target, out = written(tmp_path), tmp_path / "out"
-    report = small_report(subject='a"""b\\n[red]\x1b{x}"')
+    report = small_report("DDP304", subject='a"""b\\n[red]\x1b{x}"')
     script = write_reproduction(report, target, out)
     text = script.read_text()
     assert "[red]" in (ast.get_docstring(ast.parse(text)) or "") and "\x1b" not in text
