@@ -199,6 +199,7 @@ def test_ranks_that_do_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
         (page([]), "has no answers of ranks"),
         (page(["{}", "{}"])[:-40], "is not whole"),
         (page(["no JSON"]), "has no JSON of rank 0"),
+        (page(["[" * 100_000]), "has no JSON of rank 0"),
         (page(['{"entries": 3}']), "has no list of entries of rank 0"),
         (page(['{"entries": [{"a": 1}]}']), "can read (KeyError: 'profiling_name')"),
         (page(['{"entries": [1e999]}']), "a number that is infinite"),

@@ -258,6 +258,11 @@ def test_a_matrix_keeps_to_the_width_and_to_ascii() -> None:
     assert text.isascii() and "STOP" in text and "ok" in text
 
 
+def test_a_long_reason_is_shortened_in_the_table() -> None:
+    table = as_text(Matrix("t", rows=(row("stops", replace(SPLIT, message="word " * 200), own=True),)))
+    assert "word ..." in table.partition("\n\n")[2] and len(table) < 900
+
+
 @pytest.fixture
 def stub_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)

@@ -99,6 +99,8 @@ def test_tensors_that_disagree_on_the_number_of_samples_cannot_be_split() -> Non
     with pytest.raises(TargetError, match="no tensor has a dim 0"):
         batch_size({"a": torch.tensor(1), "b": "text"})
     assert batch_size([torch.ones(8), torch.tensor(1), "text"]) == 8
+    with pytest.raises(TargetError, match="1 sample cannot be split over 2 ranks"):
+        shard_batch(torch.ones(1), 0, 2)
 
 
 def test_leaves_are_moved_and_widened_where_that_means_something() -> None:

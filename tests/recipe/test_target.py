@@ -137,10 +137,11 @@ def test_a_helper_with_a_name_like_a_part_is_no_misspelling(place: Path) -> None
     assert load_target("helped.py").shard is None
 
 
-def test_an_error_inside_the_target_is_its_own(place: Path) -> None:
+@pytest.mark.parametrize("target", ["recipes.py", "recipes"])
+def test_an_error_inside_the_target_is_its_own(place: Path, target: str) -> None:
     (place / "recipes.py").write_text("import no_such_dependency\n")
     with pytest.raises(TargetError, match=r"importing recipes.*no_such_dependency.*recipes\.py:1"):
-        load_target("recipes")
+        load_target(target)
 
 
 def test_a_file_is_found_before_anything_is_loaded(place: Path) -> None:

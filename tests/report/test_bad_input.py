@@ -144,6 +144,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         ["batch(0) is not the same on every call", "seeded"],
     ),
     "exit while imported": ("sys.exit(0)\n", ["exit(0)", "recipe.py:"]),
+    "exit in loss": ("def loss(m, b): sys.exit(0)\n", ["exit(0)"]),
     "hard exit in loss": ("def loss(m, b): os._exit(0)\n", ["exit"]),
     "failure on one rank": (
         "def model():\n"
@@ -224,4 +225,5 @@ def test_a_finding_made_before_the_target_raises_is_in_the_report(report, tmp_pa
     done = report("-o", "report.json", "--format", "json", source=UNUSED_THEN_RAISES)
     saved = json.loads((tmp_path / "report.json").read_text())
     assert done.code == 3 and saved["status"] == "error" and "out of luck" in saved["error"]["message"]
-    assert [finding["subjects"] for finding in saved["findings"]] == [["extra.weight", "extra.bias"]]
+    subjects = {finding["code"]: finding["subjects"] for finding in saved["findings"]}
+    assert subjects["DDP101"] == ["extra.weight", "extra.bias"]

@@ -62,8 +62,10 @@ def test_a_call_in_addition(programs: Sequence[str], place: int, where: str, ran
         ("AAdE", "AAeEE"),  # d and e are branches of one if, and rank 1 waits in its last call
         ("AhBhBhE", "AsBsBs"),  # a helper on one rank, another on the others
         ("abbabbE", "babbab"),  # ranks take turns
+        ("abababa", "bababa"),
         ("AxhhE", "Ahhh"),  # rank 1 has the helper's line where rank 0 has one of its own
         ("AAAAB", "AAAA"),
+        ("A", ""),
     ],
 )
 def test_other_lines_on_other_ranks_are_healthy(programs: Sequence[str]) -> None:
@@ -208,6 +210,7 @@ def test_ranks_that_have_not_parted(tmp_path: Path, ranks: list[Entries], more: 
         ),
         ([barriers(1, 4), barriers(1, 2)], {}, None, ["unrecorded"]),
         (GROUP_2_WAITS, OF_GROUPS, ("DDP403", (2,), 6), [".\nprocess group 2\n"]),
+        ([[entry(1), of_group("7", 1, retired=False, where=8)], [entry(1)]], {}, ("DDP402", (0,), 8), []),
         ([SENDS, SENDS[:1]], {}, ("DDP402", (1,), 4), []),
         (
             [RING, of_comms(*["main all_reduce"] * 3, "main barrier", first=7)],
@@ -215,7 +218,16 @@ def test_ranks_that_have_not_parted(tmp_path: Path, ranks: list[Entries], more: 
         ),
         ([[entry(1), REDUCED], [entry(1), REDUCED | {"input_sizes": [[4]]}]], {}, None, REACHES),
     ],
-    ids=["lines", "a ring that has wrapped", "numbers", "groups", "sends", "torchcomms ring", "shape"],
+    ids=[
+        "lines",
+        "a ring that has wrapped",
+        "numbers",
+        "groups",
+        "a group of some",
+        "sends",
+        "torchcomms ring",
+        "shape",
+    ],
 )
 def test_ranks_that_have_parted(
     tmp_path: Path, ranks: list[Entries], more: Any, expected: tuple[object, ...] | None, words: list[str]

@@ -66,6 +66,7 @@ def test_the_nearest_pyproject_counts_and_only_it(project: Path) -> None:
         ({"timeout": "inf"}, "--timeout: expected a number of seconds"),
         ({"fail_on": "fatal"}, "--fail-on: expected error, warning, note or never, got 'fatal'"),
         ({"select": ["DDP1", "unused-paramter"]}, "--select: no rule matches 'unused-paramter'; did you mean DDP101"),
+        ({"ignore": "X1"}, "--ignore: no rule matches 'X1'"),
         ({"backend": " "}, "--backend: expected a word"),
     ],
 )
