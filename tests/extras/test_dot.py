@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ddpcheck.extras.graph.dot import draw, lay_out, picture_format, summary
+from ddpcheck.extras.graph.dot import draw, lay_out, picture_format
 from ddpcheck.extras.graph.drawing_data import (
     COLOURS,
     FOLD_FROM,
@@ -101,18 +101,6 @@ def test_the_title_has_target_world_size_codes_and_a_legend_of_what_is_drawn() -
     assert "zero-gradient" not in title and "end of a path" in title
     title = drawn().title
     assert "no findings" in title and "DDP" not in title
-
-
-def test_names_places_and_ranks_of_parameters() -> None:
-    tied = MarkedParam(("DDP101", ""), "idle", ("idle.weight", "other.weight"), (1, 8))
-    dot = drawn(
-        *(tied, MarkedParam(("DDP106", ""), "Config", ("batch",))),  # a tensor of no module, with the name of a node
-        marked("head.weight", "DDP104", where="not on rank 1 in step 0"),
-    )
-    assert dot.node("idle.weight = other.weight") and "not on rank 1 in step 0" in dot.nodes["n9"]["label"]
-    assert dot.clusters_of(dot.node("unregistered-parameter\nbatch"))[1:] == ["Config"]
-    assert "batch" in dot.labels() and dot.edges[0][0] == "n1"
-    assert summary(picture(tied), report("DDP101")) == "2 modules drawn, 1 anomalous parameter (DDP101)"
 
 
 def test_every_rule_on_parameters_has_its_own_colour() -> None:
