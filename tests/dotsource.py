@@ -6,7 +6,8 @@ import html
 import re
 from dataclasses import dataclass, field
 
-TOKEN = re.compile(r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<word>[\w.#-]*\w)|(?P<mark>->|[{}\[\]=]))', re.S)
+STATEMENT = re.compile(r"(\w+)(?: -> (\w+))?(?: \[(.*)\])?")
+ATTRIBUTE = re.compile(r'\s*(\w+)=(?:"((?:[^"\\]|\\.)*)"|([\w.#-]+))')
 
 
 @dataclass
@@ -24,27 +25,11 @@ class Dot:
 
     def node(self, words: str) -> str:
         """The one node whose label has `words` in it."""
-        (found,) = [name for name, attributes in self.nodes.items() if words in attributes["label"]]
-        return found
+        (name,) = [name for name, attributes in self.nodes.items() if words in attributes["label"]]
+        return name
 
     def clusters_of(self, name: str) -> list[str]:
         return [self.clusters[cluster] for cluster in self.around[name]]
-
-    def joined(self, source: str, target: str) -> bool:
-        return any((a, b) == (self.node(source), self.node(target)) for a, b, _ in self.edges)
-
-
-def tokens(text: str) -> list[tuple[str, str]]:
-    found, at = [], 0
-    while text[at:].strip():
-        match = TOKEN.match(text, at)
-        assert match and match.lastgroup, f"no token at {text[at : at + 40]!r}"
-        kind, at = match.lastgroup, match.end()
-        value = match[kind]
-        if kind == "string":
-            value = plain(value[1:-1])
-        found.append((kind, value))
-    return found
 
 
 def plain(quoted: str) -> str:
@@ -60,55 +45,29 @@ def plain(quoted: str) -> str:
 
 
 def parse(text: str) -> Dot:
-    stream = tokens(text)
     dot = Dot()
-    at = 0
-
-    def take(expected: str = "") -> str:
-        nonlocal at
-        value = stream[at][1]
-        assert not expected or stream[at] in (("mark", expected), ("word", expected)), (expected, stream[at : at + 3])
-        at += 1
-        return value
-
-    def attributes() -> dict[str, str]:
-        found = {}
-        take("[")
-        while stream[at] != ("mark", "]"):
-            key = take()
-            take("=")
-            found[key] = take()
-        take("]")
-        return found
-
-    def block(around: tuple[str, ...]) -> None:
-        take("{")
-        while stream[at] != ("mark", "}"):
-            name = take()
-            assert re.fullmatch(r"\w+", name), name
-            if name == "subgraph":
-                inner = take()
-                assert inner.startswith("cluster_") and inner not in dot.clusters
-                dot.clusters[inner] = ""
-                block((*around, inner))
-            elif stream[at] == ("mark", "->"):
-                take("->")
-                target = take()
-                dot.edges.append((name, target, attributes() if stream[at] == ("mark", "[") else {}))
-            else:
-                found = attributes()
-                if name == "graph" and around:
-                    dot.clusters[around[-1]] = found["label"]
-                elif name == "graph":
-                    dot.title = found["label"]
-                elif name not in ("node", "edge"):
-                    assert name not in dot.nodes
-                    dot.nodes[name], dot.around[name] = found, around
-        take("}")
-
-    take("digraph")
-    take()
-    block(())
-    assert at == len(stream)
-    assert {end for edge in dot.edges for end in edge[:2]} <= set(dot.nodes), "an edge of a node that is not there"
+    around: list[str] = []
+    first, *lines, last, end = text.split("\n")
+    assert first.startswith("digraph") and (last, end) == ("}", "")
+    for line in map(str.strip, lines):
+        if line == "}":
+            around.pop()
+        elif cluster := re.fullmatch(r"subgraph (cluster_\d+) \{", line):
+            assert cluster[1] not in dot.clusters
+            around.append(cluster[1])
+            dot.clusters[cluster[1]] = ""
+        else:
+            match = STATEMENT.fullmatch(line)
+            assert match and not ATTRIBUTE.sub("", match[3] or "").strip(), line
+            look = {key: word or plain(quoted) for key, quoted, word in ATTRIBUTE.findall(match[3] or "")}
+            if match[2]:
+                dot.edges.append((match[1], match[2], look))
+            elif match[1] == "graph" and around:
+                dot.clusters[around[-1]] = look["label"]
+            elif match[1] == "graph":
+                dot.title = look["label"]
+            elif match[1] not in ("node", "edge"):
+                assert match[1] not in dot.nodes
+                dot.nodes[match[1]], dot.around[match[1]] = look, tuple(around)
+    assert not around and {end for edge in dot.edges for end in edge[:2]} <= set(dot.nodes)
     return dot

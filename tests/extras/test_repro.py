@@ -6,13 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.extras.repro import script as repro_script
 from ddpcheck.extras.repro import write_reproduction
 from ddpcheck.extras.repro.script import COMPARISONS, imports_from_ddpcheck, tolerance_for, why_none, world_size_for
 from ddpcheck.findings.errors import UsageError
@@ -22,23 +22,19 @@ from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.rules.replicas.model_parts import describe_split
 from tests.faultsuite.cases import FAULTS, read_case
-from tests.reproductions import Runner, write
+from tests.launchers.slurm import free_ports
 from tests.tiers import one_of, share
 
 ROOT = Path(__file__).parents[2]
 
 # fault of the suite: what each of the two ranks prints for its broken recipe (the same, or "rank 0|rank 1")
 SHOWN = {
-    "parameters/opaque_output": "failed in .*: RuntimeError: Expected to mark a variable ready only once",
     "parameters/unused_on_one_rank": "failed in .*of step|extra.weight: step 0: no gradient.*extra.bias: step 0: no",
     "parameters/layers_in_a_list": r"of \(8, 8\): step 1: gradient norm",
-    "parameters/times_zero": "extra.weight: step 0: zero gradient.*extra.bias: step 0: zero gradient",
     "parameters/needless_find_unused": "find_unused_parameters: step 0: True, unused: 0",
     "ranks/parameter_shape": r"0.weight: start: number 0, \(8, 8\)|0.weight: start: number 0, \(12, 8\)",
-    "ranks/init_sync_off": "0.weight: start: norm",
     "ranks/moving_average_drifts": "running_mean: step 0: norm",
     "ranks/learning_rate": "lr: start: 0.01|lr: start: 0.02",
-    "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: step 0: relative error 0.44",  # as reported
     "gradients/batchnorm": "gradient of conv.weight: step 0: relative error 0.58",
     "gradients/summed_loss": r"all gradients together: step 0: 0\.5 times",
     "gradients/nondeterministic": r"relative error 0\.\d",
@@ -46,23 +42,54 @@ SHOWN = {
         "failed in backward of step 0|failed in forward of step 0: ValueError: a corrupt record in this rank's shard"
     ),
     "running/loops_on_one_rank": "Timed out|in searching",
-    "running/uneven_batches": r"batch: not on this rank|batch: step 2: no samples",
     "running/metrics_packed_in_another_order": "reduced 0: step 0: ",
-    "training/inner_module_called_in_one_step": "0.weight: step 0: norm.*; step 1: norm",
     "training/no_sync_not_entered": "no_sync: step 0: called 1 times, 0 of 2 forward passes under it",
     "training/optimizer_before_replacement": "2.weight: step 0: a gradient.*2.bias: step 0: a gradient",
     "training/overlapping_shards": "samples: step 0: 1 of 6 are on another|samples: step 0: 1 of 7 are on another",
-    "training/step_skipped_on_a_rank": "0.weight: step 0: norm.*; step 1: norm",
     "training/dropout_seeded_in_forward": "drawn 0: step 0: ",
-    "training/hash_of_a_string": "gradient of rows.weight: step 0: relative error",
     "training/gradients_zeroed_before_step": "0.weight: .*zeroed before a step.*0.bias: .*zeroed.*2.weight: .*2.bias: ",
 }
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    with Runner() as started:
-        yield started
+@dataclass(frozen=True)
+class Ran:
+    codes: list[int]
+    outputs: list[str]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.outputs)
+
+
+def run(script: Path) -> Ran:
+    """Run two ranks as torchrun would, without ddpcheck and with another hash seed each."""
+    (port,) = free_ports(1)
+    (folder := script.parent / "blocked").mkdir(exist_ok=True)
+    (folder / "ddpcheck.py").write_text("raise ImportError('a reproduction imports ddpcheck')")
+    common = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    outputs = [folder / f"{rank}.txt" for rank in range(2)]
+    ranks = []
+    for rank, path in enumerate(outputs):
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONHASHSEED": str(rank + 1)}
+        with path.open("wb") as output:
+            command = [sys.executable, str(script)]
+            ranks.append(subprocess.Popen(command, env=common | of_rank, cwd="/", stdout=output, stderr=output))
+    end = time.monotonic() + 60
+    while time.monotonic() < end and None in (codes := [rank.poll() for rank in ranks]):
+        if any(codes):
+            end = min(end, time.monotonic() + 3)  # torchrun ends the others as well
+        time.sleep(0.02)
+    for process in ranks:
+        process.kill()
+    return Ran([process.wait() for process in ranks], [path.read_text(errors="replace") for path in outputs])
+
+
+def without_pauses(script: Path) -> Path:
+    """Wait less where something hangs, and not for torchrun, which is not there."""
+    text = script.read_text().replace("timedelta(seconds=20)", "timedelta(seconds=5)")
+    script.write_text(text.replace("time.sleep(4 if lines else 0)", "pass"))
+    return script
 
 
 def small_report(code: str = "DDP101", subject: str = "a", **world: object) -> Report:
@@ -90,106 +117,29 @@ def model():
 """
 
 
-def written(folder: Path, text: str = NET, attribute: str = "") -> str:
-    """Write a target, and return its name."""
+def written(folder: Path, text: str = NET) -> str:
     (folder / "net.py").write_text(text)
-    return f"{folder / 'net.py'}{attribute}"
+    return str(folder / "net.py")
 
 
-# `make test-all` has every sixth; `python -m tests.reproductions` runs all, and those of the other faults.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_of(6, SHOWN))
-def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", one_of(4, SHOWN))  # `make test-all` has every fourth
+def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
     broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
     report = check(broken, timeout=5 if case.expected.timeout else 30)
     assert report.findings[0].code == case.expected.code
-    script = write(report, broken, tmp_path / "broken")
-    ran = runner.run(script)
-    assert ran.shows, ran.text
+    script = without_pauses(write_reproduction(report, broken, tmp_path / "broken"))
+    ran = run(script)
+    assert any(ran.codes), ran.text
     for number, (output, words) in enumerate(zip(ran.outputs, (SHOWN[name].split("|") * 2)[:2], strict=True)):
         assert re.search(rf"(?s)^rank {number}: .*{words}", output, flags=re.MULTILINE), ran.text
         assert "Traceback" not in output
-    twin = write(report, fixed, tmp_path / "fixed", report.findings[0])
+    twin = without_pauses(write_reproduction(report, fixed, tmp_path / "fixed", finding=report.findings[0]))
     assert twin.name == script.name
-    ran = runner.run(twin)
+    ran = run(twin)
     assert ran.codes == [0, 0], ran.text
     assert all(f"rank {number}: " in output for number, output in enumerate(ran.outputs))
-
-
-CROWDED = """\
-from time import time
-import ddpcheck
-import torch
-from torch import nn as dist
-
-RANK = "mine"
-
-
-def total(losses):
-    return sum(losses)
-
-
-def gradients_of(x):
-    return x.sum(1)
-
-
-def data(step):
-    time()
-    return {"x": torch.randn(12, 8, generator=torch.Generator().manual_seed(step)), "names": ["a"] * 12}
-
-
-def net():
-    return dist.Linear(8, 1)
-
-
-def loss(ddp, step):
-    assert RANK == "mine"
-    return {"a": total([(ddp(step["x"])[:, 0] - gradients_of(step["x"])).square().sum()]), "b": torch.zeros(2)}
-
-
-broken = ddpcheck.Recipe(model=net, batch=data, loss=loss)
-
-
-def make():
-    return broken
-
-
-main = make
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attribute", ["broken", "main"])
-def test_names_of_the_target_do_not_collide_with_those_of_the_script(
-    attribute: str, runner: Runner, tmp_path: Path
-) -> None:
-    """The target uses the names of the script's functions, settings, variables and imports for its own objects."""
-    target = written(tmp_path, CROWDED, f":{attribute}")
-    ran = runner.run(write_reproduction(small_report("DDP305", steps=1), target, tmp_path / "out"))
-    assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
-
-
-@pytest.mark.slow
-def test_a_model_is_put_into_training_mode_as_by_a_check(runner: Runner, tmp_path: Path) -> None:
-    """A BatchNorm mixes samples in training mode only."""
-    net = "nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).eval()"
-    target = written(tmp_path, NET.replace("nn.Linear(2, 1)", net))
-    ran = runner.run(write_reproduction(small_report("DDP304"), target, tmp_path / "out"))
-    assert ran.codes == [1, 1], ran.text
-
-
-# Under torchrun itself, without ddpcheck: one test, since torchrun imports torch three times
-
-
-def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "blocked").mkdir(exist_ok=True)
-    (tmp_path / "blocked" / "ddpcheck.py").write_text("raise ImportError('a reproduction imports ddpcheck')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.name]
-    return subprocess.run(
-        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 @pytest.mark.slow
@@ -210,7 +160,9 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
     line = re.search(r"unused.py:26, line (\d+) here", docstring)
     assert line and "self.old_head = " in text.splitlines()[int(line[1]) - 1]
     assert str(ROOT) not in text and (ROOT / "examples/faults/parameters/unused.py").read_text() in text
-    done = torchrun(script, tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
     for rank in (0, 1):
         for name in ("old_head.weight", "old_head.bias"):
@@ -218,27 +170,9 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
         assert f"rank {rank}: failed in forward of step 1: RuntimeError" in done.stdout
 
 
-@pytest.mark.slow
-def test_modules_of_the_project_are_copied_and_syncbn_is_replaced_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
-) -> None:
-    pytest.importorskip("sklearn")
-    monkeypatch.chdir(ROOT)
-    target = "examples/digits/unused_head.py"
-    script = write_reproduction(
-        check(target, timeout=60, preload=["sklearn.datasets"]), target, out := tmp_path / "out"
-    )
-    assert sorted(path.name for path in out.iterdir()) == ["digits_training.py", "repro_ddp101.py"]
-    ran = runner.run(script)
-    assert ran.codes == [1, 1]
-    for words in ("old_head.weight: step 0: no gradient", "old_head.bias: step 0: no gradient"):
-        assert ran.text.count(words) == 2, ran.text
-    assert ran.text.count("RuntimeError: Expected to have finished reduction") == 2, ran.text
-
-
 def test_only_files_of_ddpcheck_are_overwritten_and_a_docstring_has_any_name(tmp_path: Path) -> None:
     target, out = written(tmp_path), tmp_path / "out"
-    report = small_report(subject='a"""b\\n[red]\x1b{x}"')
+    report = small_report("DDP304", subject='a"""b\\n[red]\x1b{x}"')
     script = write_reproduction(report, target, out)
     text = script.read_text()
     assert "[red]" in (ast.get_docstring(ast.parse(text)) or "") and "\x1b" not in text
@@ -256,9 +190,7 @@ def test_only_files_of_ddpcheck_are_overwritten_and_a_docstring_has_any_name(tmp
         (("Linear(2, 1)", "Linear(2, len(RULES))"), "net.py:15 needs ddpcheck itself (RULES)"),
     ],
 )
-def test_a_target_that_needs_more_of_ddpcheck_is_refused(
-    tmp_path: Path, change: tuple[str, str], sentence: str
-) -> None:
+def test_a_target_that_needs_ddpcheck_is_refused(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
     text = NET.replace("import torch\n", "import torch\nfrom ddpcheck.findings.rules import RULES\n", 1)
     with pytest.raises(UsageError) as caught:
         write_reproduction(small_report(), written(tmp_path, text.replace(*change)), tmp_path / "out")
@@ -275,9 +207,7 @@ def test_a_finding_that_cannot_be_reproduced_is_refused_in_a_sentence(tmp_path: 
         write_reproduction(small_report("DDP512"), "t.py", tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert cli.main(["report", "nowhere.py", "--repro", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err == f"ddpcheck: error: cannot write to the folder {tmp_path / 'file'}: File exists\n"
@@ -296,26 +226,6 @@ def test_a_report_without_a_script_writes_nothing(
         assert capsys.readouterr().err == f"ddpcheck: {sentence}, nothing written to {out}\n" and not out.exists()
 
 
-@pytest.mark.exhaustive
-def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None:
-    ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
-    if ruff is None:
-        pytest.skip("ruff is not installed")
-    codes = ["DDP101", "DDP104", "DDP106", "DDP111", "DDP203", "DDP215", "DDP302", "DDP305", "DDP401", "DDP405"]
-    codes += ["DDP407", "DDP502", "DDP504", "DDP505", "DDP510", "DDP517"]
-    for code in codes:
-        script = write_reproduction(small_report(code), f"{FAULTS}/parameters/unused.py:broken", tmp_path / "0")
-        own = script.read_text().partition("# The training loop")
-        (tmp_path / f"own-{code}.py").write_text("".join(own[1:]))
-    width = "line-length=124"  # that of the code, within a function
-    for options in (
-        ["format", "--diff", "--isolated", "--config", width, *tmp_path.glob("own-*.py")],
-        ["check", "--isolated", "--select", "F,E7,E9", tmp_path / "0"],
-    ):
-        done = subprocess.run([ruff, *options], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
-
-
 def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> None:
     harness = (ROOT / "ddpcheck" / "extras" / "repro" / "harness.py").read_text()
     known = set(re.findall(r"(?:    def |self\.)(\w+)", harness))
@@ -329,18 +239,8 @@ def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> N
     assert len(emitted) > 50 and emitted <= shown and {RULES[code].repro for code in shown} == set(COMPARISONS)
 
 
-def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> None:
-    sources = [(ROOT / "ddpcheck" / source).read_text() for source in repro_script._SOURCES]
-    defined = [
-        name for source in sources for name in set(re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| ?[:=])", source))
-    ]
-    assert "LossGraph" in defined and sorted(set(defined)) == sorted(defined)
-
-
 @pytest.mark.parametrize(("code", "shown"), [("DDP101", True), ("DDP104", False), ("DDP305", False)])
-def test_a_model_that_is_split_over_ranks_has_scripts_for_findings_that_need_no_common_samples(
-    code: str, shown: bool
-) -> None:
+def test_a_model_that_is_split_over_ranks_has_scripts_for_some_findings(code: str, shown: bool) -> None:
     report = small_report(code, world_size=4, notes=[describe_split([(0, 1), (2, 3)])])
     (finding,) = report.findings
     assert ("tensor parallelism" in why_none(finding, report)) is not shown
@@ -405,9 +305,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("runs", share([False, True], [False]))
-def test_a_package_is_copied_unchanged_and_neither_its_tests_nor_its_program_run(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, runs: bool
-) -> None:
+def test_a_package_is_copied_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
     package = tmp_path / "pack"
     (package / "parts").mkdir(parents=True)
     files = {
@@ -432,5 +330,5 @@ def test_a_package_is_copied_unchanged_and_neither_its_tests_nor_its_program_run
         imports_from_ddpcheck(package / "task.py", roots=["test_it"])
     shutil.rmtree(package)
     if runs:
-        ran = request.getfixturevalue("runner").run(script)
+        ran = run(script)
         assert ran.codes == [1, 1] and ran.text.count("head.weight: step 0: no gradient") == 2, ran.text

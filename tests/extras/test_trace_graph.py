@@ -1,8 +1,6 @@
 """`ddpcheck graph` on real ranks: the drawing of a recipe, and its refusals."""
 
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,10 +8,8 @@ from typing import Any
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.extras.calls import MODULES
 from ddpcheck.extras.graph import trace_graph as trace_graph
 from ddpcheck.extras.graph.drawing_data import COLOURS
-from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
 from tests.dotsource import Dot, parse
 from tests.faultsuite.cases import FAULTS, ROOT
@@ -22,37 +18,18 @@ ZOO = ROOT / "tests" / "zoo"
 HEAD = """
 import torch
 from torch import nn
-
 def batch(step):
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-
 def model():
     return Net()
-
 def loss(model, batch):
     return model(batch).square().mean()
 """
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[object, Report]:
-    return {}
-
-
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports: dict[object, Report]) -> None:
-    """A fault that is drawn twice is checked once; it is drawn by new ranks each time."""
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    check = trace_graph.check
-
-    def checked_once(target: str, **options: Any) -> Report:
-        if target == "net.py" or options["timeout"] < 60:
-            return check(target, **options)
-        if target not in reports:
-            reports[target] = check(target, **options)
-        return reports[target]
-
-    monkeypatch.setattr(trace_graph, "check", checked_once)
 
 
 def broken(name: str) -> str:
@@ -90,21 +67,13 @@ def slow(*row: object) -> Any:
 @pytest.mark.parametrize(
     ("target", "code", "words", "cut"),
     [
-        slow("unused", "DDP101", "old_head.weight", ()),
-        slow(
-            *("output_not_in_loss", "DDP102", "auxiliary.weight"),
-            ("linear()\nat output_not_in_loss.py:29\ndoes not reach the loss", "auxiliary", None),
-        ),
         ("detach", "DDP103", "encoder.weight", ("detach()\nat detach.py:30", "anh", "head")),
         ("unused_on_one_rank", "DDP104", "not on rank 1", ()),
-        slow("raw_tensor", "DDP106", "prompt", ()),
         slow("item", "DDP103", "log_temperature", ("item(), which leaves torch\nat item.py:30", "exp", None)),
     ],
     ids=str,
 )
-def test_each_cause_is_drawn_in_its_colour_and_a_cut_between_its_operation_and_the_next(
-    target: str, code: str, words: str, cut: tuple[str, str, str | None]
-) -> None:
+def test_each_cause_is_drawn_with_its_cut(target: str, code: str, words: str, cut: tuple[str, str, str | None]) -> None:
     dot = draw(broken(f"parameters/{target}"))
     assert code in dot.title
     marked = [node for node in dot.nodes.values() if node["label"].startswith(RULES[code].name)]
@@ -116,16 +85,6 @@ def test_each_cause_is_drawn_in_its_colour_and_a_cut_between_its_operation_and_t
         assert source in before and (after == "" if reader is None else after and reader in after), (before, after)
 
 
-@pytest.mark.slow
-def test_each_layer_that_a_region_cuts_off_has_its_own_end() -> None:
-    dot = draw(broken("parameters/frozen_by_no_grad"))
-    ends = [name for name, node in dot.nodes.items() if "torch.no_grad()\nat frozen_by_no_grad.py:30" in node["label"]]
-    layers = {dot.clusters_of(end)[-1].split("  ")[0]: around(dot, end) for end in ends}
-    assert sorted(layers) == ["0", "2"] and len(ends) == 2
-    for layer, (before, after) in layers.items():
-        assert f"\n{layer}  Linear" in before and ("1\nTanh" if layer == "0" else "head") in after
-
-
 def test_a_healthy_recipe_is_drawn_without_a_mark(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no findings" in draw(ZOO / "healthy" / "reused_layer.py").title
     message = r"ddpcheck: \d+ modules drawn, no anomalous parameters, written to graph.dot\n"
@@ -134,35 +93,6 @@ def test_a_healthy_recipe_is_drawn_without_a_mark(capsys: pytest.CaptureFixture[
 
 LAZY = """
 model = lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
-"""
-LOSSES = """
-ddp_kwargs = {"find_unused_parameters": True}
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(4))
-    def forward(self, x):
-        x = self.body(x).relu()
-        return self.a(x), self.b(x)
-def loss(model, batch):
-    a, b = model(batch)
-    return {"first<1>": a.square().mean(), "second": b.abs().mean(), "logged": a.detach().mean()}
-"""
-DEEP = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.body, self.idle = (nn.Parameter(torch.ones(4)) for _ in range(3))
-    def forward(self, x):
-        y = x * self.gate
-        for _ in range(1100):
-            y = y * self.gate
-        y = y.detach()
-        for _ in range(20):
-            y = y * self.body
-        return y * self.body
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=1e-9)
 """
 STACK = """
 class Block(nn.Module):
@@ -180,37 +110,12 @@ class Net(nn.Module):
     def forward(self, x):
         return self.blocks(x)
 """
-CHAIN = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-    def forward(self, x):
-        x = self.layer(x)
-        for _ in range({times}):
-            x = x + 0.001
-        return x
-"""
 
 
-def test_a_lazy_module_is_drawn_with_the_shapes_of_its_first_forward() -> None:
-    dot = draw(recipe(LAZY))
+def test_a_lazy_module_is_drawn_to_standard_output_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["graph", recipe(LAZY), "--steps", "1"]) == 0
+    dot = parse(capsys.readouterr().out)
     assert "DDP110" in dot.title and dot.node("0.weight")
-
-
-@pytest.mark.slow
-def test_several_losses_are_drawn_by_name_beside_parameters_unused_under_find_unused() -> None:
-    dot = draw(recipe(LOSSES))
-    octagons = [node["label"] for node in dot.nodes.values() if node.get("shape") == "doubleoctagon"]
-    assert octagons == ["loss['first<1>']", "loss['second']"]
-    assert dot.node("unused-parameter\nc.weight  4\u00d74\nc.bias  4")
-
-
-@pytest.mark.slow
-def test_a_graph_beyond_the_recursion_limit_is_drawn() -> None:
-    dot = draw(recipe(DEEP), steps=1)
-    assert len(dot.nodes) < 12
-    assert dot.joined("mul \u00d71101", "detach()") and dot.joined("detach()", "mul \u00d721")
 
 
 def test_a_stack_of_layers_is_folded_around_the_layer_with_a_finding() -> None:
@@ -221,27 +126,14 @@ def test_a_stack_of_layers_is_folded_around_the_layer_with_a_finding() -> None:
     assert dot.clusters_of(dot.node("blocks.10.idle.weight"))[-1].startswith("idle")
 
 
-@pytest.mark.slow
-def test_the_result_of_a_reentrant_checkpoint_carries_gradient() -> None:
-    dot = draw(ZOO / "healthy" / "checkpoint_reentrant_once.py")
-    reaching = {name for name, node in dot.nodes.items() if node.get("shape") == "doubleoctagon"}
-    for _ in dot.nodes:
-        reaching |= {s for s, t, attributes in dot.edges if "style" not in attributes and t in reaching}
-    modules = {name for name, node in dot.nodes.items() if "Linear" in node["label"]}
-    assert modules and modules <= reaching
-
-
 @pytest.mark.parametrize(
     ("name", "code", "sentence"),
     [
-        slow("raises_on_one_rank", 3, "rank 1 raised ValueError: a corrupt record in this rank's shard"),
         slow("sleeps_on_one_rank", 4, "did not finish within 2 s"),
         ("raises_everywhere", 3, "raised"),
     ],
 )
-def test_a_target_that_fails_is_one_sentence_and_leaves_the_file_as_it_was(
-    name: str, code: int, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_that_fails(name: str, code: int, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.dot").write_text("mine", encoding="utf-8")
     for file in ("mine.dot", "x.dot")[: 2 if code == 3 else 1]:
         timeout = "2" if code == 4 else "20"
@@ -265,7 +157,6 @@ NO_DOT = "SVG needs the `dot` executable of Graphviz, which is not on the PATH; 
         ),
         (["-o", "x.svg"], "dot", NO_DOT),
         ([], "graphviz", PACKAGE.format("graphviz")),
-        (["-o", "x.dot"], "graphviz", PACKAGE.format("graphviz")),
         (["--view", "autograd"], "torchviz", PACKAGE.format("torchviz")),
     ],
 )
@@ -281,27 +172,6 @@ def test_wrong_usage_is_refused_before_the_check(
     message = capsys.readouterr().err
     assert message.startswith(f"ddpcheck: error: {sentence}") and message.count("\n") == 1
     assert ("-o graph.dot" in message) is (missing == "dot") and not Path("x.dot").exists()
-
-
-@pytest.mark.slow
-def test_ranks_do_not_need_the_packages_of_pictures() -> None:
-    code = "import sys; sys.modules.update(graphviz=None, torchviz=None)\nimport ddpcheck.extras.graph.trace_graph"
-    done = [sys.executable, "-c", f"{code}, {', '.join(MODULES)}"]
-    assert subprocess.run(done, cwd=ROOT, timeout=120).returncode == 0
-
-
-@pytest.mark.slow
-def test_without_a_file_dot_source_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["graph", broken("parameters/unused"), "--steps", "1"]) == 0
-    out, err = capsys.readouterr()
-    assert parse(out).node("old_head.weight")
-    assert err == "ddpcheck: 3 modules drawn, 2 anomalous parameters (DDP101)\n"
-
-
-@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")
-def test_a_picture_is_written_as_svg() -> None:
-    assert cli.main(["graph", broken("parameters/unused"), "--steps", "1", "-o", "x.svg"]) == 0
-    assert "old_head.weight" in Path("x.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -331,10 +201,3 @@ def test_the_autograd_graph_has_findings_ends_and_what_is_not_in_it() -> None:
     source = autograd_source(broken("parameters/unused"))
     (unused,) = re.findall(r'(n\d+|"?[\w.]+"?) \[label="old_head\.weight\n[^"]*DDP101', source)
     assert not re.search(rf"(^|\s){re.escape(unused)} ->", source, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_an_autograd_graph_that_is_deep_is_drawn_and_a_large_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert autograd_source(recipe(CHAIN.format(times=2000))).count("AddBackward0") == 2000
-    autograd_source(recipe(CHAIN.format(times="4_000")), code=2)  # another size: bytecode has whole seconds
-    assert re.search(r"the autograd graph of the loss has 4,\d\d\d nodes", capsys.readouterr().err)

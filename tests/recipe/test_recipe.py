@@ -18,9 +18,6 @@ from ddpcheck.report.checking.check_run import CheckRun
 CPU = torch.device("cpu")
 
 
-PARTS = ("model", "batch", "loss", "shard", "optimizer", "wrap")
-
-
 def recipe(**more: Any) -> Recipe:
     parts: dict[str, Any] = {
         "model": lambda: nn.Linear(2, 1),
@@ -50,7 +47,7 @@ def test_a_whole_recipe_builds_what_it_says() -> None:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        *(({name: 3}, f"{name} must be a function, not a value of type int") for name in PARTS),
+        ({"wrap": 3}, "wrap must be a function, not a value of type int"),
         ({"model": nn.Linear(2, 1)}, "model must be a function that builds the module, not a value of type Linear"),
         ({"ddp_kwargs": ["static_graph"]}, "ddp_kwargs must be a dict, not a value of type list"),
     ],
@@ -69,7 +66,6 @@ WRONG_TARGETS = {
     "path": (Path("a.py"), ["name it in a string"]),
     "python module": (sys, ["not the module sys", "name it in a string: 'sys'"]),
     "nothing": (None, ["not None"]),
-    "parts": ({"model": nn.Linear}, ["not a value of type dict", "ddpcheck.Recipe"]),
 }
 
 
@@ -87,8 +83,6 @@ def test_what_is_no_recipe_is_a_type_error_at_once(name: str, checking: Any, mon
     ("option", "error", "words"),
     [
         ({"world_size": "2"}, TypeError, "world_size must be a whole number from 1 to 1024, got '2'"),
-        ({"world_size": 0}, UsageError, "world_size must be a whole number from 1 to 1024, got 0"),
-        ({"steps": 2.0}, TypeError, "steps must be a whole number from 1 to 10000, got 2.0"),
         ({"steps": 10**9}, UsageError, "steps must be a whole number from 1 to 10000"),
         ({"seed": None}, TypeError, "seed must be a whole number"),
         ({"timeout": "30"}, TypeError, "timeout must be a number of seconds above 0, got '30'"),
@@ -105,13 +99,10 @@ def test_a_wrong_argument_of_check_is_told_at_once(option: dict[str, Any], error
     assert isinstance(caught.value, UsageError)
 
 
-@pytest.mark.parametrize("name", ["model", "batch", "loss"])
-def test_a_part_of_a_recipe_that_cannot_travel_is_named(name: str) -> None:
-    lock, whole = threading.Lock(), recipe()
-    original = getattr(whole, name)
-    stays = recipe(**{name: lambda *args: (lock, original(*args))[1]})
-    with pytest.raises(UsageError, match=f"{name} of the Recipe cannot be sent to the ranks .*lock"):
-        ddpcheck.check(stays)
+def test_a_part_of_a_recipe_that_cannot_travel_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"loss of the Recipe cannot be sent to the ranks .*lock"):
+        ddpcheck.check(recipe(loss=lambda model, batch: lock))
 
 
 def fail(*_: Any) -> Any:
@@ -120,9 +111,7 @@ def fail(*_: Any) -> Any:
 
 CALLS = {
     "model()": lambda: recipe(model=fail).build_model(),
-    "batch(2)": lambda: recipe(batch=fail).global_batch(2),
     "shard(batch, rank=1, world_size=2)": lambda: recipe(shard=fail).local_batch(torch.ones(2), 1, 2),
-    "optimizer(parameters)": lambda: recipe(optimizer=fail).build_optimizer([]),
     "wrap(module, device)": lambda: recipe(wrap=fail).wrap_module(nn.Linear(1, 1), CPU),
 }
 
@@ -156,6 +145,10 @@ RETURNED = {
         "shard(batch, rank=1, world_size=2) returned None",
     ),
     "optimizer": (lambda: recipe(optimizer=lambda p: "adam").build_optimizer([]), "returned a value of type str"),
+    "closure": (
+        lambda: recipe(optimizer=torch.optim.LBFGS).build_optimizer([torch.ones(1)]),
+        "of type LBFGS, whose step() needs a closure",
+    ),
     "wrap": (lambda: recipe(wrap=lambda m, d: m.forward).wrap_module(nn.Linear(1, 1), CPU), "type method"),
 }
 

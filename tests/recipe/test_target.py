@@ -7,20 +7,18 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.errors import DDPCheckError, TargetError, UsageError
-from ddpcheck.recipe.target import find_file, is_path, load_target, split_target
+from ddpcheck.recipe.target import find_file, load_target
 
 SOURCE = """
 import torch
 from torch import nn
 from helper_beside_it import WIDTH
 import ddpcheck
-
 def model(): return nn.Linear(WIDTH, 1)
 def batch(step): return torch.ones(4, WIDTH)
 def loss(model, batch): return model(batch).mean()
 def optimizer(parameters): return torch.optim.Adam(parameters)
 ddp_kwargs = {"static_graph": True}
-
 recipe = ddpcheck.Recipe(model=model, batch=batch, loss=loss)
 def make(): return recipe
 def make_with(width=3): return recipe
@@ -50,9 +48,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "target",
     [
-        *("recipes.py", "recipes.py:recipe", "recipes.py:make", "recipes", "recipes:recipe", "recipes:make"),
-        *("recipes:make_with", "recipes:Holder.recipe", "target_package/inner/recipes.py", "./recipes.py:recipe"),
-        *("target_package.inner.recipes", "target_package.inner.recipes:make", "FOLDER/recipes.py:recipe"),
+        *("recipes.py", "recipes.py:make", "recipes", "recipes:make_with", "recipes:Holder.recipe"),
+        *("target_package/inner/recipes.py", "target_package.inner.recipes", "FOLDER/recipes.py:recipe"),
     ],
 )
 def test_every_spelling_gives_the_recipe(place: Path, target: str) -> None:
@@ -64,19 +61,10 @@ def test_every_spelling_gives_the_recipe(place: Path, target: str) -> None:
     assert (recipe.optimizer is None) is (":" in target)
 
 
-@pytest.mark.parametrize("name", ["json.py", "my-recipe.py", "torch.py", "1st.py"])
+@pytest.mark.parametrize("name", ["torch.py", "1st.py"])
 def test_a_file_may_be_called_like_anything(place: Path, name: str) -> None:
     (place / "recipes.py").rename(place / name)
     assert load_target(name).ddp_kwargs == {"static_graph": True}
-    import json
-
-    assert json.loads("1") == 1
-
-
-def test_two_files_of_one_name_are_two_targets(place: Path) -> None:
-    (place / "target_package" / "inner" / "recipes.py").write_text(SOURCE.replace("True", "False"))
-    assert load_target("recipes.py").ddp_kwargs == {"static_graph": True}
-    assert load_target("target_package/inner/recipes.py").ddp_kwargs == {"static_graph": False}
 
 
 def test_a_dataclass_with_postponed_annotations_works(place: Path) -> None:
@@ -86,35 +74,17 @@ def test_a_dataclass_with_postponed_annotations_works(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "parts"),
-    [
-        ("a.py", ("a.py", "")),
-        ("a.py:b", ("a.py", "b")),
-        ("a.b:c.d", ("a.b", "c.d")),
-        ("odd:folder/a.py:b", ("odd:folder/a.py", "b")),
-    ],
-)
-def test_a_target_is_split_at_its_last_colon(target: str, parts: tuple[str, str]) -> None:
-    assert split_target(target) == parts
-    assert is_path(parts[0]) is ("py" in parts[0])
-
-
-@pytest.mark.parametrize(
     ("target", "words"),
     [
-        *((target, "names no file or module") for target in ("", ":", ":recipe")),
+        (":recipe", "names no file or module"),
         ("recipes.py:recpie", "has no attribute 'recpie'; did you mean 'recipe'?"),
-        ("recipes.py:Holder.other", "has no attribute 'other'"),
         ("recipes.py:loss", "needs arguments"),
         ("recipes.py:Holder", "must be a ddpcheck.Recipe"),
-        ("recipes.py:ddp_kwargs", "a value of type dict"),
         ("recipes.py:model", "returned a value of type Linear"),
         ("helper_beside_it", "has no model and no batch and no loss"),
         ("nowhere", "no module named 'nowhere'"),
-        ("nowhere.py", "no such file: nowhere.py"),
         ("./recipes", "no such file: ./recipes; did you mean './recipes.py'?"),
         ("recipse", "give a file or a module; did you mean 'recipes.py'?"),
-        ("recipse.py", "no such file: recipse.py; did you mean 'recipes.py'?"),
         ("recipes.model", "give a file or a module, or recipes:model for an attribute of recipes"),
         ("folder", "folder is a folder without __init__.py"),
         ("target_package/", "is a folder"),
@@ -141,10 +111,7 @@ MODEL, BATCH, LOSS = "def model(): ...\n", "def batch(step): ...\n", "def loss(m
             "`ddpcheck init misspelled.py:Tagger` writes a first rec",
         ),
         (MODEL + LOSS + "def batches(step): ...\n", "no batch; batch is called batches there: rename it"),
-        (MODEL + BATCH + "def losses(model, batch): ...\n", "no loss; loss is called losses there: rename it"),
-        (MODEL + BATCH + LOSS + "def optimiser(parameters): ...\n", "did you mean 'optimizer'?"),
         (MODEL + BATCH + LOSS + "ddp_kwarg = {'static_graph': True}\n", "did you mean 'ddp_kwargs'?"),
-        (MODEL + BATCH + LOSS + "def shards(batch, rank, world_size): ...\n", "did you mean 'shard'?"),
         ("import ddpcheck\nddpcheck.Recipe(model=1, batches=2, loss=3)\n", "no 'batches'; did you mean 'batch'?"),
     ],
 )
@@ -158,10 +125,8 @@ def test_a_misspelled_part_of_a_recipe_is_suggested(place: Path, code: str, word
 HELPED = """
 from functools import wraps
 shards = [1]
-
 def batch(step):
     return [each() for each in (optimizers,)]
-
 def optimizers(): ...
 def make_model(): ...
 """

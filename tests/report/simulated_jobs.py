@@ -115,37 +115,22 @@ class Job:
             number = counts[name, is_p2p] = counts.get((name, is_p2p), 0) + 1
             arrow = f" {members.index(rank)}{'->' if kind.operation == 'send' else '<-'}{kind.stage}" if is_p2p else ""
             status[str(mine.index(int(name)))] = {"last_enqueued_collective": number}
-            entries.append(
-                {
-                    "record_id": record,
-                    "pg_id": mine.index(int(name)),
-                    "process_group": (name, kind.group),
-                    "collective_seq_id": 0 if is_p2p else number,
-                    "p2p_seq_id": number if is_p2p else 0,
-                    "profiling_name": f"nccl:{kind.operation}{arrow}",
-                    "time_created_ns": int((1e9 + record * 0.01) * _SECOND),
-                    "input_sizes": [list(kind.sizes)],
-                    "output_sizes": [list(kind.sizes)],
-                    "input_dtypes": ["Float"],
-                    "output_dtypes": ["Float"],
-                    "state": "completed" if record < done else "scheduled",
-                    "retired": record < done,
-                    "timeout_ms": 600_000,
-                    "is_p2p": is_p2p,
-                }
-            )
+            call = {"record_id": record, "profiling_name": f"nccl:{kind.operation}{arrow}", "is_p2p": is_p2p}
+            call |= {"pg_id": mine.index(int(name)), "process_group": (name, kind.group), "timeout_ms": 600_000}
+            call |= {"collective_seq_id": 0 if is_p2p else number, "p2p_seq_id": number if is_p2p else 0}
+            call |= {"input_sizes": [list(kind.sizes)], "output_sizes": [list(kind.sizes)]}
+            call |= {"input_dtypes": ["Float"], "output_dtypes": ["Float"]}
+            call |= {"state": "completed" if record < done else "scheduled", "retired": record < done}
+            entries.append(call | {"time_created_ns": int((1e9 + record * 0.01) * _SECOND)})
         return {"version": "2.9", "pg_config": config, "pg_status": status, "entries": entries}
 
     def write(self, folder: Path, *, active_only: bool = True, without: Sequence[int] = ()) -> str:
         """A file for each rank, with its unfinished calls alone or with all."""
         for rank, dump in enumerate(self.run()):
             if active_only:
+                groups = sorted(dump["pg_config"].items(), key=lambda item: int(item[0]))
                 dump["pg_config"] = {
-                    name: group
-                    for number, (name, group) in enumerate(
-                        sorted(dump["pg_config"].items(), key=lambda item: int(item[0]))
-                    )
-                    if str(number) in dump["pg_status"]
+                    name: group for at, (name, group) in enumerate(groups) if str(at) in dump["pg_status"]
                 }
                 dump["entries"] = [entry for entry in dump["entries"] if not entry["retired"]]
             if rank not in without:

@@ -4,18 +4,16 @@ import json
 import os
 import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import ddpcheck
 from ddpcheck import cli
-from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.recipe.target import load_target
 
@@ -25,19 +23,12 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 GOOD = """
 import os
 import sys
-
 import torch
 from torch import nn
-
-
 def model():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
 def batch(step):
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-
-
 def loss(model, batch):
     return model(batch).square().mean()
 """
@@ -84,16 +75,10 @@ def assert_usage_error(done: Done, *words: str) -> None:
 
 
 def assert_target_error(done: Done, *words: str) -> None:
-    """Exit code 3, and a last line that says in one sentence what the target did."""
     assert done.code == 3, done
     assert done.err == ""
     assert done.last_line.startswith("stopped: "), done.out
     assert not [word for word in words if word not in done.last_line], done.last_line
-
-
-def test_the_recipe_that_all_others_are_made_from_is_healthy(report) -> None:
-    done = report()
-    assert (done.code, done.err) == (0, "") and done.last_line == "clean: 6 checks passed, no findings"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +94,7 @@ def test_a_target_that_is_not_there(report, target: str, words: list[str]) -> No
 
 @pytest.mark.parametrize("importing", ["from .parts import WIDTH", "from package.inner.parts import WIDTH"])
 @pytest.mark.parametrize("initialised", [True, False], ids=["package", "namespace"])
-def test_a_file_that_belongs_to_a_package(
+def test_a_file_of_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importing: str, initialised: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,8 +121,8 @@ def test_a_file_that_belongs_to_a_package(
         (["--backend", "nccl"], ["nccl", "GPU"]),
         (["--ignore", "unused-paramter"], ["unused-paramter", "unused-parameter"]),
         (["--format", "pdf"], ["pdf", "json"]),
+        (["-o", "no/such/folder/report.json"], ["cannot write no/such/folder/report.json"]),
         pytest.param(["--device", "cuda"], ["no GPU"], marks=WITHOUT_GPU),
-        pytest.param(["--device", "cuda", "--backend", "nccl"], ["GPU"], marks=WITHOUT_GPU),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else None,
 )
@@ -145,15 +130,8 @@ def test_a_wrong_option(report, arguments: list[str], words: list[str]) -> None:
     assert_usage_error(report(*arguments), *words)
 
 
-@pytest.mark.parametrize("path", ["no/such/folder/report.json", "folder.json"])
-def test_an_output_that_cannot_be_written_is_told_before_any_work(report, tmp_path: Path, path: str) -> None:
-    (tmp_path / "folder.json").mkdir()
-    assert_usage_error(report("-o", path, source="raise RuntimeError('work has begun')"), "cannot write", path)
-
-
 FAULTS: dict[str, tuple[str, list[str]]] = {
     "import error inside the target": ("import no_such_package\n", ["no_such_package", "recipe.py:"]),
-    "syntax error": ("def broken(:\n", ["SyntaxError", "recipe.py:"]),
     "loss raises": ("def loss(*args): raise RuntimeError('the reason')\n", ["RuntimeError: the reason"]),
     "loss is NaN": ("def loss(m, b): return m(b).mean() * float('nan')\n", ["loss(model, batch) in step 0 is nan"]),
     "unknown DDP option": ("ddp_kwargs = {'magic': True}\n", ["DistributedDataParallel", "magic"]),
@@ -190,12 +168,6 @@ def test_a_target_that_fails_for_a_reason_of_its_own(report, name: str) -> None:
     assert_target_error(report("--steps", "2", source=source), *words)
 
 
-def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
-    recipe = Recipe(model=nn.Identity, batch=torch.ones, loss=nn.Identity, optimizer=torch.optim.LBFGS)
-    with pytest.raises(TargetError, match=r"type LBFGS, whose step\(\) needs a closure.*leave optimizer out"):
-        recipe.build_optimizer([torch.ones(1)])
-
-
 def test_the_traceback_of_the_target_is_shown_and_only_that(report) -> None:
     done = report(source="def helper(): raise KeyError('lost')\ndef model(): return helper()\n")
     assert done.code == 3
@@ -203,15 +175,11 @@ def test_the_traceback_of_the_target_is_shown_and_only_that(report) -> None:
     assert "importlib" not in done.out and "recipe.call" not in done.out
 
 
-@pytest.mark.parametrize("where", ["import", "model"])
-def test_what_a_target_printed_before_it_failed_is_shown_once(report, where: str) -> None:
-    failing = "raise OSError('no data')"
+def test_what_a_target_printed_before_it_failed_is_shown_once(report) -> None:
     source = "print('reading', 'data')\nprint('none found', file=sys.stderr)\n"
-    source += f"{failing}\n" if where == "import" else f"def model():\n    print('building')\n    {failing}\n"
-    done = report(source=source)
+    done = report(source=f"{source}def model():\n    print('building')\n    raise OSError('no data')\n")
     assert_target_error(done, "OSError: no data")
-    assert done.out.count("reading data") == done.out.count("none found") == 1
-    assert done.out.count("building") == (where == "model") and "printed" in done.out
+    assert [done.out.count(words) for words in ("reading data", "none found", "building")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("target", "file"), [("./recipe.py:recipe", "./recipe.py"), ("inside.recipe", None)])
@@ -237,27 +205,7 @@ def test_a_target_that_prints_a_megabyte_and_fails_shows_a_little_of_it(report) 
     assert len(done.out) < 20_000
 
 
-def test_an_error_message_of_a_megabyte_is_cut(report) -> None:
-    done = report(source="def model(): raise RuntimeError('x' * 1_000_000)\n")
-    assert done.code == 3 and len(done.last_line) < 5_000 and "printed" not in done.out
-
-
-def test_a_name_with_markup_survives(report) -> None:
-    source = """
-    class Marked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 1)
-            self.register_parameter("[red]extra[/red]", nn.Parameter(torch.ones(2)))
-            self.register_parameter("[/]", nn.Parameter(torch.ones(2)))
-        def forward(self, x): return self.head(x)
-    def model(): return Marked()
-    """
-    done = report(source=source)
-    assert done.code == 1 and "[red]extra[/red]" in done.out and "[/]" in done.out
-
-
-UNUSED_THEN = """
+UNUSED_THEN_RAISES = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -268,42 +216,14 @@ def model(): return Model()
 def batch(step): return {"x": torch.ones(8, 4), "step": torch.full((8,), step)}
 def loss(model, batch):
     if batch["step"][0] == 1:
-        THEN
+        raise RuntimeError('out of luck')
     return model(batch["x"]).square().mean()
 """
 
 
 def test_a_finding_made_before_the_target_raises_is_in_the_report(report, tmp_path: Path) -> None:
-    source = UNUSED_THEN.replace("THEN", "raise RuntimeError('out of luck')")
-    done = report("-o", "report.json", "--format", "json", source=source)
+    done = report("-o", "report.json", "--format", "json", source=UNUSED_THEN_RAISES)
     saved = json.loads((tmp_path / "report.json").read_text())
     assert done.code == 3 and saved["status"] == "error" and "out of luck" in saved["error"]["message"]
-    (finding,) = [finding for finding in saved["findings"] if finding["code"] == "DDP101"]
-    assert finding["subjects"] == ["extra.weight", "extra.bias"]
-
-
-def test_a_finding_made_before_a_rank_dies_is_in_the_report(report) -> None:
-    done = report(source=UNUSED_THEN.replace("THEN", "os.kill(os.getpid(), 9)"))
-    assert done.code == 3 and "SIGKILL" in done.out
-    assert "DDP101 unused-parameter" in done.out and "DDP404 rank-died" in done.out
-
-
-def test_what_was_found_before_wrapping_raises_is_in_the_report(report) -> None:
-    source = "RANK = int(os.environ['RANK'])\ndef model(): return nn.Linear(4, 1).train(RANK == 0)\n"
-    done = report(source=source + "def wrap(*args): raise RuntimeError('the reason')\n")
-    assert_target_error(done, "the reason")
-    assert "DDP222" in done.out
-
-
-@pytest.mark.slow
-def test_a_hang_in_the_single_process_does_not_hang_the_check(report) -> None:
-    source = """
-    def loss(model, batch):
-        while len(batch) == 8:
-            pass
-        return model(batch).mean()
-    """
-    begun = time.monotonic()
-    done = report("--timeout", "2", source=source)
-    assert time.monotonic() - begun < 20 and done.code in (0, 4)
-    assert "single process" in done.out and "did not finish within 2 s" in done.out
+    subjects = {finding["code"]: finding["subjects"] for finding in saved["findings"]}
+    assert subjects["DDP101"] == ["extra.weight", "extra.bias"]

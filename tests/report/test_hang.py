@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import pickle
-import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ddpcheck import cli
 from ddpcheck.findings.evidence.steps import Call
@@ -48,16 +44,12 @@ def line(letter: str) -> Location:
 @pytest.mark.parametrize(
     ("programs", "place", "where", "ranks"),
     [
-        (("AAxE", "AAE"), 2, "x", (0,)),  # in a function that rank 0 alone calls
         (("AAxE", "AAxE", "AAE"), 2, "x", (2,)),  # the one that leaves it out
-        (("AAAE", "AAAAE"), 3, "A", (1,)),  # a step more in a loop
         (("xE" * 9 + "x", "E" * 18), 0, "x", (0,)),  # in every epoch
         (("dAAxE", "eAAE"), 3, "x", (0,)),  # d and e are branches of one if
     ],
 )
-def test_a_call_in_addition_is_told_and_not_the_last_one(
-    programs: Sequence[str], place: int, where: str, ranks: tuple[int, ...]
-) -> None:
+def test_a_call_in_addition(programs: Sequence[str], place: int, where: str, ranks: tuple[int, ...]) -> None:
     finding = only(judge_divergences(logs_of(*programs)))
     assert (finding.code, finding.location, finding.ranks) == ("DDP403", line(where), ranks)
     assert f"Collective number {place} pairs up different lines" in finding.message
@@ -94,39 +86,8 @@ def test_what_proves_nothing_is_no_divergence() -> None:
 
 def test_where_operations_part_after_lines_the_lines_are_the_reason() -> None:
     rank_0, rank_1 = logs_of("AxBC", "ABCD")
-    reduce = functools.partial(replace, operation="all_reduce")
-    rank_0[3], rank_1[2] = reduce(rank_0[3]), reduce(rank_1[2])
-    finding = only(judge_divergences([rank_0, rank_1]))
-    assert finding.location == line("x")
-    clean = logs_of("ABC", "ABC")
-    clean[1][2] = reduce(clean[1][2])
-    assert "number 2 differs between the ranks" in only(judge_divergences(clean)).message
-
-
-programs = st.text(string.ascii_uppercase[:4], min_size=1, max_size=40)
-
-
-@settings(max_examples=40)
-@given(programs, st.data(), st.integers(2, 5))
-def test_a_call_that_one_rank_makes_in_addition_is_found_wherever_it_is(
-    program: str, data: st.DataObject, ranks: int
-) -> None:
-    place = data.draw(st.integers(0, len(program) - 1))
-    extra = data.draw(st.integers(0, ranks - 1))
-    whole = [program[:place] + "x" + program[place:] if rank == extra else program for rank in range(ranks)]
-    finding = only(judge_divergences(logs_of(*whole)))
-    assert finding.location == line("x") and f"number {place} " in finding.message
-    assert finding.ranks == (extra,)
-
-
-@settings(max_examples=40)
-@given(programs, st.sets(st.integers(0, 39)), st.integers(1, 40))
-def test_branches_by_rank_and_a_rank_that_stops_early_are_no_call_in_addition(
-    program: str, branches: set[int], kept: int
-) -> None:
-    first = "".join("d" if place in branches else one for place, one in enumerate(program))
-    second = "".join("e" if place in branches else one for place, one in enumerate(program))
-    assert judge_call_sites(logs_of(first, second[:kept])) == []
+    rank_0[3], rank_1[2] = (replace(call, operation="all_reduce") for call in (rank_0[3], rank_1[2]))
+    assert only(judge_divergences([rank_0, rank_1])).location == line("x")
 
 
 # Dumps
@@ -135,26 +96,13 @@ Entries = list[dict[str, Any]]
 
 
 def entry(number: int, operation: str = "gloo:barrier", where: int = 1, **more: Any) -> dict[str, Any]:
-    frames = [
-        {"name": "wrapper", "filename": "/usr/lib/python3.9/site-packages/torch/distributed/x.py", "line": 9},
-        {"name": "inner", "filename": "/usr/lib/python3.9/contextlib.py", "line": 8},
-        {"name": "main", "filename": "/job/train.py", "line": where},
-    ]
-    return {
-        "record_id": number - 1,
-        "process_group": ("0", "default_pg"),
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "profiling_name": operation,
-        "input_sizes": [[3]],
-        "input_dtypes": ["Float"],
-        "output_sizes": [[3]],
-        "output_dtypes": ["Float"],
-        "state": "scheduled",
-        "retired": True,
-        "is_p2p": False,
-        "frames": frames,
-    } | more
+    files = {"site-packages/torch/distributed/x.py": 9, "contextlib.py": 8}
+    frames = [{"name": "f", "filename": f"/usr/lib/python3.9/{file}", "line": line} for file, line in files.items()]
+    frames.append({"name": "main", "filename": "/job/train.py", "line": where})
+    sizes = {"input_sizes": [[3]], "input_dtypes": ["Float"], "output_sizes": [[3]], "output_dtypes": ["Float"]}
+    numbers = {"record_id": number - 1, "collective_seq_id": number, "p2p_seq_id": 0}
+    state = {"state": "scheduled", "retired": True, "is_p2p": False, "process_group": ("0", "default_pg")}
+    return {"profiling_name": operation, "frames": frames, **numbers, **sizes, **state, **more}
 
 
 def open_(number: int, **more: Any) -> dict[str, Any]:
@@ -204,12 +152,9 @@ ON_OTHERS = [
     entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
 ]
 REDUCED = entry(2, "gloo:all_reduce")
-CHANGED = {
-    "float32 of shape (4,)": REDUCED | {"input_sizes": [[4]]},
-    "bfloat16 of shape (3,)": REDUCED | {"input_dtypes": ["BFloat16"]},
-    "all_gather": entry(2, "gloo:all_gather"),
-}
-REACHES = ["\nRank 0 reaches all_reduce", "Collective number 1 differs between the ranks"]
+REACHES = [
+    *("\nRank 0 reaches all_reduce", "Collective number 1 differs between the ranks", "float32 of shape (4,)"),
+]
 LINES = [entry(number, where=number % 7) for number in range(1, 60)]
 GROUPS = [entry(1), of_group("1", 1)], [of_group("2", 1), entry(1), of_group("1", 1)], [of_group("2", 1), entry(1)]
 GROUP_2_WAITS = [GROUPS[0], [*GROUPS[1], of_group("2", 2, where=6, retired=False)], GROUPS[2]]
@@ -265,43 +210,32 @@ def test_ranks_that_have_not_parted(tmp_path: Path, ranks: list[Entries], more: 
         ),
         ([barriers(1, 4), barriers(1, 2)], {}, None, ["unrecorded"]),
         (GROUP_2_WAITS, OF_GROUPS, ("DDP403", (2,), 6), [".\nprocess group 2\n"]),
-        (
-            [[entry(1), of_group("7", 1, retired=False, where=8)], [entry(1)], [entry(1)]],
-            *({}, ("DDP402", (0,), 8), []),
-        ),
+        ([[entry(1), of_group("7", 1, retired=False, where=8)], [entry(1)]], {}, ("DDP402", (0,), 8), []),
         ([SENDS, SENDS[:1]], {}, ("DDP402", (1,), 4), []),
-        # A dump without stacks is written although a thread holds the GIL, and that with stacks is not.
-        ([[open_(1, where=6)], [], [open_(1, where=6)]], {}, ("DDP403", (1,), 6), []),
-        (
-            [IN_TWO_GROUPS, [*RECEIVER[:-1], *of_comms("main all_reduce", first=4)]],
-            *(BOTH, ("DDP403", (1,), 5), [".\nprocess group main (nccl)\n", "barrier() at train.py:5"]),
-        ),
         (
             [RING, of_comms(*["main all_reduce"] * 3, "main barrier", first=7)],
             *(MAIN, ("DDP402", (0,), 10), ["number 10 of process group main (nccl)"]),
         ),
-        *(
-            ([[entry(1), REDUCED], [entry(1), change]], {}, None, [*REACHES, words])
-            for words, change in CHANGED.items()
-        ),
+        ([[entry(1), REDUCED], [entry(1), REDUCED | {"input_sizes": [[4]]}]], {}, None, REACHES),
     ],
     ids=[
-        *("lines", "a ring that has wrapped", "numbers", "groups", "a group of some ranks", "sends", "an empty dump"),
-        *("torchcomms", "torchcomms ring", "shape", "dtype", "operation"),
+        "lines",
+        "a ring that has wrapped",
+        "numbers",
+        "groups",
+        "a group of some",
+        "sends",
+        "torchcomms ring",
+        "shape",
     ],
 )
 def test_ranks_that_have_parted(
-    tmp_path: Path,
-    ranks: list[Entries],
-    more: dict[str, Any],
-    expected: tuple[str, tuple[int, ...], int] | None,
-    words: list[str],
+    tmp_path: Path, ranks: list[Entries], more: Any, expected: tuple[object, ...] | None, words: list[str]
 ) -> None:
     report = report_on_hang(write(tmp_path, *ranks, **more))
     finding = only(report.findings)
-    if expected:
-        code, of_ranks, number = expected
-        assert (finding.code, finding.ranks, finding.location) == (code, of_ranks, Location("train.py", number))
+    number = finding.location and finding.location.line
+    assert not expected or (finding.code, finding.ranks, number) == expected
     text = "\n".join([report.checks[0].detail, finding.message, *finding.evidence, "(end)"])
     assert not [part for part in words if part not in text], text
 
@@ -329,7 +263,6 @@ def test_a_rank_that_waits_and_one_that_never_came(tmp_path: Path, capsys: pytes
 
 def test_a_hang_that_is_suppressed_is_shown_and_does_not_count(tmp_path: Path, monkeypatch) -> None:
     dumps = write(tmp_path, [entry(1), entry(2)], [entry(1), entry(2, "gloo:all_reduce")])
-    assert only(report_on_hang(dumps).findings).code == "DDP403"
     report = report_on_hang(dumps, Settings(suppress=(Suppression("DDP403", "meant"),)))
     assert (report.findings, report.status, report.accepted[0].reason) == ((), "ignored", "meant")
     assert report.checks[1].status == "ignored"
@@ -343,20 +276,13 @@ def test_a_rank_without_a_dump_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     code, report = hang(capsys, write(tmp_path, [gather], None, [gather]))
     assert (code, report.status, report.world["world_size"]) == (0, "incomplete", 4)
     assert report.checks[0].detail == "2 of 4: no dump of ranks 1 and 3"
-    code, report = hang(capsys, write(tmp_path, [gather, open_(2)], None, [gather]))
-    assert code == 4 and only(report.findings).evidence[-1] == "ranks 1 and 3: no dump"
 
 
 def test_a_dump_without_a_list_of_entries_is_a_rank_that_has_called_nothing(tmp_path: Path) -> None:
-    write(tmp_path, [open_(1)], [], [open_(1)])
-    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
-    (tmp_path / "rank_1").write_bytes(pickle.dumps({"version": "2.9", "pg_config": groups, "pg_status": {}}))
-    assert only(report_on_hang(str(tmp_path)).findings).ranks == (1,)
-    (folder := tmp_path / "json").mkdir()
     for rank, more in enumerate(({"entries": without_lines(of_comms("main barrier"))}, {})):
         text = json.dumps({"version": "2.10", "pg_config": config("main"), "pg_status": {}, **more})
-        (folder / f"rank_{rank}").write_text(text)
-    assert only(report_on_hang(str(folder)).findings).ranks == (1,)
+        (tmp_path / f"rank_{rank}").write_text(text)
+    assert only(report_on_hang(str(tmp_path)).findings).ranks == (1,)
 
 
 def test_json_has_no_lines_and_says_so(tmp_path: Path) -> None:
@@ -369,7 +295,7 @@ def test_json_has_no_lines_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("calls", "groups"), [("main all_reduce", ["main", "tp"]), ("main send", ["main"])])
-def test_lost_entries_of_torchcomms_are_lined_up_in_a_single_group_alone(
+def test_lost_entries_of_torchcomms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: str, groups: list[str]
 ) -> None:
     assert cli.main(["hang", write(tmp_path, of_comms(calls, first=7), RING, pg_config=config(*groups))]) == 2
@@ -392,7 +318,7 @@ def test_a_folder_that_is_not_there_and_two_dumps_of_a_rank(tmp_path: Path, caps
 
 @pytest.mark.slow
 def test_dumps_of_real_ranks(ddp_world: DDPWorld, tmp_path: Path) -> None:
-    def train(folder: str, rank_0_saves: bool) -> None:
+    def train(folder: str) -> None:
         import torch
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
@@ -402,26 +328,22 @@ def test_dumps_of_real_ranks(ddp_world: DDPWorld, tmp_path: Path) -> None:
         model = DistributedDataParallel(torch.nn.Linear(2, 1))
         for _ in range(3):
             model(torch.ones(2, 2)).sum().backward()
-        if rank_0_saves and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             save()
         work = dist.barrier(async_op=True)
-        if not rank_0_saves or dist.get_rank() == 1:
+        if dist.get_rank() == 1:
             work.wait()
         dump_to(folder)
 
-    for saves in (False, True):  # after which a barrier is open
-        (folder := tmp_path / str(saves)).mkdir()
-        ddp_world.run(train, str(folder), saves)
-    finding = only(report_on_hang(str(tmp_path / "True")).findings)
+    ddp_world.run(train, str(tmp_path))
+    finding = only(report_on_hang(str(tmp_path)).findings)
     assert finding.location is not None and (finding.code, finding.ranks) == ("DDP403", (0,))
     source = Path(__file__).read_text().splitlines()
     assert finding.location.path.endswith("test_hang.py") and "in save" in source[finding.location.line - 1]
     assert any("has ended" in fact and "rank 1" in fact for fact in finding.evidence)
-    assert report_on_hang(str(tmp_path / "False")).status == "clean"
 
 
 def save() -> None:
-    """What rank 0 alone calls."""
     import torch.distributed as dist
 
     dist.barrier(async_op=True)  # in save
@@ -436,15 +358,13 @@ def dump_to(folder: str) -> None:
 
     time.sleep(0.5)
     recorder = vars(torch._C._distributed_c10d)["_dump_fr_trace"]
-    for name, with_stacks in ((f"quick_rank_{dist.get_rank()}", False), (f"rank_{dist.get_rank()}", True)):
-        Path(folder, name).write_bytes(recorder(True, with_stacks, False))
+    Path(folder, f"rank_{dist.get_rank()}").write_bytes(recorder(True, True, False))
 
 
 # Dumps of `ddpcheck run`
 
 
 def ring_of(folder: Path, *logs: Sequence[Call]) -> tuple[Any, Path]:
-    """Return the parsed logs, and an empty folder for dumps."""
     for name in ("logs", "dumps"):
         (folder / name).mkdir()
     for rank, calls in enumerate(logs):
@@ -458,9 +378,7 @@ REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", location="trai
 OTHERS = [
     replace(REDUCE, operation="DistributedDataParallel.backward", payload="", location="train.py:7"),
     replace(REDUCE, operation="all_gather", payload="bfloat16 of shape (2, 3)"),
-    replace(REDUCE, operation="broadcast", payload="int64 of shape (), root 1"),
     replace(REDUCE, operation="reduce_scatter_tensor", payload=""),
-    replace(REDUCE, operation="all_to_all_single", payload=""),
     replace(REDUCE, operation="all_gather_object", payload="", group="1"),
     replace(REDUCE, operation="new_group", payload="ranks [0, 1]"),
     replace(REDUCE, operation="gather", payload="root 0", location=""),
@@ -475,14 +393,13 @@ STACK = (
     ("more", "words"),
     [
         (([REDUCE], []), "missing ranks: {1}"),
-        (([REDUCE], [OTHERS[0]]), None),  # one operation in the recorder's words
+        (([REDUCE], [OTHERS[0]]), ""),  # one operation in the recorder's words
         (([REDUCE], [replace(REDUCE, payload="float32 of shape (4,)")]), "has errors"),
-        (([REDUCE], [replace(REDUCE, operation="barrier", payload="")]), "COLLECTIVE_TYPE_MISMATCH"),
         (logs_of("AAxE", "AAE"), "missing ranks: {1}"),
     ],
 )
 def test_torchs_own_analysis_reads_the_dumps_of_a_run_and_the_verdict_is_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, more: Sequence[Sequence[Call]], words: str | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, more: Sequence[Sequence[Call]], words: str
 ) -> None:
     from torch.distributed.flight_recorder import fr_trace
 
@@ -495,7 +412,7 @@ def test_torchs_own_analysis_reads_the_dumps_of_a_run_and_the_verdict_is_the_sam
             fr_trace.main([str(dumps)])
         finally:
             gc.enable()  # which it turns off
-    assert words is None or words in caplog.text
+    assert words in caplog.text
     finding = only(report_on_hang(str(dumps)).findings)
     same = ("code", "subjects", "ranks", "location", "fix")
     assert [getattr(finding, name) for name in same] == [getattr(run, name) for name in same]

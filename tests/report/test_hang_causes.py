@@ -30,9 +30,7 @@ def cause(job: Job, folder: Path, *, active_only: bool = True, without: Sequence
 
 @pytest.mark.parametrize("active_only", [True, False], ids=["unfinished calls", "all calls"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_rank_that_calls_nothing_any_more_is_named_whatever_its_groups(
-    tmp_path: Path, shape: dict[str, int], active_only: bool
-) -> None:
+def test_a_rank_that_calls_nothing_any_more_is_named(tmp_path: Path, shape: dict[str, int], active_only: bool) -> None:
     for stopped in (0, 2, 3):
         (folder := tmp_path / str(stopped)).mkdir()
         job = Job(**shape, steps=6, hosts={stopped: 2})
@@ -42,12 +40,9 @@ def test_a_rank_that_calls_nothing_any_more_is_named_whatever_its_groups(
         assert "py-spy" in finding.fix
 
 
-@pytest.mark.parametrize("active_only", [True, False], ids=["unfinished calls", "all calls"])
-@pytest.mark.parametrize("shape", [SHAPES["data parallel"], SHAPES["all three"]], ids=["data parallel", "all three"])
-def test_a_device_that_completes_nothing_is_not_a_mismatch(
-    tmp_path: Path, shape: dict[str, int], active_only: bool
-) -> None:
-    finding = cause(Job(**shape, steps=4, devices={1: 2, 2: 2}), tmp_path, active_only=active_only)
+@pytest.mark.parametrize("shape", ["data parallel", "all three"])
+def test_a_device_that_completes_nothing_is_not_a_mismatch(tmp_path: Path, shape: str) -> None:
+    finding = cause(Job(**SHAPES[shape], steps=4, devices={1: 2, 2: 2}), tmp_path)
     assert (finding.code, finding.ranks) == ("DDP402", (1, 2))
     assert "The device stopped on ranks 1 and 2" in finding.message and "Xid" in finding.fix
     assert any(line.startswith("rank 1 has enqueued calls up to number") for line in finding.evidence)
@@ -57,24 +52,17 @@ def test_a_device_that_completes_nothing_is_not_a_mismatch(
     ("job", "without", "ranks", "words"),
     [
         (
-            Job(tensor=2, data=2, pipeline=2, hosts={5: 4, 6: 4}),
-            *(
-                [],
-                (5, 6),
-                ["the other 6 ranks wait for that", "\nranks 5 and 6 have no open collective: all have ended\n"],
-            ),
+            *(Job(tensor=2, data=2, pipeline=2, hosts={5: 4, 6: 4}), [], (5, 6)),
+            ["the other 6 ranks wait for that", "\nranks 5 and 6 have no open collective: all have ended\n"],
         ),
         # The device of rank 0 stops in the last call, which rank 1 completes, and rank 1 then waits for the pipeline.
         (Job(tensor=2, pipeline=2, steps=2, devices={0: 8}), [], (0,), ["The device stopped"]),
         (Job(tensor=2, data=2, hosts={3: 4}), [3], (3,), ["Rank 3 left no dump, and the other 3 ranks wait"]),
-        (Job(tensor=2, data=4, hosts={6: 4}), [1], (6,), ["\nrank 1: no dump\n(end)"]),
         (Job(tensor=2, pipeline=2, devices={2: 1, 3: 1}), [], (2, 3), ["which does not end"]),
     ],
-    ids=["two places", "a peer without open calls", "no dump of the cause", "a lost dump", "a group as a whole"],
+    ids=["two places", "a peer without open calls", "no dump of the cause", "a group as a whole"],
 )
-def test_one_cause_is_one_story(
-    tmp_path: Path, job: Job, without: list[int], ranks: tuple[int, ...], words: list[str]
-) -> None:
+def test_one_cause(tmp_path: Path, job: Job, without: list[int], ranks: tuple[int, ...], words: list[str]) -> None:
     finding = cause(job, tmp_path, without=without)
     text = "\n".join([finding.message, *finding.evidence, "(end)"])
     assert finding.ranks == ranks and not [part for part in words if part not in text], text
@@ -88,18 +76,14 @@ def test_a_stopped_host_and_a_stopped_device_are_two_stories(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("active_only", [True, False], ids=["unfinished calls", "all calls"])
 def test_a_mismatch_in_a_subgroup_is_told_alone(tmp_path: Path, active_only: bool) -> None:
-    for rank in (4, 5):  # of which others wait for both
-        (folder := tmp_path / str(rank)).mkdir()
-        other = Kind("TENSOR", "_all_gather_base", (9, 9))
-        job = Job(tensor=4, data=1, pipeline=2, mismatches={rank: (5, other)})
-        finding = cause(job, folder, active_only=active_only)
-        assert (finding.code, finding.ranks) == ("DDP403", (rank,))
-        assert "float32 of shape (9, 9)" in "\n".join(finding.evidence)
-        assert any(line.startswith("ranks 0 to 3 wait for ranks 4 to 7 in send or recv") for line in finding.evidence)
+    mismatch = Kind("TENSOR", "_all_gather_base", (9, 9))
+    finding = cause(Job(tensor=4, pipeline=2, mismatches={5: (5, mismatch)}), tmp_path, active_only=active_only)
+    assert (finding.code, finding.ranks) == ("DDP403", (5,))
+    assert "float32 of shape (9, 9)" in "\n".join(finding.evidence)
+    assert any(line.startswith("ranks 0 to 3 wait for ranks 4 to 7 in send or recv") for line in finding.evidence)
 
 
 def test_a_rank_that_came_late_to_a_call_in_which_all_are(tmp_path: Path) -> None:
-    """The timeout comes before any device has completed the call."""
     dumps = Job(data=4).run()
     for rank, dump in enumerate(dumps):
         dump["entries"][2] |= {"state": "scheduled", "retired": False}
@@ -128,10 +112,3 @@ def test_a_job_in_which_all_calls_have_ended_is_clean(tmp_path: Path) -> None:
     for name, shape in SHAPES.items():
         (folder := tmp_path / name).mkdir()
         assert report_on_hang(Job(**shape).write(folder, active_only=False)).findings == ()
-
-
-@pytest.mark.slow
-def test_a_thousand_ranks_are_told_in_a_few_lines(tmp_path: Path) -> None:
-    finding = cause(Job(tensor=8, data=64, pipeline=2, steps=1, hosts={517: 4}), tmp_path)
-    assert finding.ranks == (517,) and "the other 1023 ranks wait" in finding.message
-    assert max(map(len, finding.evidence)) < 200 and len(finding.evidence) < 9

@@ -33,12 +33,8 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 def entry(**more: Any) -> dict[str, Any]:
-    return {
-        "profiling_name": "nccl:broadcast",
-        "process_group": ["0", ""],
-        "collective_seq_id": 3,
-        "state": "scheduled",
-    } | more
+    call = {"profiling_name": "nccl:broadcast", "process_group": ["0", ""]}
+    return {**call, "collective_seq_id": 3, "state": "scheduled", **more}
 
 
 def nested() -> list[Any]:
@@ -60,7 +56,6 @@ MEMO = b"\x80\x02]r\xff\xff\xff\x6f."  # puts a list into place 1,879,048,191 of
     ("dump", "words"),
     [
         ({"entries": [], "rank": 1 << 40}, "its rank is '1099511627776'"),
-        ({"entries": [], "rank": 1.5}, "its rank is '1.5'"),
         ({"entries": [entry()], "pg_config": {"0": {"ranks": "[1, 7777777777]"}}}, "its rank is '7777777777'"),
         (
             {"entries": [entry(profiling_name="gloo:all_gather", input_sizes=[[]], output_sizes=[[1 << 50]])]},
@@ -72,11 +67,9 @@ MEMO = b"\x80\x02]r\xff\xff\xff\x6f."  # puts a list into place 1,879,048,191 of
         (b'{"entries": [], "version": ' + b"7" * 6000 + b"}", "neither JSON nor a whole pickle"),
         (b'{"entries": ' + b"[" * 100_000, "neither JSON nor a whole pickle"),
         (MEMO, "neither JSON nor a whole pickle"),
-        (pickle.dumps({"entries": []})[:9], "neither JSON nor a whole pickle"),
         (pickle.dumps([1]), "it has no list of entries"),
         (pickle.dumps({"entries": [{"a": 1}]}), "can read (KeyError: 'profiling_name')"),
         (pickle.dumps({"entries": [], "rank": Foreign()}), "it holds builtins.print, and not plain data"),
-        (pickle.dumps({"entries": [], "rank": "x"}), "its rank is 'x'"),
     ],
 )
 def test_dumps(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dump: Any, words: str) -> None:
@@ -91,12 +84,6 @@ def test_a_folder_without_a_dump(refused: Refused, tmp_path: Path) -> None:
     assert "it is empty" in refused("hang", folder)
     (folder / "notes.txt").touch()
     assert "no Flight Recorder dumps in" in refused("hang", folder)
-
-
-def test_a_rank_in_the_name_of_a_dump(refused: Refused, tmp_path: Path) -> None:
-    (folder := tmp_path / "dumps").mkdir()
-    (folder / f"trace-{7**30}.json").write_text('{"entries": []}')
-    assert "its rank is" in refused("hang", folder)
 
 
 def test_many_groups_of_many_ranks(refused: Refused, tmp_path: Path) -> None:
@@ -129,7 +116,7 @@ def test_what_is_no_file(refused: Refused, tmp_path: Path, make: Callable[[Path]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, make_device])
-def test_a_dump_that_names_what_is_no_source(
+def test_a_dump_without_source(
     tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "train.py")
@@ -142,9 +129,7 @@ def test_a_dump_that_names_what_is_no_source(
     assert "\x1b" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "text", ["timeout = 1e999", f"timeout = {10**400}", f"steps = {'9' * 6000}", "steps = " + "[" * 9999]
-)
+@pytest.mark.parametrize("text", ["timeout = 1e999", f"steps = {'9' * 6000}", "steps = " + "[" * 9999])
 def test_settings(refused: Refused, tmp_path: Path, text: str) -> None:
     (tmp_path / "pyproject.toml").write_text(f"[tool.ddpcheck]\n{text}\n")
     assert "pyproject.toml" in refused("hang", tmp_path)

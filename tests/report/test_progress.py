@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import io
 
-import pytest
-
 from ddpcheck.cli.output import Progress, wrapped
 from ddpcheck.report.checking import check_worlds
 from ddpcheck.report.checking.check_worlds import PhaseProgress
 
 
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(check_worlds.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_a_phase_that_takes_long_names_the_ranks_that_it_waits_for(clock: list[float]) -> None:
+def test_a_phase_that_takes_long_names_the_ranks_that_it_waits_for(monkeypatch) -> None:
     shown: list[str] = []
+    now = 100.0
+    monkeypatch.setattr(check_worlds.time, "monotonic", lambda: now)
     progress = PhaseProgress(shown.append)
-    progress("parameters, step 1 of 3: each rank alone")
+    progress(phase := "parameters, step 1 of 3: each rank alone")
     for seconds, running in ((1.0, {0, 1}), (2.5, {0, 1}), (2.9, {0, 1}), (3.1, {1}), (9.0, set())):
-        clock[0] = 100.0 + seconds
+        now = 100.0 + seconds
         progress.wait_for(frozenset(running))
     progress("reducer, step 1 of 3")
     progress.wait_for(frozenset({1}))
-    assert shown == [
-        "parameters, step 1 of 3: each rank alone",
-        "parameters, step 1 of 3: each rank alone: 2 s, waiting for ranks 0 and 1",
-        "parameters, step 1 of 3: each rank alone: 3 s, waiting for rank 1",
-        "reducer, step 1 of 3",
-    ]
-
-
-def test_nobody_has_to_listen() -> None:
-    PhaseProgress(None)("words")
+    waits = [f"{phase}: 2 s, waiting for ranks 0 and 1", f"{phase}: 3 s, waiting for rank 1"]
+    assert shown == [phase, *waits, "reducer, step 1 of 3"]
 
 
 class Terminal(io.StringIO):

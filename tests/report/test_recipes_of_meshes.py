@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from tests.tiers import one_of, share
 if not hasattr(fsdp, "fully_shard"):
     pytest.skip("this torch has no fully_shard", allow_module_level=True)
 
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.mesh_loops import LENGTH, WORDS, Block, Net, Shifted, SplitBlock, grid, loss_of, sharded, split
@@ -43,45 +43,13 @@ def under_ddp(**options: Any) -> Wrap:
 def under_fsdp(**options: Any) -> Wrap:
     def wrap(module: Any, device: torch.device) -> nn.Module:
         mesh = grid(2)
-        wrapped: nn.Module = sharded(split(module, mesh["tp"], **options), mesh["dp"])
-        return wrapped
+        return cast(nn.Module, sharded(split(module, mesh["tp"], **options), mesh["dp"]))
 
     return wrap
 
 
-def alone(tp: int = 4, **options: Any) -> Wrap:
+def split_only(tp: int = 4, **options: Any) -> Wrap:
     return lambda module, device: split(module, grid(tp)["tp"], **options)
-
-
-class Reader(nn.Module):
-    """Attends; `wrap` has to give each rank its number of heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 16)
-        self.heads, self.calls = 4, 0
-        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
-        self.head = nn.Linear(16, WORDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        x = self.words(x)
-        q, k, v = (one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.query, self.key, self.value))
-        read = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
-        found: Tensor = self.head(x + self.out(read))
-        return found
-
-
-def split_heads(module: Any, device: torch.device) -> nn.Module:
-    mesh = grid(2)
-    module.heads //= mesh["tp"].size()
-    plan: Any = {name: ColwiseParallel() for name in ("query", "key", "value")}
-    parallelize_module(module, mesh["tp"], {**plan, "out": RowwiseParallel()})
-    return DistributedDataParallel(module, device_mesh=mesh["dp"])
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def recipe(wrap: Wrap, **other: Any) -> Recipe:
@@ -89,10 +57,9 @@ def recipe(wrap: Wrap, **other: Any) -> Recipe:
 
 
 HEALTHY: dict[str, Recipe] = {
-    "ddp": recipe(under_ddp(), optimizer=adam),
-    "fully_shard, of sequences": recipe(under_fsdp(sequence=True), optimizer=adam),
-    "alone, of sequences": recipe(alone(sequence=True), optimizer=adam),
-    "numbers of heads": recipe(split_heads, model=Reader),
+    "ddp": recipe(under_ddp(), optimizer=torch.optim.AdamW),
+    "fully_shard, of sequences": recipe(under_fsdp(sequence=True), optimizer=torch.optim.AdamW),
+    "alone, of sequences": recipe(split_only(sequence=True), optimizer=torch.optim.AdamW),
 }
 
 
@@ -102,7 +69,7 @@ def test_a_healthy_model_is_clean_and_all_of_it_was_compared(name: str) -> None:
     assert_healthy(report)
     count = len(list(HEALTHY[name].model().parameters()))
     for reference in ("local", "single-process"):
-        assert len([one for one in report.parity if one.reference == reference]) == 2 * count, shown(report)
+        assert len([entry for entry in report.parity if entry.reference == reference]) == 2 * count, shown(report)
     (reducer,) = (check.detail for check in report.checks if check.name == "reducer")
     assert f"{2 * count} parameters after a step on parts equal those after a step on whole parameters" in reducer
     (note,) = (note for note in report.world["notes"] if note.startswith("tensor parallelism: "))
@@ -126,16 +93,12 @@ def split_by_hand() -> nn.Module:
     return SplitBlock(grid(2)["tp"]) if dist.is_initialized() else Block()
 
 
-def whole_batch(batch: Tensor, _rank: int, _world_size: int) -> Tensor:
-    return batch
-
-
 def test_of_layers_that_model_splits_by_hand_a_sentence_says_that_they_are_not_compared() -> None:
     by_hand = Recipe(
         model=split_by_hand,
         batch=lambda step: torch.randn(8, 16, generator=torch.Generator().manual_seed(step)),
         loss=lambda model, batch: (model(batch) - 1.0).square().mean(),
-        shard=whole_batch,
+        shard=lambda batch, _rank, _world_size: batch,
         wrap=lambda module, _: module,
     )
     report = ddpcheck.check(by_hand, world_size=2, steps=1)
@@ -156,10 +119,6 @@ def summed(model: Any, batch: Tensor) -> Tensor:
     return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
-def by_arguments(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    return batch.chunk(world_size)[rank]
-
-
 def by_world(batch: Tensor, rank: int, world_size: int) -> Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else batch.chunk(4)[rank]
 
@@ -171,33 +130,7 @@ def parts_of_outputs(module: Any, device: torch.device) -> nn.Module:
 
 
 def squares(model: Any, batch: Tensor) -> Tensor:
-    out: Tensor = model(batch[:, :-1])
-    return out.square().mean()
-
-
-class Clipped(torch.optim.SGD):
-    """Gradients get the norm of 0.05, by the squares of all parts, and those of what is not split."""
-
-    sums = True
-
-    def step(self, closure: Any = None) -> None:
-        squares = dict.fromkeys((True, False), torch.zeros(()))
-        for p in self.param_groups[0]["params"]:
-            is_part = p.grad.shape in {(32, 16), (16, 32), (16, 16), (32,)}
-            squares[is_part] = squares[is_part] + p.grad.square().sum()
-        if self.sums:
-            dist.all_reduce(squares[True], group=grid(2)["tp"].get_group())
-        for p in self.param_groups[0]["params"]:
-            p.grad.mul_(0.05 / (squares[True] + squares[False]).sqrt())
-        super().step()
-
-
-class ClippedAlone(Clipped):
-    sums = False
-
-
-def clipped(kind: type[Clipped]) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda parameters: kind(parameters, lr=0.1)
+    return cast(Tensor, model(batch[:, :-1]).square().mean())
 
 
 FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {  # with their twins
@@ -206,7 +139,7 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {  # with their twins
         recipe(under_fsdp(), model=seeded_by_replica),
         recipe(under_fsdp(), model=Shifted),
     ),
-    "nobody averages over the data dimension": ("DDP301", recipe(alone(2)), HEALTHY["ddp"]),
+    "nobody averages over the data dimension": ("DDP301", recipe(split_only(2)), HEALTHY["ddp"]),
     "norms are not in the plan": (
         "DDP301",
         recipe(under_fsdp(sequence=True, norms=False)),
@@ -216,12 +149,7 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {  # with their twins
     "another batch on each rank of a model": (
         "DDP516",
         recipe(under_ddp(), shard=by_world),
-        recipe(under_ddp(), shard=by_arguments),
-    ),
-    "a norm of own parts": (
-        "DDP306",
-        recipe(under_ddp(), optimizer=clipped(ClippedAlone)),
-        recipe(under_ddp(), optimizer=clipped(Clipped)),
+        recipe(under_ddp(), shard=lambda batch, rank, world_size: batch.chunk(world_size)[rank]),
     ),
     "a loss of each part": ("DDP302", recipe(parts_of_outputs, loss=squares), recipe(under_ddp(), loss=squares)),
 }
@@ -230,15 +158,13 @@ FAULTS: dict[str, tuple[str, Recipe, Recipe]] = {  # with their twins
 @pytest.mark.parametrize("name", share(dict.fromkeys(["a sum", *one_of(2, FAULTS)]), []))
 def test_a_fault_is_told_by_its_rule(name: str) -> None:
     code, broken, _ = FAULTS[name]
-    report = ddpcheck.check(broken, world_size=4, steps=3 if code == "DDP306" else 1)
+    report = ddpcheck.check(broken, world_size=4, steps=1)
     assert report.error is None and [finding.code for finding in report.findings] == [code], shown(report)
     assert not contradictions(report), shown(report)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", one_of(3, ("a norm of own parts", "replicas start differently", "another batch on each rank of a model"))
-)
+@pytest.mark.parametrize("name", ["replicas start differently", "another batch on each rank of a model"])
 def test_the_twin_of_a_fault_that_is_no_other_healthy_model_is_clean(name: str) -> None:
     report = ddpcheck.check(FAULTS[name][2], world_size=4, steps=3)
     assert not report.findings and report.error is None, shown(report)

@@ -19,11 +19,6 @@ def write(project: Path, table: str) -> None:
     (project / "pyproject.toml").write_text(f"[tool.ddpcheck]\n{table}\n", encoding="utf-8")
 
 
-def test_without_anything_the_defaults_hold(project: Path) -> None:
-    assert load_settings(environ={}) == Settings()
-    assert Settings() == Settings(2, None, "cpu", 3, 30.0, 0, (), (), Severity.ERROR)
-
-
 def test_command_line_over_ini_over_environment_over_file_over_default(project: Path) -> None:
     def decide(flag: str | None, variable: str | None, ini: str | None, table: int | None) -> int:
         write(project, "" if table is None else f"world-size = {table}")
@@ -35,22 +30,13 @@ def test_command_line_over_ini_over_environment_over_file_over_default(project: 
     assert decide(None, "4", "", 3) == 4
     assert decide(None, "", "", 3) == 3
     assert decide(None, None, None, None) == 2
+    assert load_settings(environ={}) == Settings() == Settings(2, None, "cpu", 3, 30.0, 0, (), (), Severity.ERROR)
 
 
 def test_every_setting_can_be_set_everywhere(project: Path) -> None:
-    values = {
-        "world_size": "4",
-        "backend": "NCCL",
-        "device": "cuda",
-        "steps": "7",
-        "timeout": "2.5",
-        "seed": "9",
-        "select": "DDP1,hang",
-        "ignore": "DDP109",
-        "fail_on": "never",
-        "preload": "transformers, torch.fx",
-        "format": "JSON",
-    }
+    values = {"world_size": "4", "backend": "NCCL", "device": "cuda", "steps": "7", "timeout": "2.5", "seed": "9"}
+    values |= {"select": "DDP1,hang", "ignore": "DDP109", "fail_on": "never", "format": "JSON"}
+    values |= {"preload": "transformers, torch.fx"}
     modules = ("transformers", "torch.fx")
     expected = Settings(4, "nccl", "cuda", 7, 2.5, 9, ("DDP1", "hang"), ("DDP109",), None, modules, format="json")
     assert load_settings(values, environ={}) == expected
@@ -71,20 +57,12 @@ def test_the_nearest_pyproject_counts_and_only_it(project: Path) -> None:
     assert load_settings(environ={}, start=project / "src" / "deep").steps == 3
 
 
-def test_patterns_come_repeated_and_comma_separated() -> None:
-    settings = load_settings({"select": ["DDP1, ddp2", "hang"], "ignore": []}, environ={})
-    assert settings.select == ("DDP1", "ddp2", "hang")
-    assert settings.ignore == ()
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"preload": "not a module"}, "--preload: expected names of modules, such as transformers, got 'not a module'"),
         ({"world_size": "0"}, "--world-size: expected a whole number of at least 1, got '0'"),
-        ({"steps": "-1"}, "--steps: expected a whole number of at least 1"),
         ({"seed": "1.5"}, "--seed: expected a whole number of at least 0, got '1.5'"),
-        ({"timeout": "0"}, "--timeout: expected a number of seconds greater than 0"),
         ({"timeout": "inf"}, "--timeout: expected a number of seconds"),
         ({"fail_on": "fatal"}, "--fail-on: expected error, warning, note or never, got 'fatal'"),
         ({"select": ["DDP1", "unused-paramter"]}, "--select: no rule matches 'unused-paramter'; did you mean DDP101"),
@@ -97,29 +75,19 @@ def test_a_wrong_flag_is_a_usage_error_that_names_it(project: Path, flags: dict[
         load_settings(flags, environ={})
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("DDPCHECK_STEPS", "many", "environment variable DDPCHECK_STEPS: expected a whole number of at least 1"),
-        ("DDPCHECK_FORMAT", " ", "environment variable DDPCHECK_FORMAT: expected a word"),
-    ],
-)
-def test_a_wrong_variable_is_a_configuration_error_that_names_it(project, variable, value, message) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_settings(environ={variable: value})
+def test_a_wrong_variable_is_a_configuration_error_that_names_it(project) -> None:
+    with pytest.raises(ConfigError, match="environment variable DDPCHECK_STEPS: expected a whole number of at least 1"):
+        load_settings(environ={"DDPCHECK_STEPS": "many"})
 
 
 @pytest.mark.parametrize(
     ("variable", "sentences"),
     [
         ("DDPCHECK_STEP", ["ddpcheck has no such setting; did you mean 'DDPCHECK_STEPS'?"]),
-        ("DDPCHECK_WORLDSIZE", ["ddpcheck has no such setting; did you mean 'DDPCHECK_WORLD_SIZE'?"]),
         ("DDPCHECK_WORLD", ["ddpcheck has no such setting; did you mean 'DDPCHECK_WORLD_SIZE'?"]),
-        ("DDPCHECK_TIMEOUT_SECONDS", ["ddpcheck has no such setting; did you mean 'DDPCHECK_TIMEOUT'?"]),
         ("DDPCHECK_REPRO", ["--repro can only be given on the command line"]),
         ("DDPCHECK_STEPS", []),
         ("DDPCHECK_TEST", []),
-        ("DDPCHECK_HOME", []),
         ("DDPCHECK_", []),
         ("STEP", []),
     ],
@@ -136,9 +104,7 @@ def test_a_stray_variable_stops_nothing_and_a_near_miss_is_told(project, variabl
     [
         ("world-siz = 2", "pyproject.toml: [tool.ddpcheck] has no setting 'world-siz'; did you mean 'world-size'?"),
         ("steps = true", "of pyproject.toml: expected a whole number of at least 1, got True"),
-        ("timeout = '1 minute'", "'timeout' in [tool.ddpcheck] of pyproject.toml"),
         ("backend = 3", "'backend' in [tool.ddpcheck] of pyproject.toml: expected a word"),
-        ("select = [1]", "'select' in [tool.ddpcheck] of pyproject.toml: expected codes"),
         ("fail-on = 1", "'fail-on' in [tool.ddpcheck] of pyproject.toml: expected error"),
         ("steps = 1\nworld-size = 2\nworld_size = 3", "sets 'world-size' twice"),
         ("steps = ", "cannot read pyproject.toml"),
