@@ -45,13 +45,6 @@ class Batch(NamedTuple):
     target: Tensor
 
 
-# A batch that is a named tuple.
-named_tuple_batch = recipe(
-    batch=lambda step: Batch(rows(step), rows(step).sum(1)),
-    loss=lambda model, batch: (model(batch.features)[:, 0] - batch.target).square().mean(),
-)
-
-
 @dataclass(frozen=True)
 class DataBatch:
     features: Tensor
@@ -70,18 +63,6 @@ def loss_of_dataclass(model: nn.Module, batch: DataBatch) -> Tensor:
 dataclass_batch = recipe(batch=lambda step: DataBatch(rows(step), rows(step).sum(1)), loss=loss_of_dataclass)
 
 
-def nested_batch(step: int) -> list[Any]:
-    x = rows(step)
-    return [x, {"sums": x.sum(1), "firsts": (x[:, 0], x[:, 1])}]
-
-
-def loss_of_nested_batch(model: nn.Module, batch: list[Any]) -> Tensor:
-    features, targets = batch
-    return (model(features)[:, 0] - targets["sums"] - targets["firsts"][1]).square().mean()
-
-
-# A batch that is a list of images and of targets in a dict.
-list_batch = recipe(batch=nested_batch, loss=loss_of_nested_batch)
 # The batch carries a torch.Size, a string and None beside its tensor.
 batch_with_size = recipe(
     batch=lambda step: {"x": rows(step), "shape": rows(step)[0].shape, "name": "train", "none": None},
@@ -204,24 +185,16 @@ packed_sequence_out = recipe(PackedGRU, sequences, loss=loss_of_packed)
 
 
 class AutoEncoder(nn.Module):
-    """Returns its code and what it decodes; a code that varies has noise from torch's generator, not from the batch."""
+    """Its code has noise from torch's generator, not from the batch."""
 
-    def __init__(self, *, varies: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder, self.varies = nn.Linear(8, 8 if varies else 4), nn.Linear(4, 8), varies
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        if not self.varies:
-            code = self.encoder(x).tanh()
-            return code, self.decoder(code)
         mean, log_variance = self.encoder(x).chunk(2, 1)
         code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
         return self.decoder(code), mean, log_variance
-
-
-def nested_loss(model: nn.Module, batch: Tensor) -> dict[str, Any]:
-    code, decoded = model(batch)
-    return {"reconstruction": (decoded - batch).square().mean(), "penalties": [code.abs().mean(), code.square().mean()]}
 
 
 def variational_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -230,9 +203,7 @@ def variational_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return ((decoded - batch).square().sum(1) + divergence).mean()
 
 
-# loss returns a dict of scalars, one of them in a list.
-nested_losses = recipe(AutoEncoder, loss=nested_loss)
-vae = recipe(lambda: AutoEncoder(varies=True), loss=variational_loss)
+vae = recipe(AutoEncoder, loss=variational_loss)
 
 
 def logged_loss(model: nn.Module, batch: Tensor) -> dict[str, Any]:
@@ -276,20 +247,6 @@ def siamese_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 # A siamese network: the wrapper is called twice before one backward.
 two_forwards_one_backward = recipe(lambda: layers(4), loss=siamese_loss)
-
-
-def views_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    probe = batch.clone().requires_grad_()
-    inner = getattr(model, "module", model)
-    squares(inner(probe), probe).sum().backward()
-    nearby = (batch + 0.01 * probe.grad.sign()).detach()
-    inner.zero_grad()
-    left, right = model(torch.cat([batch, nearby])).chunk(2)
-    return (left - right).square().mean() + squares(left, batch).mean()
-
-
-# Two views in one batch, and a backward pass of the loss's own for the input.
-advantages_and_views = recipe(loss=views_loss)
 
 
 def micro_batches_loss(model: Any, batch: Tensor) -> Tensor:

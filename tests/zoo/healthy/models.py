@@ -69,21 +69,26 @@ class GRU(nn.Module):
 dropout_rnn = recipe(GRU, batch=normal(12, 5, 4))
 
 
-class StatefulLSTM(nn.Module):
+class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
-        self.hidden: Any = None
+        self.embedding = nn.Embedding(20, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        y, hidden = self.lstm(x, self.hidden)
-        self.hidden = tuple(t.detach() for t in hidden)
-        return self.head(y)
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)
+        return self.head(self.encoder(x, mask=mask.to(x.dtype), is_causal=True))
 
 
-# A recurrent model carries its detached hidden state from step to step in an attribute.
-stateful_rnn = recipe(
-    StatefulLSTM, batch=normal(12, 5, 4), loss=lambda model, b: (model(b)[..., 0] - b.sum(2)).square().mean()
+# A language model with dropout whose head and embedding share one weight.
+transformer_tied_dropout = recipe(
+    Transformer,
+    batch=tokens(20, 12, 8),
+    loss=lambda model, batch: F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()),
 )
 
 
@@ -212,27 +217,6 @@ class Checkpointed(nn.Module):
 checkpoint_nonreentrant = recipe(Checkpointed)
 
 
-class Block(nn.Module):
-    """A residual branch behind a scalar gate that starts at zero, or one that is left out for some samples."""
-
-    def __init__(self, *, gate: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.gate = nn.Parameter(torch.zeros(())) if gate else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        branch = self.layer(x).tanh()
-        if self.gate is not None:
-            branch = self.gate * branch
-        elif self.training:
-            branch = branch * (torch.rand(len(x), 1, device=x.device) < 0.8) / 0.8
-        return x + branch
-
-
-# Gates that start at zero: in the first step the branches have a gradient of zero.
-rezero = recipe(*[lambda: Block(gate=True)] * 2, linear(8, 1))
-# Stochastic depth by `torch.rand`.
-drop_path = recipe(*[lambda: Block(gate=False)] * 2, linear(8, 1))
 # A randomised leaky ReLU draws a slope for each element.
 rrelu = recipe(linear(8, 16), nn.RReLU, linear(16, 1))
 
@@ -250,6 +234,9 @@ class Adapted(nn.Module):
 
 # A low-rank adapter on a frozen layer: B starts at zero, so the gradient of A is zero in the first step only.
 lora = recipe(Adapted, loss=to_input)
+backbone = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+# model() hands out a backbone that lives in a global.
+global_backbone = recipe(lambda: backbone, linear(16, 1))
 # A backbone that does not require gradients, under a head that does.
 frozen_backbone = recipe(
     lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()).requires_grad_(False), linear(8, 1)
@@ -310,10 +297,6 @@ spectral_norm = recipe(
     *(lambda: parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh),
     lambda: parametrizations.spectral_norm(nn.Linear(8, 4)),
     loss=to_input,
-)
-# The old kind: a hook, two buffers and a plain attribute in place of the weight.
-old_spectral_norm = recipe(
-    *(ignoring_warnings(lambda: nn.utils.spectral_norm(nn.Linear(8, 8))), nn.Tanh, linear(8, 4)), loss=to_input
 )
 
 
@@ -393,19 +376,6 @@ near_cancelling_bias = recipe(
 )
 
 
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.shift = nn.Linear(8, 4), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) + 1e4 * self.shift
-
-
-# One number is added to all logits: its gradient is zero, and what rounding leaves of it is any multiple of itself.
-shift_of_all_logits = recipe(Shifted, batch=images_and_labels(8, 8), loss=labelled)
-
-
 # Collectives with a gradient
 
 
@@ -431,25 +401,6 @@ class AllGather(Function):
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:
         return AllReduce.forward(ctx, gradient.contiguous()).chunk(dist.get_world_size())[dist.get_rank()]
-
-
-class Centred(nn.Module):
-    """Centres its features over all ranks, by an all-reduce that has a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.encoder(x)
-        mean = features.mean(0)
-        if dist.is_available() and dist.is_initialized():
-            mean = AllReduce.apply(mean) / dist.get_world_size()
-        return self.head((features - mean).tanh())
-
-
-# The sum of the gradients of all ranks, divided by the world size in forward: DDP's average makes it whole.
-allreduce_in_forward = recipe(Centred, batch=lambda step: normal(12, 8)(step) + 1)
 
 
 class Contrastive(nn.Module):

@@ -43,17 +43,6 @@ class Net(nn.Module):
 # Counters
 
 
-class Annealed(Net):
-    """A temperature kept as a plain attribute is annealed in every forward."""
-
-    temperature = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.softmax(self.body(x) / self.temperature, -1)
-        self.temperature = max(0.1, self.temperature * 0.8)
-        return self.head(hidden)
-
-
 class Warm(Net):
     """A step counter kept as a plain attribute warms the output up."""
 
@@ -90,7 +79,6 @@ class CountedInBuffers(Net):
         return self.head((self.body(x) / self.temperature.clone()).tanh())
 
 
-float_tau_anneal = recipe(Annealed)
 int_counter_warmup = recipe(Warm)
 counter_made_in_forward = recipe(MadeLate)
 step_counter_buffer = recipe(CountedInBuffers)
@@ -245,17 +233,6 @@ vector_quantiser = recipe(QuantisedAutoencoder, loss=lambda model, batch: model(
 # Attributes that a copy, a comparison or a report may stumble over
 
 
-class ExpandedTensor(Net):
-    """An attribute is an expanded tensor, whose elements share their memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = torch.ones(1, 8).expand(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.mask[0])
-
-
 class NestedTensor(Net):
     """An attribute is a nested tensor, which has no shape."""
 
@@ -299,27 +276,10 @@ class KnowsItsRank(Net):
         self.log, self.folders = f"rank{self.rank}.log", {"cache": f"/tmp/cache-{self.rank}"}
 
 
-class Coloured(nn.Module):
-    """Names that a careless report would take for markup, and a parameter that is called like a method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({"[red]": nn.Linear(8, 8), "[/red]": nn.Linear(8, 8), "<b>&amp;": nn.Linear(8, 1)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts.values():
-            x = part(x.tanh())
-        return x
-
-
-expanded_attr = recipe(ExpandedTensor)
 nested_attr = recipe(NestedTensor)
 prop_raises = recipe(Raising)
 named_params_override = recipe(OwnNames)
 rank_aware_program = recipe(KnowsItsRank)
-markup_names = recipe(Coloured)
-
-
 # Random numbers
 
 

@@ -62,12 +62,16 @@ def loss_with_spare(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (output[:, 0] - batch["x"].sum(1)).square().mean()
 
 
-# A head that the data of a step does not need is not waited for.
+SPARE = {
+    "model": Spare,
+    "batch": lambda step: {"x": rows(step), "step": torch.full((12,), step)},
+    "loss": loss_with_spare,
+}
+# A head that the data of some steps does not need: what that option is for.
+alternating_heads_find_unused = recipe(**SPARE, ddp_kwargs={"find_unused_parameters": True})
+# The same, and it is not waited for.
 skip_all_reduce_unused = recipe(
-    model=Spare,
-    batch=lambda step: {"x": rows(step), "step": torch.full((12,), step)},
-    loss=loss_with_spare,
-    ddp_kwargs={"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
+    **SPARE, ddp_kwargs={"skip_all_reduce_unused_params": True, "find_unused_parameters": True}
 )
 
 
@@ -127,6 +131,18 @@ device_mesh = recipe(
     wrap=lambda module, device: DistributedDataParallel(
         module, device_mesh=init_device_mesh(device.type, (dist.get_world_size(),))
     )
+)
+
+
+# A convolutional network whose BatchNorm takes its statistics over all ranks.
+conv_syncbn = recipe(
+    model=lambda: nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(8 * 36, 4), nn.BatchNorm1d(4)),
+    ),
+    batch=lambda step: torch.randn(12, 1, 8, 8, generator=torch.Generator().manual_seed(step)),
+    loss=lambda model, batch: (model(batch) - batch.mean((1, 2, 3))[:, None]).square().mean(),
+    wrap=lambda module, device: DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(module)),
 )
 
 
