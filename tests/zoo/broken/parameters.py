@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpcheck import Recipe
 
 UNUSED = {"code": "DDP101", "subjects": ["unused.weight", "unused.bias"], "severity": "error"}
-ON_RANK_1 = {"code": "DDP104", "subjects": ["unused.weight", "unused.bias"], "ranks": [1], "severity": "error"}
 EXPECT = {
     "compiled_unused": UNUSED,
     "torch_compile_ddp_unused": UNUSED,
     "scripted_unused": UNUSED,
     "detached_parameter": {"code": "DDP103", "subjects": ["body.weight"], "severity": "error"},
     "compiled_static_detached": {"code": "DDP103", "subjects": ["body.weight", "body.bias"]},
-    "data_dependent_branch": ON_RANK_1,
     "trained_buffer": {"code": "DDP106", "subjects": ["temperature"], "severity": "error"},
     "rezero_gate_is_a_buffer": {"code": "DDP107", "subjects": ["body.weight", "body.bias"], "severity": "warning"},
     "all_zero": {"code": "DDP307", "severity": "error", "also": ["DDP107"]},
-    "static_graph_dataclass": {"code": "DDP112", "subjects": ["Output"], "severity": "error"},
 }
 
 
@@ -93,16 +89,6 @@ compiled_static_detached = recipe(
 )
 
 
-class Branches(Unused):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + self.unused(x) if x.mean() > 0 else y
-
-
-# A layer runs only where the batch is positive on average, which holds on rank 0 and not on rank 1.
-data_dependent_branch = recipe(Branches, batch=lambda step: rows(step) + torch.linspace(3, -2, 12)[:, None])
-
-
 class Heated(Net):
     """The temperature is a buffer that requires grad, and so is no parameter to DDP and to the optimizer."""
 
@@ -129,21 +115,3 @@ trained_buffer = recipe(Heated)
 rezero_gate_is_a_buffer = recipe(Gated)
 # The loss is multiplied by zero; nothing is left to compare.
 all_zero = recipe(Net, loss=lambda model, batch: 0.0 * to_sum(model, batch))
-
-
-@dataclass
-class Output:
-    prediction: Tensor
-
-
-class Structured(Net):
-    def forward(self, x: Tensor) -> Any:
-        return Output(super().forward(x)[:, 0])
-
-
-# forward returns a dataclass, into which DDP does not look under static_graph=True: nothing is averaged.
-static_graph_dataclass = recipe(
-    Structured,
-    loss=lambda model, batch: (model(batch).prediction - batch.sum(1)).square().mean(),
-    ddp_kwargs={"static_graph": True},
-)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ddpcheck import Recipe
@@ -40,11 +39,6 @@ def recipe(model: Callable[[], nn.Module] = layers, batch: Callable[[int], Any] 
 # Batches
 
 
-class Batch(NamedTuple):
-    features: Tensor
-    target: Tensor
-
-
 @dataclass(frozen=True)
 class DataBatch:
     features: Tensor
@@ -61,13 +55,6 @@ def loss_of_dataclass(model: nn.Module, batch: DataBatch) -> Tensor:
 
 # A batch that is a frozen dataclass, with things in it that are no tensors.
 dataclass_batch = recipe(batch=lambda step: DataBatch(rows(step), rows(step).sum(1)), loss=loss_of_dataclass)
-
-
-# The batch carries a torch.Size, a string and None beside its tensor.
-batch_with_size = recipe(
-    batch=lambda step: {"x": rows(step), "shape": rows(step)[0].shape, "name": "train", "none": None},
-    loss=lambda model, batch: to_sum(model, batch["x"]),
-)
 
 
 class InPlace(nn.Module):
@@ -140,21 +127,7 @@ class Encoder(nn.Module):
         return Output(hidden, self.head(hidden)[:, 0])
 
 
-class NamedOutputs(Encoder):
-    """Returns a dict, of tensors and of other things."""
-
-    def forward(self, *, features: Tensor) -> dict[str, Any]:
-        output = super().forward(features)
-        return {"hidden": output.hidden, "prediction": output.prediction, "attentions": None, "name": "named"}
-
-
-def loss_of_dict(model: nn.Module, batch: Batch) -> Tensor:
-    output = model(features=batch.features)
-    return (output["prediction"] - batch.target).square().mean() + output["hidden"].square().mean()
-
-
 dataclass_outputs = recipe(Encoder, loss=lambda model, batch: (model(batch).prediction - batch.sum(1)).square().mean())
-dict_outputs = recipe(NamedOutputs, lambda step: Batch(rows(step), rows(step).sum(1)), loss=loss_of_dict)
 
 
 class PackedGRU(nn.Module):
@@ -213,31 +186,6 @@ def logged_loss(model: nn.Module, batch: Tensor) -> dict[str, Any]:
 
 # A detached metric that is not a number stands beside the loss.
 loss_dict_logging = recipe(loss=logged_loss)
-
-
-class Adversarial(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Linear(4, 8)
-        self.discriminator = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, real: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        fake = self.generator(noise)
-        judge = self.discriminator
-        fixed = {name: parameter.detach() for name, parameter in judge.named_parameters()}
-        return {"real": judge(real), "fake": judge(fake.detach()), "fooled": functional_call(judge, fixed, (fake,))}
-
-
-def adversarial_losses(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    judged = model(batch, batch[:, :4].roll(1, 0))
-    return {
-        "discriminator": F.softplus(-judged["real"]).mean() + F.softplus(judged["fake"]).mean(),
-        "generator": F.softplus(-judged["fooled"]).mean(),
-    }
-
-
-# A generator and a discriminator with two losses; what is detached on one way contributes on another.
-gan_style_two_losses = recipe(Adversarial, loss=adversarial_losses)
 
 
 def siamese_loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -109,20 +109,6 @@ conv_groupnorm = recipe(
 )
 
 
-def channels_last() -> nn.Module:
-    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 1))
-    return layers.to(memory_format=torch.channels_last)
-
-
-def loss_of_channels_last(model: nn.Module, batch: Tensor) -> Tensor:
-    prediction = model(batch.contiguous(memory_format=torch.channels_last))
-    return (prediction[:, 0] - batch.mean((1, 2, 3))).square().mean()
-
-
-# Convolutions in channels-last layout on every rank.
-channels_last_everywhere = recipe(channels_last, batch=normal(12, 3, 8, 8), loss=loss_of_channels_last)
-
-
 class FrozenNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,23 +143,6 @@ class Padded(nn.Module):
 embedding_padding_idx = recipe(Padded, batch=tokens(40, 12, 3), loss=to_one)
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(30, 8, sparse=True)
-        self.bag = nn.EmbeddingBag(30, 8, mode="sum", sparse=True)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens).mean(1) + self.bag(tokens))
-
-
-# Embeddings with sparse gradients, and an optimizer that takes them.
-sparse_embedding = recipe(
-    Sparse, batch=tokens(30, 12, 4), loss=to_one, optimizer=lambda params: torch.optim.Adagrad(params, lr=0.1)
-)
-
-
 class Filter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -186,22 +155,6 @@ class Filter(nn.Module):
 
 # A layer that filters in the Fourier domain with complex weights.
 complex_parameters = recipe(Filter)
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, 3)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        share = self.router(x).softmax(-1)
-        parts = [share[:, i::3, i, None] * expert(x[:, i::3]) for i, expert in enumerate(self.experts)]
-        return torch.cat(parts, 1)
-
-
-# A mixture of experts, routed by position in the sequence, so that every expert works in every step on every rank.
-moe_all_experts = recipe(Mixture, batch=normal(12, 6, 8), loss=to_one)
 
 
 class Checkpointed(nn.Module):
@@ -237,10 +190,6 @@ lora = recipe(Adapted, loss=to_input)
 backbone = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
 # model() hands out a backbone that lives in a global.
 global_backbone = recipe(lambda: backbone, linear(16, 1))
-# A backbone that does not require gradients, under a head that does.
-frozen_backbone = recipe(
-    lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()).requires_grad_(False), linear(8, 1)
-)
 
 
 class EmptyParameter(nn.Module):
@@ -254,16 +203,6 @@ class EmptyParameter(nn.Module):
 
 # A parameter has no elements.
 zero_size_param = recipe(EmptyParameter)
-
-
-def lazy() -> nn.Module:
-    layers = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
-    layers(torch.zeros(1, 8))
-    return layers
-
-
-# Lazy layers that a first forward gave their shape before they are wrapped.
-lazy_initialised = recipe(lazy)
 
 
 # Norms of weights
@@ -286,17 +225,6 @@ old_weight_norm = recipe(old_weight, nn.Tanh, ignoring_warnings(lambda: nn.utils
 # The same beside a parametrisation, whose classes torch makes anew for each module.
 old_weight_norm_beside_new = recipe(
     *(old_weight, nn.Tanh, lambda: parametrizations.orthogonal(nn.Linear(8, 8)), linear(8, 1))
-)
-# Weight normalisation as a parametrisation: the weight that is used is computed from two parameters.
-weight_norm = recipe(
-    *(lambda: parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh),
-    lambda: parametrizations.weight_norm(nn.Linear(8, 1), dim=None),
-)
-# Spectral normalisation: every training forward updates two buffers, in the same way on every rank.
-spectral_norm = recipe(
-    *(lambda: parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh),
-    lambda: parametrizations.spectral_norm(nn.Linear(8, 4)),
-    loss=to_input,
 )
 
 

@@ -43,18 +43,6 @@ class Net(nn.Module):
 # Counters
 
 
-class Warm(Net):
-    """A step counter kept as a plain attribute warms the output up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        return super().forward(x) * min(1.0, self.step / 10)
-
-
 class MadeLate(Net):
     """A counter that the first forward pass makes, with dropout: each run of a step counts from the start."""
 
@@ -64,25 +52,7 @@ class MadeLate(Net):
         return self.head(hidden) * min(1.0, self.calls / 10)
 
 
-class CountedInBuffers(Net):
-    """An integer buffer that counts steps, and a float one that follows from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.register_buffer("temperature", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-            self.temperature.copy_(1 / (1 + 0.5 * self.steps))
-        return self.head((self.body(x) / self.temperature.clone()).tanh())
-
-
-int_counter_warmup = recipe(Warm)
 counter_made_in_forward = recipe(MadeLate)
-step_counter_buffer = recipe(CountedInBuffers)
-
 STEP = 0
 
 
@@ -175,25 +145,6 @@ def to_whole_sum(model: nn.Module, batch: Tensor) -> Tensor:
 
 buffers_constant = recipe(Attention, sequences, loss=to_whole_sum)
 positional_cache = recipe(Positional, lambda step: sequences(step, 4 + step), loss=to_whole_sum)
-
-
-class Distilled(nn.Module):
-    """A student that follows a frozen teacher, which the forward pass moves towards the student."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self.training:
-                for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                    old.lerp_(new, 0.1)
-            target = self.teacher(x.roll(1, 1))
-        return (self.student(x) - target).square().mean()
-
-
-teacher_student = recipe(Distilled, loss=lambda model, batch: model(batch))
 
 
 class Quantiser(nn.Module):

@@ -39,12 +39,8 @@ def recipe(**options: Any) -> Recipe:
 
 # Gradients are copied into DDP's buckets all at once.
 batched_grad_copy = recipe(ddp_kwargs={"batched_grad_copy": True})
-# A list of bucket sizes, the first so small that there are several buckets from the first step on.
-bucket_list = recipe(ddp_kwargs={"bucket_cap_mb_list": [0.0001, 25]})
 # Gradients that are views into DDP's buckets, several of them.
 gradient_as_bucket_view = recipe(ddp_kwargs={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005})
-# Buffers are not synchronised before forward, and there is nothing in them that moves.
-forward_sync_buffers_off = recipe(ddp_kwargs={"forward_sync_buffers": False})
 
 
 class Spare(nn.Module):
@@ -73,19 +69,6 @@ alternating_heads_find_unused = recipe(**SPARE, ddp_kwargs={"find_unused_paramet
 skip_all_reduce_unused = recipe(
     **SPARE, ddp_kwargs={"skip_all_reduce_unused_params": True, "find_unused_parameters": True}
 )
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.layer(x).tanh()).tanh())
-
-
-# `static_graph=True` on a graph that is static, with a layer that is used twice.
-static_graph = recipe(model=Twice, ddp_kwargs={"static_graph": True})
 
 
 @dataclass
