@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +92,6 @@ def mean_over_ranks(model: nn.Module, batch: Tensor) -> Tensor:
     return errors.sum() / count
 
 
-# A global batch of 11, which no world of 2 to 4 divides.
-uneven_batch_weighted = recipe(batch=lambda step: rows(step)[1:], loss=mean_over_ranks)
-
-
 def empty_on_the_last_rank(batch: Tensor, rank: int, world_size: int) -> Tensor:
     parts = batch.tensor_split(world_size - 1 if batch[0, 0] > 0 and world_size > 1 else world_size)
     return parts[rank] if rank < len(parts) else batch[:0]
@@ -107,27 +102,6 @@ empty_shard_handled = recipe(shard=empty_on_the_last_rank, loss=mean_over_ranks)
 
 
 # Outputs
-
-
-@dataclass
-class Output:
-    hidden: Tensor
-    prediction: Tensor
-
-
-class Encoder(nn.Module):
-    """Returns its hidden features and its prediction, in a dataclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, features: Tensor) -> Any:
-        hidden = self.encoder(features).tanh()
-        return Output(hidden, self.head(hidden)[:, 0])
-
-
-dataclass_outputs = recipe(Encoder, loss=lambda model, batch: (model(batch).prediction - batch.sum(1)).square().mean())
 
 
 class PackedGRU(nn.Module):
@@ -195,17 +169,6 @@ def siamese_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 # A siamese network: the wrapper is called twice before one backward.
 two_forwards_one_backward = recipe(lambda: layers(4), loss=siamese_loss)
-
-
-def micro_batches_loss(model: Any, batch: Tensor) -> Tensor:
-    first, second = batch.chunk(2)
-    with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
-        (to_sum(model, first) / 2).backward()
-    return to_sum(model, second) / 2
-
-
-# The loss runs a micro-batch of its own under no_sync, with a backward of its own.
-grad_accum_in_loss = recipe(loss=micro_batches_loss)
 
 
 def penalised_slope(model: nn.Module, batch: Tensor) -> Tensor:

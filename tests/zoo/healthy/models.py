@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 from ddpcheck import Recipe
 
@@ -157,19 +156,6 @@ class Filter(nn.Module):
 complex_parameters = recipe(Filter)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.block, x, use_reentrant=False))
-
-
-# Activation checkpointing that is not re-entrant: the block runs once more in backward, with the same dropout.
-checkpoint_nonreentrant = recipe(Checkpointed)
-
-
 # A randomised leaky ReLU draws a slope for each element.
 rrelu = recipe(linear(8, 16), nn.RReLU, linear(16, 1))
 
@@ -245,13 +231,6 @@ weights_clipped_in_forward = recipe(Clipped)
 # Precision
 
 
-def bfloat16_layers() -> nn.Module:
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(4)]
-    return nn.Sequential(*layers, nn.Linear(8, 1)).to(torch.bfloat16)
-
-
-# A model in bfloat16, whose rounding is 65,536 times that of float32 and still no fault.
-bfloat16_model = recipe(bfloat16_layers, batch=normal(12, 8, dtype=torch.bfloat16))
 # A model in float64.
 double_precision = recipe(
     lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1)).double(),

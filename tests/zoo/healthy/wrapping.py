@@ -58,16 +58,12 @@ def loss_with_spare(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (output[:, 0] - batch["x"].sum(1)).square().mean()
 
 
-SPARE = {
-    "model": Spare,
-    "batch": lambda step: {"x": rows(step), "step": torch.full((12,), step)},
-    "loss": loss_with_spare,
-}
-# A head that the data of some steps does not need: what that option is for.
-alternating_heads_find_unused = recipe(**SPARE, ddp_kwargs={"find_unused_parameters": True})
-# The same, and it is not waited for.
+# A head that the data of a step does not need is not waited for.
 skip_all_reduce_unused = recipe(
-    **SPARE, ddp_kwargs={"skip_all_reduce_unused_params": True, "find_unused_parameters": True}
+    model=Spare,
+    batch=lambda step: {"x": rows(step), "step": torch.full((12,), step)},
+    loss=loss_with_spare,
+    ddp_kwargs={"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
 )
 
 
@@ -129,26 +125,6 @@ conv_syncbn = recipe(
 )
 
 
-class Transparent(DistributedDataParallel):
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-
-class Scaled(nn.Linear):
-    factor = 3.0
-
-
-# A wrapper class of its own, derived from DDP, through which the attributes of the module can be read.
-custom_wrapper_class = recipe(
-    model=lambda: Scaled(8, 1),
-    loss=lambda model, batch: (model(batch)[:, 0] * model.factor - batch.sum(1)).square().mean(),
-    wrap=lambda module, device: Transparent(module, broadcast_buffers=False),
-)
-
-
 class Engine(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -173,23 +149,10 @@ def hooked(state: Any, hook: Any) -> Recipe:
     return recipe(wrap=wrap)
 
 
-# A communication hook that does what DDP does without one.
-comm_hook_allreduce = hooked(None, allreduce_hook)
 # A communication hook of torch compresses gradients to float16.
 hook_fp16_wrapper = hooked(None, fp16_compress_wrapper(allreduce_hook))
 # PowerSGD, which loses precision on purpose, from the first step that it may.
 powersgd_hook = hooked(lambda: PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
-
-
-def with_gradient_hooks() -> nn.Module:
-    model = layers()
-    for parameter in model.get_submodule("0").parameters():
-        parameter.register_hook(lambda gradient: 0.5 * gradient)
-    return model
-
-
-# Hooks that are linear in the gradient (a layer with its learning rate halved): averaging commutes with them.
-linear_gradient_hook = recipe(model=with_gradient_hooks)
 
 
 # Optimizers
