@@ -160,9 +160,6 @@ class Repeated(Sampler[int]):
     def __len__(self) -> int:
         return self.size // dist.get_world_size()
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
 
 class Noisy(Masked):
     def __getitem__(self, index: int) -> Tensor:
@@ -170,9 +167,14 @@ class Noisy(Masked):
 
 
 def repeated_augmentation() -> None:
+    model, optimizer = begun()
     torch.manual_seed(10 + dist.get_rank())
     sampler = Repeated(80, dist.get_world_size())
-    train_epochs(DataLoader(Noisy(hides=False), batch_size=8, sampler=sampler), sampler)
+    loader = DataLoader(Noisy(hides=False), batch_size=8, sampler=sampler)
+    for epoch in range(3):
+        sampler.epoch = epoch
+        for x in loader:
+            train(model, optimizer, x)
 
 
 def two_networks_alike(seed: int = 4) -> None:
