@@ -53,7 +53,7 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
         by_name = (
             *("test_a_healthy_model_is_clean", "test_a_fault_is_told_by_its_own_rule", "test_parameters_after_a_step"),
             *(
-                "test_an_optimizer_whose_hook_takes_a_shard",
+                "test_an_optimizer_whose_hook",
                 "test_a_parameter_that_no_rank_uses",
                 "test_layers_that_wrap_re",
             ),
