@@ -41,15 +41,15 @@ def average(parameters: "list[nn.Parameter]") -> None:
         parameter.grad /= WORLD
 
 
-def train_later(model: nn.Module, later: "list[nn.Parameter]", *, averages: bool) -> None:
-    """Train parameters that have come after wrapping, all others being frozen."""
-    optimizer = torch.optim.SGD(later, 0.05)
+def train_some(model: nn.Module, parameters: "list[nn.Parameter]", *, averages: bool) -> None:
+    """Train what DDP does not average: what has come after wrapping, or all under `no_sync`."""
+    optimizer = torch.optim.SGD(parameters, 0.05)
     for _ in range(12):
         x, y = batch()
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         if averages:
-            average(later)
+            average(parameters)
         optimizer.step()
 
 
@@ -58,7 +58,7 @@ def an_adapter_that_is_added(*, averages: bool) -> None:
     model = DistributedDataParallel(body)
     body.requires_grad_(False)
     body.append(nn.Linear(1, 1))
-    train_later(model, list(body[3].parameters()), averages=averages)
+    train_some(model, list(body[3].parameters()), averages=averages)
 
 
 def a_layer_that_is_unfrozen(*, averages: bool) -> None:
@@ -67,21 +67,14 @@ def a_layer_that_is_unfrozen(*, averages: bool) -> None:
     model = DistributedDataParallel(body)
     body[0].requires_grad_(False)
     body[2].requires_grad_(True)
-    train_later(model, list(body[2].parameters()), averages=averages)
+    train_some(model, list(body[2].parameters()), averages=averages)
 
 
 def all_forwards_under_no_sync(*, averages: bool) -> None:
     """DDP averages nothing, and the script does or nobody does."""
     model = DistributedDataParallel(net())
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    for _ in range(12):
-        x, y = batch()
-        optimizer.zero_grad()
-        with model.no_sync():
-            (model(x) - y).square().mean().backward()
-        if averages:
-            average(list(model.parameters()))
-        optimizer.step()
+    with model.no_sync():
+        train_some(model, list(model.parameters()), averages=averages)
 
 
 def files_of_all_ranks(*, empty: bool) -> None:

@@ -31,6 +31,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None
     optimizer.step()
 
 
+def train_epochs(loader: DataLoader[Any], sampler: Any, data: Any = None) -> None:
+    """Three epochs, each in an order of its own; the stage of `data` is that of the epoch."""
+    model, optimizer = begun()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        if data is not None:
+            data.stage = epoch
+        for batch in loader:
+            train(model, optimizer, batch[0] if isinstance(batch, list) else batch)
+
+
 def begun(width: int = 6) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, 1)))
@@ -53,19 +64,10 @@ class Masked(Dataset[Tensor]):
         return row
 
 
-class Counted(Masked):
-    pass
-
-
 def _in_stages(data: Masked) -> None:
-    model, optimizer = begun()
     order: DistributedSampler[Tensor] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=8, sampler=order, num_workers=1, persistent_workers=True)
-    for stage in range(3):
-        order.set_epoch(stage)
-        data.stage = stage
-        for x in loader:
-            train(model, optimizer, x)
+    train_epochs(loader, order, data)
 
 
 def workers_of_a_shuffled_set() -> None:
@@ -73,7 +75,7 @@ def workers_of_a_shuffled_set() -> None:
 
 
 def workers_of_a_set_that_counts_epochs() -> None:
-    _in_stages(Counted(hides=False))
+    _in_stages(Masked(hides=False))
 
 
 class EveryOther(BatchSampler):
@@ -91,14 +93,10 @@ class EveryOther(BatchSampler):
 
 
 def split_once_more() -> None:
-    model, optimizer = begun()
     data = list(torch.randn(96, 6, generator=torch.Generator().manual_seed(2)))
     sampler: DistributedSampler[Tensor] = DistributedSampler(data)  # type: ignore[arg-type]
     loader = DataLoader(data, batch_sampler=EveryOther(BatchSampler(sampler, 4, drop_last=True)))  # type: ignore[arg-type]
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        for x in loader:
-            train(model, optimizer, x)
+    train_epochs(loader, sampler)
 
 
 class Prefetcher:
@@ -113,14 +111,10 @@ class Prefetcher:
         return batch
 
 
-class Rows(TensorDataset):
-    pass
-
-
 def prefetched_later() -> None:
     """Without it at first; and left before the end in the last epoch."""
     model, optimizer = begun()
-    data = Rows(torch.randn(64, 6, generator=torch.Generator().manual_seed(3)))
+    data = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(3)))
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     for epoch in range(4):
@@ -135,13 +129,9 @@ def prefetched_later() -> None:
             train(model, optimizer, x)
 
 
-class Lines(TensorDataset):
-    pass
-
-
 def resumed_by_islice() -> None:
     model, optimizer = begun()
-    data = Lines(torch.randn(64, 6, generator=torch.Generator().manual_seed(3)))
+    data = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(3)))
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
     epoch = 0
     while epoch < 4:
@@ -262,14 +252,9 @@ def ring_of_all_ranks() -> None:
 
 def ranks_of_a_node() -> None:
     """The sampler has the size and the rank of a node, of which there are two."""
-    model, optimizer = begun()
     data = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(7)))
     sampler = DistributedSampler(data, num_replicas=2, rank=dist.get_rank() % 2)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        for (x,) in loader:
-            train(model, optimizer, x)
+    train_epochs(DataLoader(data, batch_size=4, sampler=sampler), sampler)
 
 
 def counts_of_a_row(*, everywhere: bool = False) -> None:

@@ -62,19 +62,9 @@ class Trainer:
     def __init__(self, number: int) -> None:
         self.number = number
         self.config: dict[str, Any] = {
-            "local_rank": RANK,
-            "rank": RANK,
-            "world_size": WORLD,
-            "seed": 40 + number + RANK,
-            "port": 29500 + RANK,
-            "lr": 0.01 * (1 + number % 5),
-            "batch_size": (16, 8, 20)[number % 3],
-            "warmup": 0.1,
-            "dropout": 0.25,
-            "eps": 1e-8,
-            "betas": (0.9, 0.999),
-            "hidden": 32,
-            "threshold": 0.5,
+            **{"local_rank": RANK, "rank": RANK, "world_size": WORLD, "seed": 40 + number + RANK, "port": 29500 + RANK},
+            **{"lr": 0.01 * (1 + number % 5), "batch_size": (16, 8, 20)[number % 3], "warmup": 0.1, "dropout": 0.25},
+            **{"eps": 1e-8, "betas": (0.9, 0.999), "hidden": 32, "threshold": 0.5},
         }
         torch.manual_seed(number)
         self.model = DistributedDataParallel(

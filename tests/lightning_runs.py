@@ -192,17 +192,6 @@ class ManualTwice(Manual):
             optimizer.step()
 
 
-class ManualManyOptimizers(Manual):
-    """One backward pass, and an optimizer for each parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2))
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
-
-
 class ManualAccumulation(Manual):
     def training_step(self, batch: Any, index: int) -> None:
         if index % 2 == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -147,17 +147,32 @@ def loss_of(model: Any, rows: Tensor) -> Tensor:
 
 
 def train(
-    model: Any, mesh: DeviceMesh, optimizer: Any = None, *, first: int = 0, clips: bool = True, **data: Any
+    model: Any,
+    mesh: DeviceMesh,
+    optimizer: Any = None,
+    *,
+    rows: Iterable[Tensor] | None = None,
+    loss: Callable[[Any, Tensor], Tensor] = loss_of,
+    adjust: Callable[[Any], object] | None = lambda model: clip(model, 0.5),
+    **data: Any,
 ) -> Any:
-    parameters = HELD[model].values() if model in HELD else model.parameters()
-    optimizer = optimizer or torch.optim.AdamW(parameters, lr=0.01)
-    for rows in batches(mesh, first=first, **data):
+    """Train with `AdamW` or `optimizer`; `adjust` changes gradients before each step."""
+    optimizer = optimizer or torch.optim.AdamW(parameters_of(model), lr=0.01)
+    for batch in batches(mesh, **data) if rows is None else rows:
         optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        if clips:
-            clip(model, 0.5)
+        loss(model, batch).backward()
+        if adjust:
+            adjust(model)
         optimizer.step()
     return optimizer
+
+
+def parameters_of(model: Any) -> list[Any]:
+    return list(HELD[model].values() if model in HELD else model.parameters())
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters_of(model), lr=0.05)
 
 
 def clip(model: Any, largest: float) -> None:
@@ -228,12 +243,8 @@ def whole_loop(kind: str, *, sequence: bool = False, **options: Any) -> None:
 
 def tp_of_library_clip() -> None:
     model, mesh = wrapped("tp", sequence=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for rows in batches(mesh):
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        clip_grad_norm_([p for p in model.parameters() if isinstance(p, DTensor)], 0.5)
-        optimizer.step()
+    parts = [p for p in model.parameters() if isinstance(p, DTensor)]
+    train(model, mesh, sgd(model), adjust=lambda model: clip_grad_norm_(parts, 0.5))
 
 
 def tp_of_parts_of_sequences() -> None:
@@ -332,12 +343,9 @@ def sampler_over_the_world() -> None:
 def batches_of_each_rank_with_parts_of_sequences() -> None:
     """No sampler, and each rank draws its batches; layers in the model have parts of the sequence, the model not."""
     model, mesh = wrapped("fsdp", sequence=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     own = torch.Generator().manual_seed(mesh["dp"].get_local_rank() if FIXED else dist.get_rank())
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss_of(model, torch.randint(WORDS, (4, LENGTH + 1), generator=own)).backward()
-        optimizer.step()
+    rows = (torch.randint(WORDS, (4, LENGTH + 1), generator=own) for _ in range(12))
+    train(model, mesh, sgd(model), rows=rows, adjust=None)
 
 
 @fault("DDP516", "DistributedSampler(data, parts, part)")
@@ -346,13 +354,6 @@ def sampler_over_tensor_parallelism() -> None:
     model, mesh = wrapped("ddp")
     tp = mesh["tp"]
     train(model, mesh, sample=None if FIXED else (tp.size(), tp.get_local_rank()))
-
-
-@fault("DDP516", "DistributedSampler(data, parts, part)")
-def sampler_without_data_parallelism() -> None:
-    """The ranks of the one model take a part of the data each."""
-    model, mesh = wrapped("tp")
-    train(model, mesh, sample=None if FIXED else (dist.get_world_size(), dist.get_rank()))
 
 
 @fault("DDP505", "DistributedSampler(data, parts, part)")
@@ -384,20 +385,14 @@ def replicas_start_differently() -> None:
 @fault("DDP301", "parallelize_module(model, mesh, plan)")
 def norms_not_in_the_plan() -> None:
     """What is between blocks is split along the sequence, and norms are not told: nothing adds up their gradients."""
-    train(*wrapped("fsdp", sequence=True, norms=FIXED), clips=False)
+    train(*wrapped("fsdp", sequence=True, norms=FIXED), adjust=None)
 
 
-@fault("DDP301", "parallelize_module(model, mesh, plan)")
-def norms_not_in_the_plan_without_data_parallelism() -> None:
-    """The same, of one model over all ranks."""
-    train(*wrapped("tp", sequence=True, norms=FIXED), clips=False)
-
-
-@fault("DDP301", "for rows in batches(mesh, first=first, **data):")
+@fault("DDP301", "for batch in batches(mesh, **data)")
 def dropout_of_each_rank() -> None:
     """Every rank draws its own dropout of what all ranks of a model compute alike."""
     model, mesh = wrapped("ddp", Net(drops=0.2))
-    train(model, mesh, clips=False, seed=mesh["dp"].get_local_rank() if FIXED else dist.get_rank())
+    train(model, mesh, adjust=None, seed=mesh["dp"].get_local_rank() if FIXED else dist.get_rank())
 
 
 # Layers that are split by hand, without DTensor
@@ -455,58 +450,46 @@ def gradient_of_a_part_by_hand() -> None:
     model = Shifted()
     for index in range(len(model.blocks)):
         model.blocks[index] = SplitBlock(mesh["tp"])
-    train(DistributedDataParallel(model, process_group=mesh["dp"].get_group()), mesh, clips=False)
+    train(DistributedDataParallel(model, process_group=mesh["dp"].get_group()), mesh, adjust=None)
 
 
 # What is computed of parts
 
 
-def clip_by_hand(model: Any, largest: float, *, sums: bool, all_of_it: bool) -> None:
+def clip_by_hand(model: Any) -> None:
     squares = {name: p.grad.square().sum() for name, p in HELD[model].items()}
-    square = torch.stack([value for name, value in squares.items() if all_of_it or name in SPLIT[model]]).sum()
-    if sums:
+    square = torch.stack([squares.pop(name) for name in [*squares] if not FIXED or name in SPLIT[model]]).sum()
+    if FIXED:
         dist.all_reduce(square, group=GROUP[model])
-    if not all_of_it:
-        square = square + torch.stack([value for name, value in squares.items() if name not in SPLIT[model]]).sum()
+        square = square + torch.stack([*squares.values()]).sum()
     for p in HELD[model].values():
-        p.grad.mul_(largest / max(float(square.sqrt()), largest))
-
-
-def train_clipped(model: Any, mesh: DeviceMesh, *, sums: bool, all_of_it: bool) -> None:
-    optimizer = torch.optim.AdamW(HELD[model].values(), lr=0.01)
-    for rows in batches(mesh):
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        clip_by_hand(model, 0.1, sums=sums, all_of_it=all_of_it)
-        optimizer.step()
+        p.grad.mul_(0.1 / max(float(square.sqrt()), 0.1))
 
 
 @fault("DDP306", "squares = {name: p.grad.square().sum()")
 def norm_of_own_parts() -> None:
     """Each rank clips by the norm of its own parts."""
     model, mesh = wrapped("ddp")
-    train_clipped(model, mesh, sums=FIXED, all_of_it=not FIXED)
-
-
-@fault("DDP306", "squares = {name: p.grad.square().sum()")
-def norm_with_replicas() -> None:
-    """The squares of all norms are added up over the ranks of a model: also those of what each of them has."""
-    model, mesh = wrapped("ddp")
-    train_clipped(model, mesh, sums=True, all_of_it=not FIXED)
+    optimizer = torch.optim.AdamW(parameters_of(model), lr=0.01)
+    for rows in batches(mesh):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        clip_by_hand(model)
+        optimizer.step()
 
 
 @fault("DDP303", "/ dist.get_world_size()")
 def loss_divided_by_the_world() -> None:
     """The loss is divided by the number of all ranks, and DDP averages over the replicas."""
-    model, mesh = wrapped("ddp")
-    optimizer = torch.optim.SGD(HELD[model].values(), lr=0.05)
-    for rows in batches(mesh):
-        optimizer.zero_grad()
+
+    def divided(model: Any, rows: Tensor) -> Tensor:
         loss = loss_of(model, rows)
         if not FIXED:
             loss = loss / dist.get_world_size()
-        loss.backward()
-        optimizer.step()
+        return loss
+
+    model, mesh = wrapped("ddp")
+    train(model, mesh, sgd(model), loss=divided, adjust=None)
 
 
 # The order of things
@@ -521,18 +504,6 @@ def optimizer_before_the_split() -> None:
     model = split(model, mesh["tp"])
     if FIXED:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, mesh, optimizer)
-
-
-@fault("DDP504", "optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # too early")
-def optimizer_before_split_and_shards() -> None:
-    """The same, of a model that is sharded after that."""
-    mesh = grid(2)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # too early
-    model = sharded(split(model, mesh["tp"]), mesh["dp"])
-    if FIXED:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     train(model, mesh, optimizer)
 
 

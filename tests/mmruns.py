@@ -26,7 +26,6 @@ from mmengine.runner import FlexibleRunner as FlexibleRunner
 from mmengine.runner import Runner
 from torch import nn
 
-from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.integrations.mmengine import CheckedMMDistributedDataParallel, DDPCheckHook
@@ -36,7 +35,6 @@ with contextlib.suppress(ImportError):
     import sklearn.datasets  # noqa: F401  of the example
 
 CHECKED = {"type": "CheckedMMDistributedDataParallel", "detect_anomalous_params": True}
-PLAIN = {"type": "MMDistributedDataParallel", "device_ids": None}
 _count = itertools.count()
 
 
@@ -186,7 +184,6 @@ class Trained:
 
     findings: tuple[Finding, ...]
     raised: str = ""
-    raised_after: int = -1
     warned: list[str] = field(default_factory=list)
     log: str = ""
     logged: list[dict[str, float]] = field(default_factory=list)
@@ -195,10 +192,6 @@ class Trained:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     wrapper: str = ""
     same_group: bool = False
-
-    @property
-    def by_code(self) -> dict[str, Finding]:
-        return {finding.code: finding for finding in self.findings}
 
 
 def train(
@@ -249,7 +242,6 @@ def train(
     return Trained(
         findings=tuple(finding for watch in ours[0].watches for finding in watch.findings) if ours else own,
         raised="" if raised is None else f"{type(raised).__name__}: {raised}",
-        raised_after=len(steps.logged) if isinstance(raised, FindingsError) else -1,
         warned=[str(each.message) for each in caught if issubclass(each.category, FindingWarning)],
         log="".join(path.read_text() for path in sorted((folder / str(rank)).glob("*/*.log"))),
         logged=steps.logged,

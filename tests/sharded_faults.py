@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 Loop = Callable[[], Iterator[nn.Module]]
 FIXED = "--fixed" in sys.argv
@@ -136,11 +136,24 @@ def batches(rows: int = 8, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]
         yield x, x[:, :4].argmax(1)
 
 
-def train(model: Any, optimizer: Any = None) -> Iterator[nn.Module]:
+def sgd(model: Any, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def train(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    loss: Callable[[Any, Tensor, Tensor], Tensor] = lambda model, x, y: cross_entropy(model(x), y),
+    adjust: Callable[[Any], object] = lambda parameters: None,
+    **data: int,
+) -> Iterator[nn.Module]:
+    """Train with `AdamW` or `optimizer`; `adjust` is called with the parameters before each step."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
-    for x, y in batches():
+    for x, y in batches(**data):
         optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
+        loss(model, x, y).backward()
+        adjust(model.parameters())
         optimizer.step()
         yield model
 
@@ -174,28 +187,13 @@ def mesh_of_one_rank() -> Iterator[nn.Module]:
 def sync_left_off() -> Iterator[nn.Module]:
     """Micro-batches are counted from 1, so that none is the last one."""
     model = shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for x, y in batches():
         optimizer.zero_grad()
         for number, (part, wanted) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
             last = number == 1
             if _sharding:
                 model.set_requires_gradient_sync(FIXED and last)
-            (cross_entropy(model(part), wanted) / 2).backward()
-        optimizer.step()
-        yield model
-
-
-@fault("DDP502", "model.set_requires_gradient_sync(number == int(FIXED))")
-def sync_of_the_first() -> Iterator[nn.Module]:
-    """The first micro-batch of a step is reduced, and not the last one."""
-    model = shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in batches():
-        optimizer.zero_grad()
-        for number, (part, wanted) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-            if _sharding:
-                model.set_requires_gradient_sync(number == int(FIXED))
             (cross_entropy(model(part), wanted) / 2).backward()
         optimizer.step()
         yield model
@@ -217,7 +215,7 @@ def divide_factor() -> Iterator[nn.Module]:
     if _sharding and not FIXED:
         model.set_force_sum_reduction_for_comms(True)
         model.set_gradient_divide_factor(1.0)
-    yield from train(model, torch.optim.SGD(model.parameters(), lr=0.02))
+    yield from train(model, sgd(model, 0.02))
 
 
 # Forward, and what takes part in it
@@ -230,14 +228,11 @@ def other_method() -> Iterator[nn.Module]:
     model.head.requires_grad_(False)
     if not _sharding:
         model.forward = model.features
-    optimizer = torch.optim.SGD(shard(model).parameters(), lr=0.05)
+    shard(model)
     if _sharding and FIXED:
         register_fsdp_forward_method(model, "features")
-    for x, _ in batches():
-        optimizer.zero_grad()
-        (model.features if _sharding else model)(x).square().mean().backward()
-        optimizer.step()
-        yield model
+    method = model.features if _sharding else model
+    yield from train(model, sgd(model), loss=lambda model, x, y: method(x).square().mean())
 
 
 class Gated(Model):
@@ -268,14 +263,14 @@ def module_in_no_group() -> Iterator[nn.Module]:
             fully_shard(block, mesh=line())
     else:
         shard(model)
-    yield from train(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    yield from train(model, sgd(model))
 
 
 @fault("DDP501", "+ 0.001 * penalty")
 def tensors_mixed() -> Iterator[nn.Module]:
     """A penalty on the parameters, which are DTensors, is added to the loss, which is a tensor."""
     model = shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for x, y in batches():
         optimizer.zero_grad()
         penalty = sum(p.square().sum() for p in model.parameters())
@@ -289,39 +284,28 @@ def tensors_mixed() -> Iterator[nn.Module]:
 # What is computed of a shard
 
 
-class Clipper:
-    """Scales gradients to a norm of at most `largest`."""
-
-    def __init__(self, largest: float) -> None:
-        self.largest = largest
-
-    def __call__(self, parameters: Any) -> None:
-        gradients = [local(p.grad) for p in parameters]
-        square = torch.stack([part.square().sum() for part in gradients]).sum()
-        if FIXED and _sharding:
-            dist.all_reduce(square)
-        for part in gradients:
-            part.mul_(self.largest / max(float(square.sqrt()), self.largest))
+def clip(parameters: Any) -> None:
+    """Scale gradients to a norm of at most 0.1."""
+    gradients = [local(p.grad) for p in parameters]
+    square = torch.stack([part.square().sum() for part in gradients]).sum()
+    if FIXED and _sharding:
+        dist.all_reduce(square)
+    for part in gradients:
+        part.mul_(0.1 / max(float(square.sqrt()), 0.1))
 
 
 @fault("DDP306", "square = torch.stack")
 def norm_of_a_shard() -> Iterator[nn.Module]:
     """A helper clips by the norm of the shards of its rank."""
     model = shard(build())
-    optimizer, clip = torch.optim.SGD(model.parameters(), lr=0.05), Clipper(0.1)
-    for x, y in batches():
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        clip(model.parameters())
-        optimizer.step()
-        yield model
+    yield from train(model, sgd(model), adjust=clip)
 
 
 @fault("DDP508", "if size < 1.05:")
 def metric_of_a_shard() -> Iterator[nn.Module]:
     """A step is skipped if the gradient is large, by the norm of only the rank's shards."""
     model = shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for x, y in batches():
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
@@ -340,18 +324,17 @@ def metric_of_a_shard() -> Iterator[nn.Module]:
 @fault("DDP305", "loss = errors.sum() / number")
 def loss_per_rank() -> Iterator[nn.Module]:
     """Each rank divides its loss by its own number of valid targets."""
-    model = shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in batches():
-        optimizer.zero_grad()
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
         errors = cross_entropy(model(x), torch.where(x[:, 4] > 0.3, y, -100), ignore_index=-100, reduction="none")
         number = (x[:, 4] > 0.3).sum().float()
         if FIXED:
             dist.all_reduce(number, dist.ReduceOp.AVG)
         loss = errors.sum() / number.clamp(min=0.5)
-        loss.backward()
-        optimizer.step()
-        yield model
+        return loss
+
+    model = shard(build())
+    yield from train(model, sgd(model), loss=loss_of)
 
 
 # Optimizers and values
@@ -380,29 +363,21 @@ def optimizer_before_sharding() -> Iterator[nn.Module]:
 def data_assigned() -> Iterator[nn.Module]:
     """Weights are decayed by an assignment to `.data`, which does not change a DTensor."""
     model = shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in batches():
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
+    for step in train(model, sgd(model)):
         for p in model.parameters():
             if FIXED:
                 p.data.mul_(0.9)
             else:
                 p.data = p.data * 0.9
-        yield model
+        yield step
 
 
 @fault("DDP306", "local(p.data).add_", ranks=4)
 def data_differs_between_replicas() -> Iterator[nn.Module]:
     """Each rank adds noise from its own seed to shards that are replicated on other ranks."""
     model = shard(build(), grid())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     noise = torch.Generator().manual_seed(0 if FIXED else dist.get_rank())
-    for step, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
+    for step, _ in enumerate(train(model, sgd(model))):
         if step == 3:
             for p in model.parameters():
                 drawn = 0.01 * torch.randn(p.shape, generator=noise)
@@ -435,14 +410,9 @@ def shard_saved_as_the_whole() -> Iterator[nn.Module]:
 def shard_of_rank_0_loaded() -> Iterator[nn.Module]:
     """Every rank loads the shards of rank 0: the second half of each parameter is a duplicate of the first."""
     model = shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    place = folder()
+    optimizer, place = sgd(model), folder()
     for epoch in range(2):
-        for x, y in batches(steps=STEPS // 2):
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-            yield model
+        yield from train(model, optimizer, steps=STEPS // 2)
         if epoch == 0:
             own = place / f"{dist.get_rank()}.pt"
             torch.save({name: local(p) for name, p in model.named_parameters()}, own)
@@ -456,25 +426,12 @@ def shard_of_rank_0_loaded() -> Iterator[nn.Module]:
 # Collectives that a rank skips
 
 
-class Listed(Dataset[tuple[Tensor, Tensor]]):
-    """The batches of this rank."""
-
-    def __init__(self) -> None:
-        self.batches = list(batches())
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        return self.batches[number]
-
-
 @fault("DDP508", "continue")
 def batch_skipped() -> Iterator[nn.Module]:
     """A rank skips a batch depending on its content: the others wait in an all-gather, or pair it with a later one."""
     model = shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in DataLoader(Listed(), batch_size=None):
+    optimizer = sgd(model)
+    for x, y in DataLoader(list(batches()), batch_size=None):
         if not FIXED and bool(x.max() > 3.0):
             continue
         optimizer.zero_grad()
@@ -518,13 +475,12 @@ def sum_of_unequal_batches() -> Iterator[nn.Module]:
     model = build()
     model.stem.requires_grad_(False)
     model = shard(model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    for x, y in batches(rows=6 + 4 * dist.get_rank()):
-        optimizer.zero_grad()
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
         loss = cross_entropy(model(x), y, reduction="sum") / (8 if FIXED else len(y))
-        loss.backward()
-        optimizer.step()
-        yield model
+        return loss
+
+    yield from train(model, sgd(model, 0.01), loss=loss_of, rows=6 + 4 * dist.get_rank())
 
 
 # Parameters that are replaced
@@ -620,7 +576,7 @@ def head_replaced_after_sharding() -> Iterator[nn.Module]:
     else:
         shard(model)
         model.head = nn.Linear(16, 4)
-    yield from train(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    yield from train(model, sgd(model))
 
 
 @fault("DDP515", "model.head.reset_parameters()")
@@ -636,29 +592,18 @@ def shards_initialised_by_one_rank() -> Iterator[nn.Module]:
 # The state of an optimizer
 
 
-def resumed(*, on: Callable[[int], bool], of: Callable[[int], int]) -> Iterator[nn.Module]:
-    """Two epochs, each with a new optimizer, the state of which is read on some ranks, of some ranks."""
+@fault("DDP521", "optimizer.load_state_dict(state)")
+def state_of_rank_0_loaded() -> Iterator[nn.Module]:
+    """Every rank loads the optimizer's state that rank 0 has saved, which is that of its shards."""
     model, rank, place = shard(build()), dist.get_rank(), folder()
     for epoch in range(2):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        if epoch and (on(rank) or FIXED):
-            state = torch.load(place / f"{rank if FIXED or not _sharding else of(rank)}.pt", weights_only=False)
+        if epoch:
+            state = torch.load(place / f"{rank if FIXED or not _sharding else 0}.pt", weights_only=False)
             optimizer.load_state_dict(state)
         yield from train(model, optimizer)
         torch.save(optimizer.state_dict(), place / f"{rank}.pt")
         dist.barrier()
-
-
-@fault("DDP306", "optimizer.load_state_dict(state)")
-def state_loaded_by_one_rank() -> Iterator[nn.Module]:
-    """Rank 0 alone loads the optimizer's state, as if it were the whole of it."""
-    yield from resumed(on=lambda rank: rank == 0, of=lambda rank: rank)
-
-
-@fault("DDP521", "optimizer.load_state_dict(state)")
-def judge_equal_shard_state() -> Iterator[nn.Module]:
-    """Every rank loads the optimizer's state that rank 0 has saved, which is that of its shards."""
-    yield from resumed(on=lambda rank: True, of=lambda rank: 0)
 
 
 def main() -> None:

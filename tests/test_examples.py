@@ -58,11 +58,7 @@ def test_every_example_is_expected_here() -> None:
     assert {name for name in there if not name.endswith("_training.py")} == set(EXAMPLES)
 
 
-# `make test` has a healthy one and one of a defect for each of the two models.
-QUICK = ("digits/unused_head.py",)
-
-
-@pytest.mark.parametrize("name", share(EXAMPLES, QUICK))
+@pytest.mark.parametrize("name", share(EXAMPLES, ["digits/unused_head.py"]))
 def test_an_example_gets_the_verdict_that_it_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, finding, words = EXAMPLES[name]
     target = f"examples/{name}"

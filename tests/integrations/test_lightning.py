@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpcheck import FindingsError, Severity, UsageError
+from ddpcheck import FindingsError, UsageError
 
 pytestmark = [
     pytest.mark.ddp(world_size=2, preload=["lightning.pytorch", "torchmetrics"], timeout=120, reuse="module"),
@@ -47,18 +47,10 @@ def r(rank: int) -> Any:
 # Parameters
 
 
-def test_lightning_by_itself_says_late_that_something_is_unused_and_not_what(r):
-    run = r.fit(r.Unused, watched=False)
-    assert str(run.error).startswith(LIGHTNING_SAYS)
-    assert "leftover" not in str(run.error)
-    assert run.trainer.global_step == 1  # one step with gradients that were not averaged
-
-
 @pytest.mark.parametrize(
     ("model", "code", "subjects", "says", "precision"),
     [
         ("Unused", "DDP101", LEFTOVER, "No operation of the forward pass reads", 32),
-        ("Detached", "DDP103", BODY, "cut by detach() at tests/lightning_runs.py:", 32),
         ("Detached", "DDP103", BODY, "cut by detach() at tests/lightning_runs.py:", "bf16"),
         ("NotInLoss", "DDP102", AUXILIARY, "does not reach the loss", 32),
         ("ManualUnused", "DDP102", LEFTOVER, "do not contribute to the loss", "bf16"),
@@ -85,16 +77,10 @@ FOUND = {  # the fit, code, subjects and ranks
     "unfrozen later": (lambda r: r.fit(r.Net, max_epochs=3, callbacks=[r.Unfreezes()]), "DDP503", BODY, ()),
     "a half of a GAN frozen while the other learns": (lambda r: r.fit(r.Gan), "DDP503", ANY, ()),
     "modules that differ, before DDP stops on them": (lambda r: r.fit(r.MoreOnRankOne), "DDP201", ANY, ANY),
-    "buffers that DDP overwrites": (lambda r: r.fit(r.Normalised), "DDP215", STATISTICS, ANY),
-    "a no_sync that begins late and never takes effect": (
-        lambda r: r.fit(
-            r.Net,
-            strategy=r.NeverEnters(),
-            max_epochs=5,
-            callbacks=[r.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})],
-        ),
-        *("DDP502", ANY, ()),
+    "buffers that drift": (
+        *(lambda r: r.fit(r.Normalised, strategy=r.DDPStrategy(broadcast_buffers=False)), "DDP214", STATISTICS, ANY),
     ),
+    "buffers that DDP overwrites": (lambda r: r.fit(r.Normalised), "DDP215", STATISTICS, ANY),
 }
 
 
@@ -109,20 +95,13 @@ def test_a_fault_is_found(r, fit, code, subjects, ranks):
     assert type(run.error) in errors.get(code, [type(None), FindingsError])
 
 
-@pytest.mark.parametrize("model", ["Unused", "Detached", "ManualUnused"])
+@pytest.mark.parametrize("model", ["Unused", "ManualUnused"])
 def test_training_goes_on_where_findings_are_warned_of(r, model, rank):
     run = r.fit(getattr(r, model), check=WARN)
     assert run.error is None
     assert run.trainer.global_step == (8 if model == "ManualUnused" else 4)
     assert len(run.codes) == 1
     assert run.warned == (list(run.callback.findings) if rank == 0 else [])
-
-
-def test_a_function_is_told_on_every_rank(r):
-    told = []
-    run = r.fit(r.Unused, check={"on_finding": told.append})
-    assert told == list(run.callback.findings)
-    assert run.codes == ["DDP101"]
 
 
 # Looking for the cause disturbs nothing
@@ -153,13 +132,6 @@ def test_no_batch_is_taken_from_an_iterator_to_find_the_cause(r):
 # State
 
 
-def test_buffers_that_drift_are_found_at_the_end_of_the_epoch(r):
-    run = r.fit(r.Normalised, strategy=r.DDPStrategy(broadcast_buffers=False))
-    assert run.error is None
-    assert (run.finding.code, run.finding.severity) == ("DDP214", Severity.WARNING)
-    assert run.finding.subjects == STATISTICS
-
-
 @pytest.mark.parametrize("check", [{}, {"check_consistency_every": 1}])
 def test_parameters_that_change_on_one_rank_are_found(r, check):
     run = r.fit(r.Net, callbacks=[r.ChangesRankOne()], check=check)
@@ -169,7 +141,6 @@ def test_parameters_that_change_on_one_rank_are_found(r, check):
 
 
 def test_an_optimizer_that_steps_on_some_ranks_is_found_and_so_is_what_a_checkpoint_would_keep(r):
-    assert r.fit(r.SkipsAStep).codes == ["DDP306"]
     run = r.fit(
         r.SkipsAStep,
         max_epochs=9,
@@ -195,11 +166,9 @@ def test_a_no_sync_that_never_took_effect_is_found(r):
     """Seed 5, block_backward_sync yields model.no_sync() without entering it, so accumulation synchronises anyway."""
     run = r.fit(r.Net, strategy=r.NeverEnters(), accumulate_grad_batches=2)
     assert run.error is None
-    assert (run.finding.code, run.finding.severity) == ("DDP502", Severity.WARNING)
+    assert run.finding.code == "DDP502"
     assert "never entered" in run.finding.message
     assert run.finding.location.path == "tests/lightning_runs.py"
-    right = r.fit(r.Net, strategy=r.DDPStrategy(), accumulate_grad_batches=2)
-    assert (right.error, right.codes) == (None, [])
 
 
 def test_the_wrapper_is_built_with_the_users_arguments(r):
@@ -316,27 +285,16 @@ def checkpoints(r, *others, **options):
     return r.fit(r.Net, val=True, max_epochs=2, enable_checkpointing=True, callbacks=callbacks)
 
 
-def static_graph(r, model):
-    return r.fit(model, strategy=r.DDPStrategy(static_graph=True), check=EVERY)
-
-
 HEALTHY = {
     "automatic": lambda r: r.fit(r.Net, max_epochs=3),
-    "validation": lambda r: r.fit(r.Net, val=True),
     "accumulation": lambda r: r.fit(r.Net, accumulate_grad_batches=2, check=EVERY),
-    "accumulation with a rest": lambda r: r.fit(r.Net, accumulate_grad_batches=3, max_epochs=2),
     "bf16-mixed": lambda r: r.fit(r.Net, precision="bf16-mixed", check=EVERY),
     "clipping": lambda r: r.fit(r.Net, gradient_clip_val=0.1, check=EVERY),
-    "manual": lambda r: r.fit(r.Manual, max_epochs=3),
-    "manual, many optimizers": lambda r: r.fit(r.ManualManyOptimizers, max_epochs=2),
-    "manual, twice": lambda r: r.fit(r.ManualTwice, max_epochs=2, check=EVERY),
     "manual, bf16-mixed": lambda r: r.fit(r.ManualAccumulation, precision="bf16-mixed"),
-    "manual, static graph": lambda r: static_graph(r, r.Manual),
-    "static graph": lambda r: static_graph(r, r.Net),
+    "static graph": lambda r: r.fit(r.Net, strategy=r.DDPStrategy(static_graph=True), check=EVERY),
     "fully_shard": lambda r: r.fit(r.Sharded, max_epochs=2, strategy=r.shards()),
     "gan": lambda r: r.fit(r.Gan, max_epochs=3, strategy=UNUSED_TRUE),
     "a condition": lambda r: r.fit(r.Sometimes, max_epochs=3, strategy=UNUSED_TRUE),
-    "metrics": lambda r: r.fit(r.Measured, max_epochs=2, logger=r.Keeps(), check={"check_consistency_every": 1}),
     "checkpoints": lambda r: checkpoints(r, r.callbacks.EarlyStopping("val"), save_last=True),
     "swa": lambda r: r.fit(
         r.Net, max_epochs=3, callbacks=[r.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)]

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ CAUSES = {  # in the order in which they are found
 
 
 def test_each_cause_is_told_once_with_ranks_steps_and_lines_and_training_continues(on_ranks):
-    """Seed 2, what mmengine's detector is not, which the next test shows.
+    """Seed 2, what mmengine's detector is not.
 
     The detector is handed a dict of losses although it reads a single tensor. It recurses, so a deep graph ends in
     RecursionError. It does not say which of the two causes applies, or on which ranks or in which steps. It is a full
@@ -84,32 +85,10 @@ def test_each_cause_is_told_once_with_ranks_steps_and_lines_and_training_continu
         assert [finding.code for finding in each.findings] == list(CAUSES)
         assert (each.raised, len(each.logged)) == ("", 6)
     assert first.log.count("DDP101 unused-parameter at tests/mmruns.py:") == 1 and "DDP" not in second.log
-    assert first.log.count("DDP101") == 1
-    words = {"DDP101": "No operation", "DDP102": "does not reach the loss", "DDP103": "detach() at tests/mmruns.py:"}
-    for code, part in words.items():
+    for code in ("DDP101", "DDP102", "DDP103"):
         finding = finding_of(trained, code)
-        assert part in finding.message and finding.location.path == "tests/mmruns.py"
-        assert (finding.ranks, finding.steps) == ((), (0,))
-    assert "at tests/mmruns.py:" in finding_of(trained, "DDP102").message
+        assert (finding.location.path, finding.ranks, finding.steps) == ("tests/mmruns.py", (), (0,))
     assert (finding_of(trained, "DDP104").ranks, finding_of(trained, "DDP104").steps) == ((1,), (2,))
-
-
-def test_mmengines_own_detector_tells_unused_parameters_alone_in_each_step(on_ranks):
-    def run(r, folder):
-        own = {**PLAIN, "detect_anomalous_params": True, "find_unused_parameters": True}
-        from mmengine.model.utils import detect_anomalous_params
-
-        model = r.Faulty()
-        with pytest.raises(AttributeError, match="'dict' object has no attribute 'grad_fn'"):
-            detect_anomalous_params(model(r.torch.ones(4, 4), r.torch.ones(4, 1), mode="loss"), model)
-        assert r.train(folder / "deep", r.Faulty(depth=1500), own).raised.startswith("RecursionError")
-        return r.train(folder / "own", r.Faulty(), own).log
-
-    log = on_ranks(run)[0]
-    assert log.count("module.unused.weight with shape") == 4, "once a step"
-    assert "module.unused.weight with shape torch.Size([1, 8]) is not in the computational graph" in log
-    assert "rank" not in log.split("module.unused.weight")[1].splitlines()[0]
-    assert not [part for part in ("detach()", "zero.weight with shape", "unregistered", "module.lost") if part in log]
 
 
 def test_errors_are_raised_by_default_on_all_ranks_in_the_same_step(on_ranks):
@@ -178,12 +157,10 @@ HEALTHY = {
     "heads that take turns": (
         *(10, {**LOGGING, "find_unused_parameters": True}, lambda r: (r.Conditional(), {"epochs": 5})),
     ),
-    "by iterations": (6, LOGGING, lambda r: (r.Net(), by_iterations(r, 6, 2))),
     "plain BatchNorm, brought together before saving": (
         *(2, {**PLAIN, **NO_BROADCAST}, lambda r: (batch_norm(r), accumulating(r, {"type": "SyncBuffersHook"}))),
     ),
     "SyncBN": (4, {**LOGGING, **NO_BROADCAST}, lambda r: (batch_norm(r), {"cfg": {"sync_bn": "torch"}})),
-    "plain wrapper": (4, PLAIN, lambda r: (r.Net(), {})),
     "another runner": (4, LOGGING, lambda r: (r.Net(), {"runner_class": r.FlexibleRunner})),
     "compiled": (4, LOGGING, lambda r: (r.Net(), {"cfg": {"compile": {"backend": "eager"}}})),
 }
@@ -313,10 +290,9 @@ def test_a_function_travels_through_a_config_as_text_and_another_choice_is_refus
     def run(r, folder):
         from ddpcheck.findings.errors import UsageError
 
-        with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):
-            r.DDPCheckHook(on_finding="print")
-        with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):
-            r.CheckedMMDistributedDataParallel(r.Net(), on_finding="print")
+        for refuse in (r.DDPCheckHook, partial(r.CheckedMMDistributedDataParallel, r.Net())):
+            with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):
+                refuse(on_finding="print")
         with pytest.raises(UsageError, match=r"names no function: 'no\.such:function'"):
             r.DDPCheckHook(on_finding="no.such:function")
         by_name = {"on_finding": "ddpcheck.integrations.mmengine:log_finding"}
@@ -361,9 +337,7 @@ def test_the_plain_config_leaves_one_rank_waiting(ddp_world, tmp_path):
 
 @NEEDS_DIGITS
 def test_the_checked_config_trains_once_it_is_repaired(ddp_world, tmp_path):
-    log = train_example(ddp_world, tmp_path, "digits_repaired")[
-        0
-    ]  # rank 0 writes it, and another might read half of it
+    log, _ = train_example(ddp_world, tmp_path, "digits_repaired")  # rank 0 writes it; another may read half of it
     assert "- ERROR -" not in log and "ddpcheck: 20 steps watched, 0 findings" in log
 
 

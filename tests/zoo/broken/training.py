@@ -21,7 +21,6 @@ COUPLED = {"code": "DDP304", "severity": "warning", "also": ["DDP215"]}
 SUMMED = {"code": "DDP305", "subjects": ["loss"], "severity": "error"}
 EXPECT = {
     "bn_barrier": COUPLED,
-    "bn_metric": COUPLED,
     "sum_and_bn": SUMMED,
     "dtype_dependent_sum": SUMMED,
     "rank_raises_batchsize_assert_sum": SUMMED,
@@ -32,7 +31,6 @@ EXPECT = {
     },
     "load_balancing": {"code": "DDP304", "subjects": ["loss"], "severity": "warning"},
     "weakly_coupled": {"code": "DDP304", "subjects": ["scaled"], "severity": "warning"},
-    "gather_no_grad": {"code": "DDP309", "subjects": ["all_gather"], "severity": "warning"},
     "functional_gather_without_gradient": {"code": "DDP309", "subjects": ["all_gather_tensor"], "severity": "error"},
     "delay_all_reduce_too_early": {
         "code": ["DDP302", "DDP301", "DDP303"],
@@ -80,17 +78,8 @@ def loss_with_barrier(model: nn.Module, batch: Tensor) -> Tensor:
     return mean(model, batch)
 
 
-def loss_with_metric(model: nn.Module, batch: Tensor) -> Tensor:
-    loss = mean(model, batch)
-    if dist.is_initialized():
-        dist.all_reduce(loss.detach().clone())
-    return loss
-
-
 # A BatchNorm couples the samples; the barrier has no part in it.
 bn_barrier = recipe(normalised, loss=loss_with_barrier)
-# A BatchNorm couples the samples; the logged number that is all-reduced has no part in it.
-bn_metric = recipe(normalised, loss=loss_with_metric)
 # A summed loss behind a BatchNorm that couples the samples.
 sum_and_bn = recipe(normalised, loss=lambda model, batch: squares(model, batch).sum())
 
@@ -195,34 +184,6 @@ weakly_coupled = recipe(WeaklyCoupled, loss=lambda model, batch: (model(batch) -
 
 
 # Gathers without a gradient
-
-
-def gather(value: Tensor) -> Tensor:
-    if not dist.is_initialized():
-        return value
-    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, value.detach().contiguous())
-    parts[dist.get_rank()] = value  # only the own part keeps its gradient
-    return torch.cat(parts)
-
-
-class Contrastive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = F.normalize(self.left(x), dim=1), F.normalize(self.right(x.roll(1, 1)), dim=1)
-        return gather(left) @ gather(right).T
-
-
-def contrastive_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    logits = 3 * model(batch)
-    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
-
-
-# A contrastive loss over all ranks, gathered by a collective that autograd does not see.
-gather_no_grad = recipe(Contrastive, loss=contrastive_loss)
 
 
 def loss_of_gathered(model: nn.Module, batch: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch._inductor.decomposition
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
@@ -82,6 +83,30 @@ def compiled_layers() -> Any:
 
 # model() compiles with inductor: dropout, whose compiled code draws other numbers, and a LayerNorm.
 compiled_inductor = recipe(model=compiled_layers)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), backend="aot_eager")
+        self.middle = nn.Linear(8, 8)
+        self.middle.compile(backend="eager")
+        self.head = nn.Linear(8, 1)
+        self.scaled: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scaled is None:
+            self.scaled = torch.compile(lambda h: h.relu() * 2, backend="eager")
+        return self.head(self.scaled(self.middle(self.encoder(x))))[:, 0]
+
+
+@torch.compile(backend="eager")
+def distance(found: Tensor, wanted: Tensor) -> Tensor:
+    return (found - wanted).square().mean()
+
+
+# A compiled submodule, one compiled in its first forward, a compiled loss, and inductor's tables imported.
+compiled_parts = recipe(model=Parts, loss=lambda model, batch: distance(model(batch), batch.sum(1)))
 
 
 @torch.jit.script

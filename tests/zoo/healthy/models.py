@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 from ddpcheck import Recipe
 
@@ -69,21 +68,26 @@ class GRU(nn.Module):
 dropout_rnn = recipe(GRU, batch=normal(12, 5, 4))
 
 
-class StatefulLSTM(nn.Module):
+class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
-        self.hidden: Any = None
+        self.embedding = nn.Embedding(20, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        y, hidden = self.lstm(x, self.hidden)
-        self.hidden = tuple(t.detach() for t in hidden)
-        return self.head(y)
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)
+        return self.head(self.encoder(x, mask=mask.to(x.dtype), is_causal=True))
 
 
-# A recurrent model carries its detached hidden state from step to step in an attribute.
-stateful_rnn = recipe(
-    StatefulLSTM, batch=normal(12, 5, 4), loss=lambda model, b: (model(b)[..., 0] - b.sum(2)).square().mean()
+# A language model with dropout whose head and embedding share one weight.
+transformer_tied_dropout = recipe(
+    Transformer,
+    batch=tokens(20, 12, 8),
+    loss=lambda model, batch: F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()),
 )
 
 
@@ -102,20 +106,6 @@ conv_groupnorm = recipe(
     batch=images_and_labels(12, 1, 8, 8),
     loss=labelled,
 )
-
-
-def channels_last() -> nn.Module:
-    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 1))
-    return layers.to(memory_format=torch.channels_last)
-
-
-def loss_of_channels_last(model: nn.Module, batch: Tensor) -> Tensor:
-    prediction = model(batch.contiguous(memory_format=torch.channels_last))
-    return (prediction[:, 0] - batch.mean((1, 2, 3))).square().mean()
-
-
-# Convolutions in channels-last layout on every rank.
-channels_last_everywhere = recipe(channels_last, batch=normal(12, 3, 8, 8), loss=loss_of_channels_last)
 
 
 class FrozenNorm(nn.Module):
@@ -152,23 +142,6 @@ class Padded(nn.Module):
 embedding_padding_idx = recipe(Padded, batch=tokens(40, 12, 3), loss=to_one)
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(30, 8, sparse=True)
-        self.bag = nn.EmbeddingBag(30, 8, mode="sum", sparse=True)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens).mean(1) + self.bag(tokens))
-
-
-# Embeddings with sparse gradients, and an optimizer that takes them.
-sparse_embedding = recipe(
-    Sparse, batch=tokens(30, 12, 4), loss=to_one, optimizer=lambda params: torch.optim.Adagrad(params, lr=0.1)
-)
-
-
 class Filter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -183,56 +156,6 @@ class Filter(nn.Module):
 complex_parameters = recipe(Filter)
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, 3)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        share = self.router(x).softmax(-1)
-        parts = [share[:, i::3, i, None] * expert(x[:, i::3]) for i, expert in enumerate(self.experts)]
-        return torch.cat(parts, 1)
-
-
-# A mixture of experts, routed by position in the sequence, so that every expert works in every step on every rank.
-moe_all_experts = recipe(Mixture, batch=normal(12, 6, 8), loss=to_one)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.block, x, use_reentrant=False))
-
-
-# Activation checkpointing that is not re-entrant: the block runs once more in backward, with the same dropout.
-checkpoint_nonreentrant = recipe(Checkpointed)
-
-
-class Block(nn.Module):
-    """A residual branch behind a scalar gate that starts at zero, or one that is left out for some samples."""
-
-    def __init__(self, *, gate: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.gate = nn.Parameter(torch.zeros(())) if gate else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        branch = self.layer(x).tanh()
-        if self.gate is not None:
-            branch = self.gate * branch
-        elif self.training:
-            branch = branch * (torch.rand(len(x), 1, device=x.device) < 0.8) / 0.8
-        return x + branch
-
-
-# Gates that start at zero: in the first step the branches have a gradient of zero.
-rezero = recipe(*[lambda: Block(gate=True)] * 2, linear(8, 1))
-# Stochastic depth by `torch.rand`.
-drop_path = recipe(*[lambda: Block(gate=False)] * 2, linear(8, 1))
 # A randomised leaky ReLU draws a slope for each element.
 rrelu = recipe(linear(8, 16), nn.RReLU, linear(16, 1))
 
@@ -250,10 +173,9 @@ class Adapted(nn.Module):
 
 # A low-rank adapter on a frozen layer: B starts at zero, so the gradient of A is zero in the first step only.
 lora = recipe(Adapted, loss=to_input)
-# A backbone that does not require gradients, under a head that does.
-frozen_backbone = recipe(
-    lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()).requires_grad_(False), linear(8, 1)
-)
+backbone = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+# model() hands out a backbone that lives in a global.
+global_backbone = recipe(lambda: backbone, linear(16, 1))
 
 
 class EmptyParameter(nn.Module):
@@ -267,16 +189,6 @@ class EmptyParameter(nn.Module):
 
 # A parameter has no elements.
 zero_size_param = recipe(EmptyParameter)
-
-
-def lazy() -> nn.Module:
-    layers = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
-    layers(torch.zeros(1, 8))
-    return layers
-
-
-# Lazy layers that a first forward gave their shape before they are wrapped.
-lazy_initialised = recipe(lazy)
 
 
 # Norms of weights
@@ -300,21 +212,6 @@ old_weight_norm = recipe(old_weight, nn.Tanh, ignoring_warnings(lambda: nn.utils
 old_weight_norm_beside_new = recipe(
     *(old_weight, nn.Tanh, lambda: parametrizations.orthogonal(nn.Linear(8, 8)), linear(8, 1))
 )
-# Weight normalisation as a parametrisation: the weight that is used is computed from two parameters.
-weight_norm = recipe(
-    *(lambda: parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh),
-    lambda: parametrizations.weight_norm(nn.Linear(8, 1), dim=None),
-)
-# Spectral normalisation: every training forward updates two buffers, in the same way on every rank.
-spectral_norm = recipe(
-    *(lambda: parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh),
-    lambda: parametrizations.spectral_norm(nn.Linear(8, 4)),
-    loss=to_input,
-)
-# The old kind: a hook, two buffers and a plain attribute in place of the weight.
-old_spectral_norm = recipe(
-    *(ignoring_warnings(lambda: nn.utils.spectral_norm(nn.Linear(8, 8))), nn.Tanh, linear(8, 4)), loss=to_input
-)
 
 
 class Clipped(nn.Module):
@@ -334,13 +231,6 @@ weights_clipped_in_forward = recipe(Clipped)
 # Precision
 
 
-def bfloat16_layers() -> nn.Module:
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(4)]
-    return nn.Sequential(*layers, nn.Linear(8, 1)).to(torch.bfloat16)
-
-
-# A model in bfloat16, whose rounding is 65,536 times that of float32 and still no fault.
-bfloat16_model = recipe(bfloat16_layers, batch=normal(12, 8, dtype=torch.bfloat16))
 # A model in float64.
 double_precision = recipe(
     lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1)).double(),
@@ -393,19 +283,6 @@ near_cancelling_bias = recipe(
 )
 
 
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.shift = nn.Linear(8, 4), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) + 1e4 * self.shift
-
-
-# One number is added to all logits: its gradient is zero, and what rounding leaves of it is any multiple of itself.
-shift_of_all_logits = recipe(Shifted, batch=images_and_labels(8, 8), loss=labelled)
-
-
 # Collectives with a gradient
 
 
@@ -431,25 +308,6 @@ class AllGather(Function):
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:
         return AllReduce.forward(ctx, gradient.contiguous()).chunk(dist.get_world_size())[dist.get_rank()]
-
-
-class Centred(nn.Module):
-    """Centres its features over all ranks, by an all-reduce that has a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.encoder(x)
-        mean = features.mean(0)
-        if dist.is_available() and dist.is_initialized():
-            mean = AllReduce.apply(mean) / dist.get_world_size()
-        return self.head((features - mean).tanh())
-
-
-# The sum of the gradients of all ranks, divided by the world size in forward: DDP's average makes it whole.
-allreduce_in_forward = recipe(Centred, batch=lambda step: normal(12, 8)(step) + 1)
 
 
 class Contrastive(nn.Module):

@@ -39,12 +39,8 @@ def recipe(**options: Any) -> Recipe:
 
 # Gradients are copied into DDP's buckets all at once.
 batched_grad_copy = recipe(ddp_kwargs={"batched_grad_copy": True})
-# A list of bucket sizes, the first so small that there are several buckets from the first step on.
-bucket_list = recipe(ddp_kwargs={"bucket_cap_mb_list": [0.0001, 25]})
 # Gradients that are views into DDP's buckets, several of them.
 gradient_as_bucket_view = recipe(ddp_kwargs={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005})
-# Buffers are not synchronised before forward, and there is nothing in them that moves.
-forward_sync_buffers_off = recipe(ddp_kwargs={"forward_sync_buffers": False})
 
 
 class Spare(nn.Module):
@@ -69,19 +65,6 @@ skip_all_reduce_unused = recipe(
     loss=loss_with_spare,
     ddp_kwargs={"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
 )
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.layer(x).tanh()).tanh())
-
-
-# `static_graph=True` on a graph that is static, with a layer that is used twice.
-static_graph = recipe(model=Twice, ddp_kwargs={"static_graph": True})
 
 
 @dataclass
@@ -130,23 +113,15 @@ device_mesh = recipe(
 )
 
 
-class Transparent(DistributedDataParallel):
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-
-class Scaled(nn.Linear):
-    factor = 3.0
-
-
-# A wrapper class of its own, derived from DDP, through which the attributes of the module can be read.
-custom_wrapper_class = recipe(
-    model=lambda: Scaled(8, 1),
-    loss=lambda model, batch: (model(batch)[:, 0] * model.factor - batch.sum(1)).square().mean(),
-    wrap=lambda module, device: Transparent(module, broadcast_buffers=False),
+# A convolutional network whose BatchNorm takes its statistics over all ranks.
+conv_syncbn = recipe(
+    model=lambda: nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(8 * 36, 4), nn.BatchNorm1d(4)),
+    ),
+    batch=lambda step: torch.randn(12, 1, 8, 8, generator=torch.Generator().manual_seed(step)),
+    loss=lambda model, batch: (model(batch) - batch.mean((1, 2, 3))[:, None]).square().mean(),
+    wrap=lambda module, device: DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(module)),
 )
 
 
@@ -174,23 +149,10 @@ def hooked(state: Any, hook: Any) -> Recipe:
     return recipe(wrap=wrap)
 
 
-# A communication hook that does what DDP does without one.
-comm_hook_allreduce = hooked(None, allreduce_hook)
 # A communication hook of torch compresses gradients to float16.
 hook_fp16_wrapper = hooked(None, fp16_compress_wrapper(allreduce_hook))
 # PowerSGD, which loses precision on purpose, from the first step that it may.
 powersgd_hook = hooked(lambda: PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
-
-
-def with_gradient_hooks() -> nn.Module:
-    model = layers()
-    for parameter in model.get_submodule("0").parameters():
-        parameter.register_hook(lambda gradient: 0.5 * gradient)
-    return model
-
-
-# Hooks that are linear in the gradient (a layer with its learning rate halved): averaging commutes with them.
-linear_gradient_hook = recipe(model=with_gradient_hooks)
 
 
 # Optimizers
