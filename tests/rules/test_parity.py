@@ -63,6 +63,7 @@ BYPASS = {"wrapper_calls": 0, "inner_calls": 1, **APART}
 UNCALLED = {"wrapper_calls": 0, "inner_calls": 0, **APART}
 UNEQUAL = ddp_step(1, 1, gradients={"a": 0, "b": 9, "c": 2}, against_local=(off("b"),))
 IGNORES = replace(KNOWN, wrapper=WrapperFacts(ignored=frozenset({"b"})))
+IN_LOSS = replace(KNOWN, loss_location=Location("loss.py", 3))
 HOOKED_WRAPPER = replace(KNOWN, wrapper=WrapperFacts(comm_hook="sum_hook"))
 BROADCASTS = with_local(replace(KNOWN, broadcasts_buffers=True), differing_buffers=("norm.running_mean",))
 
@@ -86,12 +87,7 @@ def all_scaled(ratio: float) -> list[DdpStepEvidence]:
         (two_ranks(**APART), KNOWN, "DDP301 error ('a', 'b', 'c') ... in steps () ... all 3"),
         (two_ranks(gradients={"a": 0, "b": 9, "c": 2}), IGNORES, "DDP111"),
         (two_ranks(**BYPASS), KNOWN, "DDP501 ... of ranks (1,) ... in steps ()"),
-        (
-            [ddp_step(0, **UNCALLED | {"gradients": {"a": 1}}), ddp_step(1, **UNCALLED)],
-            KNOWN,
-            "never calls the wrapper",
-        ),
-        (two_ranks(**UNCALLED), replace(KNOWN, loss_location=Location("loss.py", 3)), "DDP501 ... at loss.py:3"),
+        (two_ranks(**UNCALLED), IN_LOSS, "DDP501 ... at loss.py:3 ... never calls the wrapper"),
         (all_scaled(0.5), KNOWN, "DDP303 ... 1/2 (one over the world size)"),
         (all_scaled(2.0), KNOWN, "DDP303 ... 2 (the world size) ... Average once"),
         (all_scaled(2.0), HOOKED_WRAPPER, "DDP303 ... communication hook"),
@@ -159,6 +155,7 @@ ROUGH = {"against_shards": Fit(0.9492, 0.045), "against_global": Fit(0.9492, 0.0
 GLOBAL = {"against_global": Fit(0.5, 1e-9)}
 OWN_PART = GLOBAL | {"of": [scaled("a", 0.5)], "against_shards": Fit(1.0, 0.4), "shard_losses": (1.0, 2.0)}
 IN_ALL = {"against_shards": Fit(0.5, 1e-9), "against_global": Fit(0.5, 1e-9)}
+QUARTER = [scaled("a", 0.25)]
 IN_HALF, DREW, CALLED = [scaled("a", 0.5)], with_local(drew_from=("numpy",)), with_local(calls=(CALL,))
 EXCHANGED = with_local(calls=(replace(CALL, carries_gradient=False),))
 DIFFERENTIATED = with_local(calls=(replace(CALL, differentiable=True),))
@@ -176,9 +173,7 @@ NAMED = replace(COUNTED, weights=(0.75, 0.25), count="batch['mask']", counts=(9.
         case("", of=[*map(good, NAMES)]),
         case("DDP304", **NORM, of=[off("a", 0.25), good("b")], known=OF_NORM, words=OF_BATCH_NORM),
         case("DDP305", SUM, of=IN_HALF, **GLOBAL, words="error ('loss',) ... sums over samples ... 1/2"),
-        case(
-            "DDP305", RIGHT, PENALTY, words="at loss.py:7 ... : Term 2 of 2 of the loss (loss['penalty'] at loss.py:7)"
-        ),
+        case("DDP305", RIGHT, PENALTY, words="at loss.py:7 ... : Term 2 of 2 of the loss (loss['penalty'] at"),
         case("DDP305", COUNTED, RIGHT, SUM, words=": Term 3 of 3 ... | term 1 of 3 of the loss is normalised by a"),
         case("DDP305", *PARTS, words="at loss.py:7 ... : The loss is normalised by a count ... not | term"),
         case("DDP305", RIGHT, *PARTS, words=": Term 2 of 2 of the loss (loss.py:7)"),
@@ -205,9 +200,7 @@ NAMED = replace(COUNTED, weights=(0.75, 0.25), count="batch['mask']", counts=(9.
         case("DDP304", known=EXCHANGED, by_statistics=Fit(1.0, 1e-8), **ELSEWHERE, **NORM),
         case("DDP309", known=EXCHANGED, by_statistics=Fit(1.0, 0.1), **ELSEWHERE, **NORM),
         case("DDP309", of=IN_HALF, known=CALLED, **ELSEWHERE, **GLOBAL, words="warning ... whose result all ranks use"),
-        case(
-            "DDP309", **ELSEWHERE, of=[scaled("a", 0.25)], known=CALLED, against_global=Fit(0.25, 1e-9), words="error"
-        ),
+        case("DDP309", of=QUARTER, known=CALLED, **ELSEWHERE, against_global=Fit(0.25, 1e-9), words="error"),
         case("DDP303", *HALVED, **TERMS_ALONE, known=GATHERED, words="at model.py:5 ... returns the rank's own part"),
         case("DDP303", *HALVED, **TERMS_ALONE, words="The gradient of term 2 of 2 of the loss is 1/2"),
         case("DDP305 DDP304", COUNTED, **FROZEN),
@@ -273,14 +266,14 @@ def moved(rank: int, before: int, after: int) -> DdpStepEvidence:
 
 
 def test_a_rank_that_skips_the_step_a_change_by_hand_and_a_change_in_forward_are_told_apart() -> None:
-    def judged(*evidence: DdpStepEvidence) -> tuple[str, tuple[int, ...]]:
-        finding = only(judge_state(evidence, KNOWN, gradients_differ=False, start=START))
-        return finding.code, finding.ranks
-
-    assert judged(moved(0, -1, 5), moved(1, -1, -1)) == ("DDP508", (1,))
-    assert judged(moved(0, 7, 5), moved(1, -1, 6)) == ("DDP515", (0,))
-    assert judged(moved(0, 7, 5), moved(1, 8, 6)) == ("DDP306", ())
-    assert judged(moved(0, -1, 5), moved(1, -1, 6)) == ("DDP306", ())
+    for rank_0, rank_1, words in (
+        ((-1, 5), (-1, -1), "DDP508 ... of ranks (1,)"),
+        ((7, 5), (-1, 6), "DDP515 ... of ranks (0,)"),
+        ((7, 5), (8, 6), "DDP306 ... of ranks ()"),
+        ((-1, 5), (-1, 6), "DDP306 ... of ranks ()"),
+    ):
+        steps = [moved(0, *rank_0), moved(1, *rank_1)]
+        assert_says(judge_state(steps, KNOWN, gradients_differ=False, start=START), words)
 
 
 def test_a_tensor_that_the_first_step_makes_and_keeps_differs_between_ranks() -> None:
@@ -304,26 +297,20 @@ def test_buffers_and_unregistered_state_that_drift() -> None:
 # --- The rest ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
+def test_what_the_wrapper_raises_is_known() -> None:
+    overwritten = "modified by an inplace operation\nddpcheck: overwritten in place: head.weight\n"
+    for words, code in (
         ("Expected to mark a variable ready only once.", "DDP406"),
-        ("one of the variables has been modified by an inplace operation", "DDP311"),
         ("Expected to have finished reduction in the prior iteration", "DDP302"),
         ("Encountered gradient which is undefined, but still allreduced by DDP reducer.", "DDP509"),
         ("Your training graph has changed in this iteration", "DDP513"),
-        ("modified by an inplace operation\nddpcheck: overwritten in place: head.weight\n", "DDP311"),
-    ],
-)
-def test_what_the_wrapper_raises_is_known(words: str, code: str) -> None:
-    text = f"... parameter name head.weight {words}"
-    failure = RankFailure(1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=text)
-    assert_says(judge_wrapper_error([failure], {}, KNOWN), f"{code} ... ('head.weight',) of ranks (1,)")
-    assert judge_wrapper_error([replace(failure, kind="died")], {}, KNOWN) == []
-
-
-def test_what_somebody_else_raises_is_not() -> None:
-    assert judge_wrapper_error([RankFailure(0, "raised", "rank 0 raised KeyError", 0.0)], {}, KNOWN) == []
+        (overwritten, "DDP311"),
+    ):
+        text = f"... parameter name head.weight {words}"
+        failure = RankFailure(1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=text)
+        assert_says(judge_wrapper_error([failure], {}, KNOWN), f"{code} ... ('head.weight',) of ranks (1,)")
+        for healthy in (replace(failure, kind="died"), replace(failure, traceback="KeyError")):
+            assert judge_wrapper_error([healthy], {}, KNOWN) == []
 
 
 def test_a_comparison_of_zeros_is_no_pass() -> None:
