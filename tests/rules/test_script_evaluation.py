@@ -381,6 +381,7 @@ def test_metrics_of_pairs() -> None:
         (_row_values, {"loss": 0.5}, []),
         (_row_labels, [torch.tensor([1, 0]).numpy(), torch.tensor([2]).numpy()], [1, 0, 2]),
         (_row_labels, torch.tensor([[-2.0], [0.2]]), [0, 1]),
+        (_row_labels, [0.2, 0.9], [0, 1]),
         (_row_labels, ["a", "b"], []),
     ],
 )
