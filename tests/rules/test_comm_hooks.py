@@ -27,6 +27,7 @@ from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.loop import GradientChanges
 from ddpcheck.trace.script_facts import ScriptFacts
+from tests.reports import assert_says
 
 BFLOAT16 = 0.0078125
 CONTEXT = WatchContext(Names({}), WrapperFacts(), 2)
@@ -39,19 +40,16 @@ def with_hook(hook: Any, state: Any = None) -> Any:
 def own_hook(state: object, bucket: object) -> None: ...
 
 
-def found_of(own: dict[str, list[list[float]]], left: dict[str, list[float]], **captured: Any) -> list[tuple[str, str]]:
-    """The findings (code, severity) on the ranks' `own` gradients and what the wrapper has `left`, in one step."""
+def captured(own: dict[str, list[list[float]]], left: Any, fingerprints: Any, **more: Any) -> list[RankTrace]:
+    """What two ranks leave: their `own` gradients and what the wrapper has `left`, in one step."""
     ranks = []
     for rank in range(2):
         made = WrapperMade("Net", (0, 1), CONTEXT, None, by_library=False, classes={})
-        values = DdpStepEvidence(rank, 3, dict.fromkeys(own, 1))
+        state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, 3, fingerprints(rank)))
         mine = {name: of_ranks[rank] for name, of_ranks in own.items()}
-        state = ReplicaState(ModuleDescription(), values)
-        one = ReplicaCaptured(0, 3, state, mine, left, dict.fromkeys(own, BFLOAT16), **captured)
-        ranks.append(RankTrace(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
-    return [
-        (finding.code, finding.severity.value) for finding in judge_all(ScriptFacts(ranks, ended=True), VIEWS).findings
-    ]
+        step = ReplicaCaptured(0, 3, state, mine, left, dict.fromkeys(own, BFLOAT16), **more)
+        ranks.append(RankTrace(RankStarted(rank, 2, "gloo"), [made, step], [(4, 4)]))
+    return ranks
 
 
 OWN = {"body.weight": [[1.0, -2.0, 0.0], [3.0, 0.0, 1.0]], "head.weight": [[0.5, 0.5, 0.0], [0.0, 0.5, 1.0]]}
@@ -67,20 +65,20 @@ HALF = {"hook": "fp16_compress_hook"}
 
 
 @pytest.mark.parametrize(
-    ("own", "left", "captured", "found"),
+    ("own", "left", "more", "words"),
     [
-        (OWN, LARGEST, {"hook": "topk", "own_hook": True}, [("DDP302", "note")]),  # what it keeps back is no alarm
-        (OWN, LARGEST, HALF, [("DDP302", "error")]),
-        (OWN, LARGEST, {}, [("DDP302", "error")]),
-        (OWN, DOUBLE, {"hook": "summing", "own_hook": True}, [("DDP303", "error")]),
-        (OWN, AVERAGE, {"hook": "right", "own_hook": True}, []),
-        (OWN_BIAS, ROUNDED, HALF, []),
-        (OWN_BIAS, ROUNDED, {}, [("DDP302", "error")]),
-        (OWN_BIAS, ROUNDED | {"body.bias": [1.0, 0.0, 0.0]}, HALF, [("DDP302", "error")]),
+        (OWN, LARGEST, {"hook": "topk", "own_hook": True}, "DDP302 note"),  # what it keeps back is no alarm
+        (OWN, LARGEST, HALF, "DDP302 error"),
+        (OWN, DOUBLE, {"hook": "summing", "own_hook": True}, "DDP303 error"),
+        (OWN, AVERAGE, {"hook": "right", "own_hook": True}, ""),
+        (OWN_BIAS, ROUNDED, HALF, ""),
+        (OWN_BIAS, ROUNDED, {}, "DDP302 error"),
+        (OWN_BIAS, ROUNDED | {"body.bias": [1.0, 0.0, 0.0]}, HALF, "DDP302 error"),
     ],
 )
-def test_gradients_that_a_hook_leaves(own: Any, left: Any, captured: dict[str, Any], found: list[tuple[str, str]]):
-    assert found_of(own, left, **captured) == found
+def test_gradients_that_a_hook_leaves(own: Any, left: Any, more: dict[str, Any], words: str):
+    ranks = captured(own, left, lambda _: dict.fromkeys(own, 1), **more)
+    assert_says(judge_all(ScriptFacts(ranks, ended=True), VIEWS).findings, words)
 
 
 def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypatch: pytest.MonkeyPatch):
@@ -88,56 +86,34 @@ def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypat
     later = make_finding("DDP301", ["body.weight"], "changed after backward")
     registry.import_rules()
     monkeypatch.setitem(registry._judges, GradientChanges, [lambda _: [later]])
-    ranks = []
-    for rank in range(2):
-        made = WrapperMade("Net", (0, 1), CONTEXT, None, by_library=False, classes={})
-        state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, 3, {"body.weight": 7 + rank}))
-        one = ReplicaCaptured(0, 3, state, hook="local", own_hook=True)
-        ranks.append(RankTrace(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
-    [finding] = judge_all(ScriptFacts(ranks, ended=True), VIEWS).findings
-    assert finding.code == "DDP301" and finding.message.startswith("The gradients of all 1 parameter differ")
-    assert "gradients are reduced by the communication hook local" in finding.evidence
-    assert finding.fix.startswith("Let the communication hook return the average")
+    ranks = captured({}, {}, lambda rank: {"body.weight": 7 + rank}, hook="local", own_hook=True)
+    words = ": The gradients of all 1 parameter differ ... gradients are reduced by the communication hook local"
+    findings = judge_all(ScriptFacts(ranks, ended=True), VIEWS).findings
+    assert_says(findings, f"DDP301 ... {words} ... Let the communication hook return the average")
 
 
-def test_what_a_hook_makes_up_for_later_is_not_known():
-    feeds_back = PowerSGDState(None, 1, start_powerSGD_iter=2)
-    feeds_back.iter = 3
-    assert hook_error(with_hook(powerSGD_hook, feeds_back)) > 1e3
-    feeds_back.use_error_feedback = False
-    assert hook_error(with_hook(powerSGD_hook, feeds_back)) == 0.1
-    assert hook_error(with_hook(fp16_compress_wrapper(powerSGD_hook), feeds_back)) == 0.1
+def test_what_a_hook_makes_up_for_later_is_not_known_and_power_sgd_averages_exactly_until_it_begins():
+    """Its state has counted the backward pass that has ended; that of number `start_powerSGD_iter` compresses."""
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2)
+    for state.iter, lost in ((2, 0.0), (3, 1e6)):
+        assert hook_error(with_hook(powerSGD_hook, state)) == lost
+        assert hook_error(with_hook(fp16_compress_wrapper(powerSGD_hook), state)) == max(lost, BFLOAT16)
+    state.use_error_feedback = False
+    assert hook_error(with_hook(powerSGD_hook, state)) == 0.1
     assert hook_error(with_hook(fp16_compress_hook)) == BFLOAT16
 
 
-@pytest.mark.parametrize(("counted", "lost"), [(1, 0.0), (2, 0.0), (3, 1e6)])
-def test_power_sgd_averages_exactly_until_it_begins(counted: int, lost: float):
-    """Its state has counted the backward pass that has ended; that of number `start_powerSGD_iter` compresses."""
-    state = PowerSGDState(None, 1, start_powerSGD_iter=2)
-    state.iter = counted
-    assert hook_error(with_hook(powerSGD_hook, state)) == lost
-    assert hook_error(with_hook(fp16_compress_wrapper(powerSGD_hook), state)) == max(lost, BFLOAT16)
-
-
-@pytest.mark.parametrize(
-    ("hook", "own"),
-    [
-        (fp16_compress_hook, False),
-        (fp16_compress_wrapper(fp16_compress_hook), False),
-        (own_hook, True),
-        (fp16_compress_wrapper(own_hook), True),
-    ],
-)
-def test_a_hook_is_the_scripts_own_also_inside_of_one_of_torch(hook: Any, own: bool):
-    assert has_user_hook(with_hook(hook)) is own
+def test_a_hook_is_the_scripts_own_also_inside_of_one_of_torch():
+    for hook, own in ((fp16_compress_hook, False), (own_hook, True)):
+        assert has_user_hook(with_hook(hook)) is has_user_hook(with_hook(fp16_compress_wrapper(hook))) is own
     assert not has_user_hook(None)
 
 
-@pytest.mark.parametrize(("now", "apart"), [(0, False), (5, False), (6, True), (9, True)])
-def test_ranks_train_apart_from_the_step_on_in_which_post_local_sgd_begins(now: int, apart: bool):
-    state = SimpleNamespace(iter=now, start_localSGD_iter=6)
-    assert uses_local_sgd(with_hook(fp16_compress_hook, state)) is apart
-    assert not uses_local_sgd(with_hook(powerSGD_hook, SimpleNamespace(iter=now)))
+def test_ranks_train_apart_from_the_step_on_in_which_post_local_sgd_begins():
+    for step, apart in ((5, False), (6, True)):
+        state = SimpleNamespace(iter=step, start_localSGD_iter=6)
+        assert uses_local_sgd(with_hook(fp16_compress_hook, state)) is apart
+    assert not uses_local_sgd(with_hook(powerSGD_hook, SimpleNamespace(iter=6)))
 
 
 APART = LoopEvent("apart")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, 
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, RandomDraws, ShardedStep, StepEvidence
-from ddpcheck.findings.report import Location
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches, judge_shards
 from ddpcheck.rules.gradients.reducer import judge_reducer, judge_sharded
@@ -41,10 +42,11 @@ def times(factor: float) -> dict[str, tuple[float, ...]]:
 
 
 OTHER = {"norm.weight": (2.0, 1.0), "norm.bias": (0.5, -1.0)}
+STALE = {"split": (), "unoptimized": ("up.weight",)}
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "code"),
+    ("on_0", "on_1", "code"),
     [
         ({}, {}, ""),
         ({}, {"values": {"norm.weight": 2}}, "DDP208"),
@@ -52,31 +54,30 @@ OTHER = {"norm.weight": (2.0, 1.0), "norm.bias": (0.5, -1.0)}
         ({}, {"gradients": times(1.0 + 1e-6)}, ""),
         ({}, {"gradients": times(1.5)}, "DDP306"),
         ({"gradients": {}}, {"gradients": {}}, ""),
-        ({"split": (), "unoptimized": ("up.weight",)}, {"split": (), "unoptimized": ("up.weight",)}, "DDP504"),
+        (STALE, STALE, "DDP504"),
         ({"unoptimized": ("down.weight",)}, {"unoptimized": ("down.weight",)}, ""),  # one optimizer of two
     ],
 )
-def test_ranks_of_one_model_have_alike_what_is_not_split(one: Any, other: Any, code: str) -> None:
-    steps = [[step(count, **one), step(count, **other)] for count in range(4)]
-    assert [finding.code for finding in judge_model_parts(steps, (0, 1), SPLIT)] == [code] * bool(code)
+def test_ranks_of_one_model_have_alike_what_is_not_split(on_0: Any, on_1: Any, code: str) -> None:
+    steps = [[step(count, **on_0), step(count, **on_1)] for count in range(4)]
+    assert_says(judge_model_parts(steps, (0, 1), SPLIT), code)
+    if code == "DDP504":
+        assert judge_model_parts(steps, (0, 1), SPLIT, wrapped=True) == []  # a wrapper knows what an optimizer holds
 
 
 def test_the_ranks_of_a_script_that_compute_one_model_are_compared() -> None:
-    for values, codes in [((1, 2), ["DDP208"]), ((1, 1), [])]:
+    for values, code in [((1, 2), "DDP208"), ((1, 1), "")]:
         logs = [[SPLIT, *(step(count, values={"norm.weight": value}) for count in range(4))] for value in values]
         ranks = [RankTrace(RankStarted(rank, 2, "gloo"), log, []) for rank, log in enumerate(logs)]
-        assert [finding.code for finding in judge_view(ModelParts(ScriptFacts(ranks, ended=True)))] == codes
+        assert_says(judge_view(ModelParts(ScriptFacts(ranks, ended=True))), code)
+    assert by_group({0: [SPLIT], 1: [SPLIT]}).keys() == {(0, 1)}
+    assert by_group({0: [SPLIT], 1: []}) == {}  # a group is one of which each rank says so
 
 
 def test_ranks_that_skip_the_reductions_of_different_parameters_wait_for_each_other() -> None:
     skipped = {(0, 0): frozenset("a"), (0, 1): frozenset("a"), (0, 2): frozenset("b")}
     assert_says(judge_skipped_reductions(skipped), "DDP104 ... ('a', 'b') ... rank 2 and rank 0")
     assert judge_skipped_reductions({(0, 0): frozenset("a"), (1, 1): frozenset("b")}) == []
-
-
-def test_a_wrapper_knows_what_an_optimizer_holds() -> None:
-    stale = {"split": (), "unoptimized": ("up.weight",)}
-    assert judge_model_parts([[step(0, **stale), step(0, **stale)]], (0, 1), SPLIT, wrapped=True) == []
 
 
 def test_random_numbers_that_are_drawn_apart_are_the_cause_of_other_gradients() -> None:
@@ -88,13 +89,9 @@ def test_random_numbers_that_are_drawn_apart_are_the_cause_of_other_gradients() 
 
 def clipped(counted: int) -> list[list[PartStep]]:
     """Four steps in which two ranks clip to a norm of 1 that counts what is not split so often."""
-    found = []
-    for count in range(4):
-        part, whole = 1.0 + count, 2.0
-        scale = (2 * part**2 + counted * whole**2) ** -0.5
-        norms = {"up.weight": scale * part, "norm.weight": scale * whole}
-        found.append([step(count, norms=norms), step(count, norms=norms)])
-    return found
+    parts = [(1.0 + count, (2 * (1.0 + count) ** 2 + counted * 2.0**2) ** -0.5) for count in range(4)]
+    norms = [{"up.weight": scale * part, "norm.weight": scale * 2.0} for part, scale in parts]
+    return [[step(count, norms=norm), step(count, norms=norm)] for count, norm in enumerate(norms)]
 
 
 def test_a_norm_that_counts_replicas_is_constant_and_that_of_the_model_is_not() -> None:
@@ -111,21 +108,15 @@ def given(*samples: int) -> list[Inputs]:
 
 
 @pytest.mark.parametrize(
-    ("passes", "inputs", "subjects"),
+    ("passes", "inputs", "words"),
     [
-        ([taken(1, 2), taken(1, 2)], [given(1), given(1)], []),
-        ([taken(1, 2), taken(2, 1)], [[], []], [("Texts",)]),
-        ([[], []], [given(1), given(2)], [("forward",)]),
-        ([[], []], [[], []], []),
+        ([taken(1, 2), taken(1, 2)], [given(1), given(1)], ""),
+        ([taken(1, 2), taken(2, 1)], [[], []], "('Texts',)"),
+        ([[], []], [given(1), given(2)], "('forward',)"),
     ],
 )
-def test_ranks_of_one_model_take_the_same_samples(passes: Any, inputs: Any, subjects: list[Any]) -> None:
-    assert [finding.subjects for finding in judge_model_batches(passes, inputs, (0, 1), SPLIT)] == subjects
-
-
-def test_a_group_is_one_of_which_each_rank_says_so() -> None:
-    assert list(by_group({0: [SPLIT], 1: [SPLIT]})) == [(0, 1)]
-    assert by_group({0: [SPLIT], 1: []}) == {}
+def test_ranks_of_one_model_take_the_same_samples(passes: Any, inputs: Any, words: str) -> None:
+    assert_says(judge_model_batches(passes, inputs, (0, 1), SPLIT), words)
 
 
 # Of recipes
@@ -133,65 +124,64 @@ def test_a_group_is_one_of_which_each_rank_says_so() -> None:
 MODELS = [(0, 1), (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("samples", "ranks"), [((1, 1, 2, 2), ()), ((1, 2, 3, 4), (0, 1, 2, 3)), ((1, 1, 2, 3), (2, 3))]
-)
-def test_ranks_of_one_model_are_given_the_same_samples(samples: tuple[int, ...], ranks: tuple[int, ...]) -> None:
-    local = [
-        LocalStep(StepEvidence(rank, 0, {}), 0.0, RandomDraws(), (), 1, 0, 1.0, (), sample_fingerprints=(one,))
-        for rank, one in enumerate(samples)
-    ]
-    found = judge_shards(local, MODELS)
-    assert [(one.code, one.ranks) for one in found] == [("DDP516", ranks)] * bool(ranks)
+def test_ranks_of_one_model_are_given_the_same_samples() -> None:
+    def judged(*samples: int) -> list[Finding]:
+        parts = [(StepEvidence(rank, 0, {}), sample) for rank, sample in enumerate(samples)]
+        empty = RandomDraws()
+        return judge_shards(
+            [LocalStep(part, 0.0, empty, (), 1, 0, 1.0, (), sample_fingerprints=(sample,)) for part, sample in parts],
+            MODELS,
+        )
+
+    assert judged(1, 1, 2, 2) == []
+    assert_says(judged(1, 2, 3, 4), "DDP516 ... of ranks (0, 1, 2, 3)")
+    assert_says(judged(1, 1, 2, 3), "DDP516 ... of ranks (2, 3)")
 
 
 def test_the_norms_that_the_optimizer_of_a_recipe_leaves_are_those_of_its_steps() -> None:
-    left = [clipped(2), clipped(1)]
-    wrong, right = (
-        [
-            ShardedStep(2 * model + place, step, split=one.split, norms=one.norms)
-            for step, of_ranks in enumerate(steps)
-            for model in range(2)
-            for place, one in enumerate(of_ranks)
+    def steps(counted: int) -> list[ShardedStep]:
+        return [
+            ShardedStep(rank, n, split=of_ranks[rank % 2].split, norms=of_ranks[rank % 2].norms)
+            for n, of_ranks in enumerate(clipped(counted))
+            for rank in range(4)
         ]
-        for steps in left
-    )
-    assert [one.code for one in judge_norms_of_steps(wrong, MODELS)] == ["DDP306"]
-    assert judge_norms_of_steps(right, MODELS) == [] == judge_norms_of_steps(wrong, [])
+
+    assert_says(judge_norms_of_steps(steps(2), MODELS), "DDP306")
+    assert judge_norms_of_steps(steps(1), MODELS) == [] == judge_norms_of_steps(steps(2), [])
+
+
+def judged_by_both(steps: Any) -> Iterator[list[Finding]]:
+    for judge, facts in ((judge_reducer, WrapperFacts()), (judge_sharded, ShardedFacts(is_ddp=False))):
+        yield judge(steps, JudgeContext(Names(), facts, world_size=2, models=MODELS))
 
 
 @pytest.mark.parametrize(
-    ("gradients", "told"),
+    ("gradients", "words"),
     [
-        ((1, 1, 1, 1), []),
-        ((1, 2, 1, 2), ["which compute one model together"]),
-        ((1, 1, 2, 2), ["after backward"]),
-        ((1, 2, 3, 4), ["after backward"]),
+        ((1, 1, 1, 1), ""),
+        ((1, 2, 1, 2), "DDP301 ... which compute one model together"),
+        ((1, 1, 2, 2), "DDP301 ... after backward"),
     ],
 )
-def test_gradients_that_differ_within_models_or_between_them(gradients: tuple[int, ...], told: list[str]) -> None:
-    evidence = [
-        DdpStepEvidence(rank, 0, gradients={"norm.weight": one}, wrapper_calls=1) for rank, one in enumerate(gradients)
-    ]
-    for judge, facts in ((judge_reducer, WrapperFacts()), (judge_sharded, ShardedFacts(is_ddp=False))):
-        found = judge(evidence, JudgeContext(Names(), facts, world_size=2, models=MODELS))
-        assert [one.code for one in found] == ["DDP301" for _ in told]
-        assert all(words in one.message for one, words in zip(found, told, strict=True))
+def test_gradients_that_differ_within_models_or_between_them(gradients: tuple[int, ...], words: str) -> None:
+    values = [{"norm.weight": gradient} for gradient in gradients]
+    steps = [DdpStepEvidence(rank, 0, gradients=of_rank, wrapper_calls=1) for rank, of_rank in enumerate(values)]
+    for findings in judged_by_both(steps):
+        assert_says(findings, words)
 
 
-@pytest.mark.parametrize(("losses", "told"), [((0.4, 0.3, 0.5, 0.6), "DDP302"), ((0.4, 0.4, 0.5, 0.5), "DDP303")])
-def test_losses_that_differ_within_a_model_are_told_before_their_factor(losses: tuple[float, ...], told: str) -> None:
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ((0.4, 0.3, 0.5, 0.6), "DDP302 ... each a different loss, 0.4 and 0.3 in step 0"),
+        ((0.4, 0.4, 0.5, 0.5), "DDP303 ... 2 (the number of models)"),
+    ],
+)
+def test_losses_that_differ_within_a_model_are_told_before_their_factor(losses: tuple[float, ...], words: str) -> None:
     twice = (Difference("head.weight", 1.0, 1e-6, ratio=2.0),)
-    evidence = [
-        ShardedStep(rank, 0, gradients={"head.weight": 1}, against_local=twice, wrapper_calls=1, loss=loss)
-        for rank, loss in enumerate(losses)
-    ]
-    for judge, facts in ((judge_reducer, WrapperFacts()), (judge_sharded, ShardedFacts(is_ddp=False))):
-        (found,) = judge(evidence, JudgeContext(Names(), facts, world_size=2, models=MODELS))
-        assert found.code == told
-        assert ("each a different loss, 0.4 and 0.3 in step 0" if told == "DDP302" else "2 (the number of models)") in (
-            found.message
-        )
+    values: dict[str, Any] = {"gradients": {"head.weight": 1}, "against_local": twice, "wrapper_calls": 1}
+    for findings in judged_by_both([ShardedStep(rank, 0, **values, loss=loss) for rank, loss in enumerate(losses)]):
+        assert_says(findings, words)
 
 
 AT = Location("layers.py", 9)
@@ -199,11 +189,8 @@ AT = Location("layers.py", 9)
 
 def captured(rank: int, step: int, words: int, gradient: float, part: int) -> ReplicaCaptured:
     values = DdpStepEvidence(rank, step, parameters={"words": words, "up": part, "bias": 0 if step == 0 else rank})
-    averaged = {
-        "words": Sketch("f", [gradient, 1.0]),
-        "up": Sketch("f", [1.0 * rank, 1.0]),
-        "bias": Sketch("f", [rank, 1.0]),
-    }
+    sketches = {"words": [gradient, 1.0], "up": [1.0 * rank, 1.0], "bias": [rank, 1.0]}
+    averaged = {name: Sketch("f", numbers) for name, numbers in sketches.items()}
     parts = () if step else ("words", "up")
     return ReplicaCaptured(0, step, ReplicaState(ModuleDescription(), values), averaged=averaged, parts=parts)
 
@@ -234,15 +221,15 @@ def by_hand(
 
 
 @pytest.mark.parametrize(
-    ("healthy", "why"),
+    "healthy",
     [
-        ({"words": 0}, "they go on alike: the gradients are added up after backward"),
-        ({"gradient": 0.0}, "what differs is rounding"),
-        ({"parts": (1, 1)}, "nothing is split, or all parts begin alike"),
-        ({"other": 1}, "experts, which are given samples of their own"),
-        ({"line": None}, "two models: no collective goes across"),
+        {"words": 0},  # they go on alike: the gradients are added up after backward
+        {"gradient": 0.0},  # what differs is rounding
+        {"parts": (1, 1)},  # nothing is split, or all parts begin alike
+        {"other": 1},  # experts, which are given samples of their own
+        {"line": None},  # two models: no collective goes across
     ],
 )
-def test_what_is_equal_beside_layers_split_by_hand_stays_equal(healthy: dict[str, Any], why: str) -> None:
+def test_what_is_equal_beside_layers_split_by_hand_stays_equal(healthy: dict[str, Any]) -> None:
     assert by_hand() == ["DDP301 ('words',) (0, 1, 2, 3) layers.py:9"]
-    assert by_hand(**healthy) == [], why
+    assert by_hand(**healthy) == []

@@ -41,17 +41,8 @@ def scaled(name: str, ratio: float) -> Difference:
 
 def off(name: str, error: float = 0.5) -> Difference:
     """Away from its reference, by no constant factor."""
-    return Difference(
-        name,
-        error,
-        TOLERANCE,
-        ratio=0.8,
-        residual=error * 0.9,
-        elements=4,
-        elements_beyond=3,
-        worst_index=(1, 0),
-        worst_got=2.0,
-    )
+    beyond = {"elements": 4, "elements_beyond": 3, "worst_index": (1, 0), "worst_got": 2.0}
+    return Difference(name, error, TOLERANCE, ratio=0.8, residual=error * 0.9, **beyond)
 
 
 def ddp_step(rank: int, step: int = 0, **more: Any) -> DdpStepEvidence:
@@ -72,7 +63,7 @@ BYPASS = {"wrapper_calls": 0, "inner_calls": 1, **APART}
 UNCALLED = {"wrapper_calls": 0, "inner_calls": 0, **APART}
 UNEQUAL = ddp_step(1, 1, gradients={"a": 0, "b": 9, "c": 2}, against_local=(off("b"),))
 IGNORES = replace(KNOWN, wrapper=WrapperFacts(ignored=frozenset({"b"})))
-OWN_WRAPPER = replace(KNOWN, wrapper=WrapperFacts(is_ddp=False), wrapper_class="Averaging")
+IN_LOSS = replace(KNOWN, loss_location=Location("loss.py", 3))
 HOOKED_WRAPPER = replace(KNOWN, wrapper=WrapperFacts(comm_hook="sum_hook"))
 BROADCASTS = with_local(replace(KNOWN, broadcasts_buffers=True), differing_buffers=("norm.running_mean",))
 
@@ -92,32 +83,15 @@ def all_scaled(ratio: float) -> list[DdpStepEvidence]:
         (two_ranks(), KNOWN, ""),
         (two_ranks(wrapper_calls=2, inner_calls=2), KNOWN, ""),
         (two_ranks(wrapper_calls=0, inner_calls=0), KNOWN, ""),  # gradients are equal
-        (
-            [*two_ranks(1), ddp_step(0, 1), UNEQUAL],
-            KNOWN,
-            "DDP301 error ('b',) ... in steps (1,) ... 1 of 3 parameters ... worst at (1, 0)",
-        ),
+        ([*two_ranks(1), ddp_step(0, 1), UNEQUAL], KNOWN, "DDP301 error ('b',) ... in steps (1,) ... worst at (1, 0)"),
         (two_ranks(**APART), KNOWN, "DDP301 error ('a', 'b', 'c') ... in steps () ... all 3"),
         (two_ranks(gradients={"a": 0, "b": 9, "c": 2}), IGNORES, "DDP111"),
         (two_ranks(**BYPASS), KNOWN, "DDP501 ... of ranks (1,) ... in steps ()"),
-        (
-            [*two_ranks(1), ddp_step(0, 1, **BYPASS), ddp_step(1, 1, **BYPASS)],
-            KNOWN,
-            "DDP501 ... of ranks () ... in steps (1,)",
-        ),
-        (
-            [ddp_step(0, **UNCALLED | {"gradients": {"a": 1}}), ddp_step(1, **UNCALLED)],
-            KNOWN,
-            "never calls the wrapper",
-        ),
-        (two_ranks(**UNCALLED), replace(KNOWN, loss_location=Location("loss.py", 3)), "DDP501 ... at loss.py:3"),
-        (two_ranks(**APART), OWN_WRAPPER, "DDP301 ... Averaging, not a DistributedDataParallel"),
+        (two_ranks(**UNCALLED), IN_LOSS, "DDP501 ... at loss.py:3 ... never calls the wrapper"),
         (all_scaled(0.5), KNOWN, "DDP303 ... 1/2 (one over the world size)"),
         (all_scaled(2.0), KNOWN, "DDP303 ... 2 (the world size) ... Average once"),
         (all_scaled(2.0), HOOKED_WRAPPER, "DDP303 ... communication hook"),
         (all_scaled(3.25), KNOWN, "DDP303 ... 3.25 times"),
-        (all_scaled(-1.0), KNOWN, "DDP303 ... -1 times"),
-        (equal(off("a"), off("b")), KNOWN, "DDP302 error ('a', 'b')"),
         (equal(scaled("a", 0.5), scaled("b", 2.0)), KNOWN, "DDP302 error ('a', 'b')"),
         (equal(scaled("a", 0.5), off("b")), KNOWN, "DDP302 error ('a', 'b')"),
         (equal(off("a"), wrapper_calls=2, inner_calls=2), BROADCASTS, "DDP311 error ('norm.running_mean',)"),
@@ -145,6 +119,8 @@ RIGHT = LossTerm(error=1e-9, weights=(0.5, 0.5), residual=1e-9, coupled=False)
 HALVED = (RIGHT, replace(RIGHT, ratio=0.5))
 LOSS, LINE = Location("loss.py", 7), Location("model.py", 9)
 PARTS = [replace(COUNTED, location=LOSS, error=error) for error in (0.2, 0.1)]
+PENALTY = replace(SUM, name="loss['penalty']", location=LOSS)
+OF_BATCH_NORM = "warning ('norm',) ... at model.py:3 ... norm (BatchNorm1d) ... 1 of 2 gradients differ from the"
 CALL = Call(
     "all_reduce", "0", (0, 1), "float32 of shape (3,)", location="model.py:5", elements=3, carries_gradient=True
 )
@@ -159,11 +135,11 @@ def case(
     codes: str,
     *terms: LossTerm,
     of: Sequence[Difference] = (off("a"),),
-    known: JudgeContext = KNOWN,
-    words: Sequence[str] = (),
+    known: Any = KNOWN,
+    words: str = "",
     **more: Any,
 ) -> Any:
-    """A row: the codes of what is found, and words of the first finding, or "not " and words that it does not have."""
+    """A row: the codes of what is found, and words of the first finding."""
     return codes.split(), of, known, analysis(*terms, **more), words
 
 
@@ -177,8 +153,9 @@ OF_RANKS = {"against_shards": Fit(1.1, 0.3), "rank_weights": WeightedFit((0.6, 0
 BY_RANK = {"against_shards": Fit(1.0, 0.4), "rank_weights": WeightedFit((0.25, 0.75), 1e-9)}
 ROUGH = {"against_shards": Fit(0.9492, 0.045), "against_global": Fit(0.9492, 0.045)}
 GLOBAL = {"against_global": Fit(0.5, 1e-9)}
-OWN_PART = GLOBAL | {"against_shards": Fit(1.0, 0.4), "shard_losses": (1.0, 2.0)}
-IN_ALL = {ratio: {"against_shards": Fit(ratio, 1e-9), "against_global": Fit(ratio, 1e-9)} for ratio in (0.5, 2.0)}
+OWN_PART = GLOBAL | {"of": [scaled("a", 0.5)], "against_shards": Fit(1.0, 0.4), "shard_losses": (1.0, 2.0)}
+IN_ALL = {"against_shards": Fit(0.5, 1e-9), "against_global": Fit(0.5, 1e-9)}
+QUARTER = [scaled("a", 0.25)]
 IN_HALF, DREW, CALLED = [scaled("a", 0.5)], with_local(drew_from=("numpy",)), with_local(calls=(CALL,))
 EXCHANGED = with_local(calls=(replace(CALL, carries_gradient=False),))
 DIFFERENTIATED = with_local(calls=(replace(CALL, differentiable=True),))
@@ -194,106 +171,66 @@ NAMED = replace(COUNTED, weights=(0.75, 0.25), count="batch['mask']", counts=(9.
     ("expected", "differences", "known", "facts", "words"),
     [
         case("", of=[*map(good, NAMES)]),
-        case(
-            "DDP304",
-            **NORM,
-            of=[off("a", 0.25), good("b")],
-            known=OF_NORM,
-            words=[
-                "warning ('norm',)",
-                "at model.py:3",
-                "norm (BatchNorm1d)",
-                "0.25",
-                "1 of 2 gradients differ from the",
-            ],
-        ),
-        case("DDP305", SUM, of=IN_HALF, **GLOBAL, words=["error ('loss',)", "sums over samples", "1/2"]),
-        case(
-            "DDP305",
-            RIGHT,
-            replace(SUM, name="loss['penalty']", location=LOSS),
-            words=["at loss.py:7", ": Term 2 of 2 of the loss (loss['penalty'] at loss.py:7) sums over samples"],
-        ),
-        case("DDP305", COUNTED, RIGHT, SUM, words=[": Term 3 of 3", "| term 1 of 3 of the loss is normalised by a"]),
-        case("DDP305", *PARTS, words=["at loss.py:7", ": The loss is normalised by a count", "not | term"]),
-        case("DDP305", RIGHT, *PARTS, words=[": Term 2 of 2 of the loss (loss.py:7)"]),
+        case("DDP304", **NORM, of=[off("a", 0.25), good("b")], known=OF_NORM, words=OF_BATCH_NORM),
+        case("DDP305", SUM, of=IN_HALF, **GLOBAL, words="error ('loss',) ... sums over samples ... 1/2"),
+        case("DDP305", RIGHT, PENALTY, words="at loss.py:7 ... : Term 2 of 2 of the loss (loss['penalty'] at"),
+        case("DDP305", COUNTED, RIGHT, SUM, words=": Term 3 of 3 ... | term 1 of 3 of the loss is normalised by a"),
+        case("DDP305", *PARTS, words="at loss.py:7 ... : The loss is normalised by a count ... not | term"),
+        case("DDP305", RIGHT, *PARTS, words=": Term 2 of 2 of the loss (loss.py:7)"),
         case("DDP305 DDP304", SUM, COUPLED),
-        case("DDP312", UNKNOWN, words=["error ('loss',)", "no cause was found"]),
+        case("DDP312", UNKNOWN, words="error ('loss',) ... no cause was found"),
         case("DDP305 DDP312", SUM, UNKNOWN),
-        case("DDP305", RIGHT, WEIGHED, words=["error", "class frequencies"]),
-        case("DDP312", WEIGHED, UNKNOWN, words=["not class frequencies"]),
-        case("DDP304", WEIGHED, COUPLED, words=["not class frequencies"]),
+        case("DDP305", RIGHT, WEIGHED, words="error ... class frequencies"),
+        case("DDP312", WEIGHED, UNKNOWN, words="not class frequencies"),
         case("DDP312", WEIGHED, **ELSEWHERE),
-        case("DDP304", WEIGHED, SUM, other_parameters=("a",), words=["('a',)", "Which parts of the model"]),
+        case("DDP304", WEIGHED, SUM, other_parameters=("a",), words="('a',) ... Which parts of the model"),
         case("DDP312", UNKNOWN, other_parameters=("a",), **ELSEWHERE),
         case("DDP304", ROOTED),  # the root of a mean, which one weight a shard fits
-        case("DDP305", replace(ROOTED, count="batch['mask']", counts=(5, 3))),
         case("DDP305", COUNTED, **CRITERION),
         case("DDP305 DDP304", COUNTED, COUPLED, **CRITERION),
         case("DDP304", RIGHT, **CRITERION),  # too little to show in a term
-        case("DDP304", RIGHT, **MEET, words=["at model.py:9"]),
-        case("DDP304", RIGHT, **SCALES),
-        case("DDP305", WEIGHED, **SCALES),
-        case("DDP305", UNKNOWN, **SCALES, words=["at model.py:9"]),
+        case("DDP304", RIGHT, **MEET, words="at model.py:9"),
+        case("DDP305", UNKNOWN, **SCALES, words="at model.py:9"),
         case("DDP304", UNKNOWN, **MEET),
-        case("DDP304", **MEET, words=["at model.py:9", "samples first meet at model.py:9"]),
+        case("DDP304", **MEET, words="at model.py:9 ... samples first meet at model.py:9"),
         case("DDP312", WEIGHED, known=DREW, **SCALES),
         case("DDP312", COUPLED, known=DREW, **NORM),
         case("DDP305", SUM, known=DREW, **MEET),
         case("DDP312", known=with_local(CALLED, choices=("torch.randperm at model.py:3",)), **ELSEWHERE),
         case("DDP304", known=EXCHANGED, by_statistics=Fit(1.0, 1e-8), **ELSEWHERE, **NORM),
         case("DDP309", known=EXCHANGED, by_statistics=Fit(1.0, 0.1), **ELSEWHERE, **NORM),
-        case("DDP309", known=EXCHANGED, by_statistics=Fit(1.1, 1e-8), **ELSEWHERE, **NORM),
-        case(
-            "DDP309", of=IN_HALF, known=CALLED, **ELSEWHERE, **GLOBAL, words=["warning", "whose result all ranks use"]
-        ),
-        case(
-            "DDP309", **ELSEWHERE, of=[scaled("a", 0.25)], known=CALLED, against_global=Fit(0.25, 1e-9), words=["error"]
-        ),
-        case("DDP303", *HALVED, **TERMS_ALONE, known=GATHERED, words=["at model.py:5", "returns the rank's own part"]),
-        case("DDP303", *HALVED, **TERMS_ALONE, words=["The gradient of term 2 of 2 of the loss is 1/2"]),
+        case("DDP309", of=IN_HALF, known=CALLED, **ELSEWHERE, **GLOBAL, words="warning ... whose result all ranks use"),
+        case("DDP309", of=QUARTER, known=CALLED, **ELSEWHERE, against_global=Fit(0.25, 1e-9), words="error"),
+        case("DDP303", *HALVED, **TERMS_ALONE, known=GATHERED, words="at model.py:5 ... returns the rank's own part"),
+        case("DDP303", *HALVED, **TERMS_ALONE, words="The gradient of term 2 of 2 of the loss is 1/2"),
         case("DDP305 DDP304", COUNTED, **FROZEN),
         case("DDP304", RIGHT, **FROZEN),
         case("DDP304 DDP312", UNKNOWN, **FROZEN),
         case("DDP304", HERE, **FROZEN, **OF_RANKS),
         case("DDP303", replace(HERE, error=0.2, rank_weights=(0.9, 0.1)), **FROZEN, **OF_RANKS),
         case("DDP304", of=[replace(off("a"), tolerance=0.05)], **ROUGH),
-        case("DDP304", against_shards=Fit(1.0005, 1e-6)),
-        case(
-            "DDP305",
-            COUNTED,
-            known=with_local(shard_sizes=(5, 3)),
-            words=["count that differs", "0.625, 0.375", "| samples a rank: 5, 3"],
-        ),
-        case("DDP303", of=IN_HALF, **IN_ALL[0.5], words=["('loss',)", "1/2 (one over the world size)"]),
-        case("DDP303", of=[scaled("a", 2.0)], **IN_ALL[2.0], words=["2 (the world size)"]),
-        case("DDP303", replace(COUPLED, location=LOSS), of=IN_HALF, **IN_ALL[0.5], words=["at loss.py:7"]),
-        case("DDP309", known=CALLED, **ELSEWHERE, words=["('all_reduce',)", "at model.py:5"]),
+        case("DDP305", COUNTED, known=with_local(shard_sizes=(5, 3)), words="0.625, 0.375 ... | samples a rank: 5, 3"),
+        case("DDP303", of=IN_HALF, **IN_ALL, words="('loss',) ... 1/2 (one over the world size)"),
+        case("DDP303", replace(COUPLED, location=LOSS), of=IN_HALF, **IN_ALL, words="at loss.py:7"),
+        case("DDP309", known=CALLED, **ELSEWHERE, words="('all_reduce',) ... at model.py:5"),
         case("DDP312", known=DIFFERENTIATED, **ELSEWHERE),
-        case("DDP310", of=[off("a"), off("b"), good("c")], known=NONLINEAR, words=["('a', 'b')", "at model.py:7"]),
+        case("DDP310", of=[off("a"), off("b"), good("c")], known=NONLINEAR, words="('a', 'b') ... at model.py:7"),
         case("DDP304", of=[off("c")], known=NONLINEAR),
         case("DDP304", known=replace(KNOWN, hooks=(HOOK,))),
         case("DDP310", known=HOOKED, shard_losses=(1.0, 2.0), **BY_RANK),  # losses are what they should be
         case("DDP303", known=HOOKED, shard_losses=(2.0, 1.0), **BY_RANK),
-        case(
-            "DDP303",
-            **OWN_PART,
-            of=IN_HALF,
-            known=with_local(losses=(1.5, 1.5)),
-            global_loss=1.5,
-            words=["own samples only"],
-        ),
-        case("DDP305", of=IN_HALF, known=with_local(losses=(1.0, 2.0)), global_loss=3.0, **OWN_PART),
+        case("DDP303", known=with_local(losses=(1.5, 1.5)), global_loss=1.5, **OWN_PART, words="own samples only"),
+        case("DDP305", known=with_local(losses=(1.0, 2.0)), global_loss=3.0, **OWN_PART),
         case("DDP514", SUM, of=IN_HALF, known=with_local(backwards=(4, 2)), **GLOBAL),
         case("DDP305", SUM, of=IN_HALF, known=with_local(backwards=(4, 4)), **GLOBAL),
-        case("DDP305 DDP304", replace(COUPLED, doubles_with_batch=True), words=["The loss sums"]),
-        case("DDP305", NAMED, words=["| batch['mask']: 9 and 3 on the ranks"]),
+        case("DDP305 DDP304", replace(COUPLED, doubles_with_batch=True), words="The loss sums"),
+        case("DDP305", NAMED, words="| batch['mask']: 9 and 3 on the ranks"),
     ],
 )
-def test_the_cause_of_a_difference(expected: Any, differences: Any, known: Any, facts: Any, words: Any) -> None:
+def test_the_cause_of_a_difference(expected: Any, differences: Any, known: Any, facts: Any, words: str) -> None:
     findings = judge_single_process({0: tuple(differences)}, facts, known)
     assert [finding.code for finding in findings] == expected
-    assert_says(findings[:1], " ... ".join([*expected[:1], *words]))
+    assert_says(findings[:1], " ... ".join([*expected[:1], *filter(None, [words])]))
 
 
 def test_a_difference_without_an_analysis_and_the_steps_that_differ() -> None:
@@ -329,14 +266,14 @@ def moved(rank: int, before: int, after: int) -> DdpStepEvidence:
 
 
 def test_a_rank_that_skips_the_step_a_change_by_hand_and_a_change_in_forward_are_told_apart() -> None:
-    def judged(*evidence: DdpStepEvidence) -> tuple[str, tuple[int, ...]]:
-        finding = only(judge_state(evidence, KNOWN, gradients_differ=False, start=START))
-        return finding.code, finding.ranks
-
-    assert judged(moved(0, -1, 5), moved(1, -1, -1)) == ("DDP508", (1,))
-    assert judged(moved(0, 7, 5), moved(1, -1, 6)) == ("DDP515", (0,))
-    assert judged(moved(0, 7, 5), moved(1, 8, 6)) == ("DDP306", ())
-    assert judged(moved(0, -1, 5), moved(1, -1, 6)) == ("DDP306", ())
+    for rank_0, rank_1, words in (
+        ((-1, 5), (-1, -1), "DDP508 ... of ranks (1,)"),
+        ((7, 5), (-1, 6), "DDP515 ... of ranks (0,)"),
+        ((7, 5), (8, 6), "DDP306 ... of ranks ()"),
+        ((-1, 5), (-1, 6), "DDP306 ... of ranks ()"),
+    ):
+        steps = [moved(0, *rank_0), moved(1, *rank_1)]
+        assert_says(judge_state(steps, KNOWN, gradients_differ=False, start=START), words)
 
 
 def test_a_tensor_that_the_first_step_makes_and_keeps_differs_between_ranks() -> None:
@@ -357,50 +294,23 @@ def test_buffers_and_unregistered_state_that_drift() -> None:
     assert_says(judge_after(two_ranks(state={"a": 5, "b": 1, "c": 2})), "DDP216")
 
 
-def test_statistics_that_drift_are_told_with_their_layer_and_what_the_wrapper_does() -> None:
-    known = replace(KNOWN, wrapper=WrapperFacts(is_ddp=True), wrapper_class="Own")
-    steps = [ddp_step(rank, 0, buffers={"norm.running_mean": rank, "seen": rank}) for rank in (0, 1)]
-    layer = "norm takes its running statistics from each rank's own samples"
-    drift = only(judge_state(steps, known, gradients_differ=False))
-    assert drift.evidence == ("Own.broadcast_buffers is False", layer)
-    drift = only(judge_state(steps, replace(known, broadcasts_buffers=True), gradients_differ=False))
-    assert drift.evidence == (layer,)
-
-
 # --- The rest ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
+def test_what_the_wrapper_raises_is_known() -> None:
+    overwritten = "modified by an inplace operation\nddpcheck: overwritten in place: head.weight\n"
+    for words, code in (
         ("Expected to mark a variable ready only once.", "DDP406"),
-        ("one of the variables has been modified by an inplace operation", "DDP311"),
         ("Expected to have finished reduction in the prior iteration", "DDP302"),
         ("Encountered gradient which is undefined, but still allreduced by DDP reducer.", "DDP509"),
         ("Your training graph has changed in this iteration", "DDP513"),
-    ],
-)
-def test_what_the_wrapper_raises_is_known(words: str, code: str) -> None:
-    failure = RankFailure(
-        1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=f"... parameter name head.weight {words}"
-    )
-    finding = only(judge_wrapper_error([failure], {}, KNOWN))
-    assert (finding.code, finding.subjects, finding.ranks) == (code, ("head.weight",), (1,))
-
-
-@pytest.mark.parametrize("held", ["gate", "gate, body.weight"])
-def test_what_was_overwritten_in_place_is_named(held: str) -> None:
-    text = f"RuntimeError: modified by an inplace operation\nddpcheck: overwritten in place: {held}\n"
-    failure = RankFailure(1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=text)
-    found = only(judge_wrapper_error([failure], {}, KNOWN))
-    assert (found.code, found.subjects) == ("DDP311", tuple(held.split(", ")))
-    assert ("One of gate and body.weight was" if "," in held else "gate was overwritten") in found.message
-
-
-def test_what_somebody_else_raises_is_not() -> None:
-    assert judge_wrapper_error([RankFailure(0, "raised", "rank 0 raised KeyError", 0.0)], {}, KNOWN) == []
-    died = RankFailure(0, "died", "Expected to mark a variable ready only once", 0.0)
-    assert judge_wrapper_error([died], {}, KNOWN) == []
+        (overwritten, "DDP311"),
+    ):
+        text = f"... parameter name head.weight {words}"
+        failure = RankFailure(1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=text)
+        assert_says(judge_wrapper_error([failure], {}, KNOWN), f"{code} ... ('head.weight',) of ranks (1,)")
+        for healthy in (replace(failure, kind="died"), replace(failure, traceback="KeyError")):
+            assert judge_wrapper_error([healthy], {}, KNOWN) == []
 
 
 def test_a_comparison_of_zeros_is_no_pass() -> None:
@@ -420,23 +330,12 @@ def test_a_step_that_is_not_equal_to_itself() -> None:
 # --- Advice --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("operations", "said", "not_said"),
-    [
-        (["all_reduce"], ["functional.all_reduce instead", "detached copy"], ["put back", "all_gather"]),
-        (
-            ["all_gather"],
-            ["functional.all_gather instead", "put back", "only the gradient of this rank's loss"],
-            ["detached copy"],
-        ),
-        (["all_gather_into_tensor", "all_gather"], ["functional.all_gather instead"], [" and torch"]),
-        (["reduce_scatter_tensor", "broadcast"], ["functional.reduce_scatter and torch.dis", "nal.broadcast"], []),
-    ],
-)
-def test_advice_on_a_collective_without_gradient_is_for_that_collective(operations, said, not_said) -> None:
-    advice = fix_without_gradient([Call(operation, "0", (0, 1)) for operation in operations])
-    assert all(words in advice for words in said) and not any(words in advice for words in not_said), advice
+def test_advice_on_a_collective_without_gradient_is_for_that_collective() -> None:
+    def advice(*operations: str) -> str:
+        return fix_without_gradient([Call(operation, "0", (0, 1)) for operation in operations])
 
-
-def test_a_collective_that_torch_does_not_differentiate_leaves_the_advice_to_the_rule() -> None:
-    assert fix_without_gradient([Call("monitored_barrier", "0", (0, 1))]) == ""
+    assert "functional.all_reduce instead" in advice("all_reduce") and "put back" not in advice("all_reduce")
+    assert "functional.all_gather instead" in advice("all_gather_into_tensor", "all_gather")
+    assert "put back" in advice("all_gather") and "detached copy" not in advice("all_gather")
+    assert "functional.reduce_scatter and torch.dis" in advice("reduce_scatter_tensor", "broadcast")
+    assert advice("monitored_barrier") == ""  # which torch does not differentiate

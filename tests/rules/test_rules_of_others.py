@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,13 +76,11 @@ def training(batch_size: int, *attributes: str) -> Training:
     [
         ("", JUDGE, "the docstring of lab_rules has '' in place of a line such as 'LAB001 name: warning'"),
         (f"Rules of the lab.\n\n{HEAD}\n{FIELDS}", JUDGE, "has 'Rules of the lab.' in place of a line such as"),
-        (f"LAB001 too-warm: bad\n{FIELDS}", JUDGE, "has 'LAB001 too-warm: bad' in place of a line such as"),
         (f"{RULE}\n\nLAB2 cold: error\n{FIELDS}", JUDGE, "has 'LAB2 cold: error' in place of a line such as"),
         (f"DDP999 too-warm: error\n{FIELDS}", JUDGE, "DDP999 in lab_rules: codes that begin with DDP are those of"),
         (f"{RULE}\n\nLAB001 warm: error\n{FIELDS}", JUDGE, "there is a rule LAB001 too-warm"),
         (f"LAB001 hang: error\n{FIELDS}", JUDGE, "LAB001 hang in lab_rules: there is a rule DDP402 hang"),
         (f"{HEAD}\n{FIELDS.replace('Fix', 'Repair')}", JUDGE, "LAB001 in lab_rules has no 'Fix'"),
-        (f"{HEAD}\n{FIELDS.partition('Why')[2]}", JUDGE, "LAB001 in lab_rules has no 'Why'"),
         (f"{HEAD}\nWhy{FIELDS.partition('Why')[2]}", JUDGE, "LAB001 in lab_rules has no sentence on the defect"),
         (f"{RULE}\nExplains: DDP101", JUDGE, "LAB001 in lab_rules has 'Explains', which only rules of"),
         (RULE, "", "lab_rules has no function judge_lab001 decorated with @rule"),
@@ -94,13 +93,10 @@ def test_a_wrong_module_is_one_sentence(
     project: Path, capsys: pytest.CaptureFixture[str], docstring: str, code: str, message: str
 ) -> None:
     write(project, docstring, code)
-    with pytest.raises(ConfigError) as error:
-        load_settings(environ={})
-    assert str(error.value).startswith("'rules' in [tool.ddpcheck] of pyproject.toml: ")
-    assert message in str(error.value)
-    assert "LAB001" not in RULES and "LAB0" not in FAMILIES
     assert cli.main(["rules"]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "'rules' in [tool.ddpcheck] of pyproject.toml: " in error and message in error
+    assert "LAB001" not in RULES and "LAB0" not in FAMILIES
 
 
 def test_a_module_that_does_not_exist_is_named(project: Path) -> None:
@@ -142,10 +138,8 @@ def test_an_installed_package_adds_rules(project: Path, monkeypatch: pytest.Monk
     try:
         load_settings(environ={})
         assert RULES["LAB001"].name == "too-warm"
-        (project / "lab_installed.py").unlink()
-        others._codes_by_file.clear()
-        sys.modules.pop("lab_installed")
-        importlib.invalidate_caches()
+        (metadata / "entry_points.txt").write_text("[ddpcheck.rules]\nlab = lab_missing\n")
+        settings._entry_points.cache_clear()
         with pytest.raises(ConfigError, match=r"entry point 'lab' of ddpcheck\.rules: there is no module"):
             load_settings(environ={})
     finally:
@@ -165,32 +159,30 @@ def test_a_judge_that_raises_is_a_note(project: Path, monkeypatch: pytest.Monkey
     ]
 
 
+def judging(*findings: Any, severity: Severity = Severity.ERROR) -> list[Finding]:
+    def judge_lab001(program: Program) -> Iterator[Finding]:
+        del program
+        yield from findings
+
+    return list(others.judge_view(Program(), judge_lab001, severity))
+
+
 @pytest.mark.parametrize(
     ("finding", "message"),
     [
         (Finding("DDP101", (), "It is warm.", Severity.ERROR), "returns a finding of DDP101"),
         (Finding("LAB001", "lab", "It is warm.", Severity.ERROR), "Expected `array`, got `str`"),  # type: ignore[arg-type]
-        ("LAB001", "Expected `object`, got `str`"),
     ],
 )
 def test_a_finding_that_cannot_be_shown_is_refused(finding: Any, message: str) -> None:
-    def judge_lab001(program: Program) -> Iterator[Finding]:
-        del program
-        yield finding
-
     with pytest.raises(ValueError, match=message):
-        others.judge_view(Program(), judge_lab001, Severity.ERROR)
+        judging(finding)
 
 
-@pytest.mark.parametrize("severity", Severity)
-def test_findings_are_capped(severity: Severity) -> None:
-    def judge_lab001(program: Program) -> Iterator[Finding]:
-        del program
-        yield Finding("LAB001", (), "It is warm.", Severity.ERROR, tags=("of a copy",))
-        yield Finding("LAB001", (), "It is cold.", Severity.NOTE)
-
-    findings = others.judge_view(Program(), judge_lab001, severity)
-    assert [finding.severity for finding in findings] == [severity, Severity.NOTE]
+def test_findings_are_capped() -> None:
+    warm = Finding("LAB001", (), "It is warm.", Severity.ERROR, tags=("of a copy",))
+    findings = judging(warm, Finding("LAB001", (), "It is cold.", Severity.NOTE), severity=Severity.WARNING)
+    assert [finding.severity for finding in findings] == [Severity.WARNING, Severity.NOTE]
     assert not any(finding.tags for finding in findings)
 
 
@@ -227,17 +219,14 @@ def test_a_report_on_rules_that_are_not_loaded_is_shown() -> None:
 )
 def test_the_examples_of_the_example_on_ranks(project: Path, example: str, codes: set[str]) -> None:
     (project / "pyproject.toml").write_text('[tool.ddpcheck]\nrules = ["lab_rules"]', encoding="utf-8")
-    for file in EXAMPLES.glob("*.py"):
-        (project / file.name).write_text(file.read_text("utf-8"), encoding="utf-8")
+    shutil.copytree(EXAMPLES, project, dirs_exist_ok=True)
     script = project / "train.py"
     script.write_text(f"import sys\n\nsys.path.append({str(project)!r})\nimport lab_rules\n\nlab_rules.{example}()\n")
     ended = run_forked(f"--check-output={project / 'report.json'}", str(script), cwd=project)
     assert ended.returncode == 0, ended.stderr
     report = Report.from_json((project / "report.json").read_text("utf-8"))
-    assert {finding.code for finding in report.findings} == codes, ended.stderr
-    for finding in report.findings:
-        assert finding.severity is Severity.WARNING
-        assert finding.location is not None and finding.location.path == "lab_training.py"
+    places = {(item.code, item.severity, item.location and item.location.path) for item in report.findings}
+    assert places == {(code, Severity.WARNING, "lab_training.py") for code in codes}, ended.stderr
 
 
 def test_examples_are_judged_by_their_reports(

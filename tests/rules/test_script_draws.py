@@ -11,11 +11,12 @@ import torch
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import EvaluationInputs, Inputs, LossDifferentiated, LossTarget
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Location
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.record.data.datasets import copied_samples, noise_sketch
 from ddpcheck.rules.data.ddp505_duplicate_data import judge_delayed_samples, judge_same_targets, judge_streams
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import _cosine, judge_added_noise, judge_step_draws
 from ddpcheck.trace.data import line_of_selection
+from tests.reports import assert_says, only
 
 FORWARD, DRAW, SEED = (Location("train.py", line) for line in (30, 20, 3))
 Given = list[list[Inputs]]
@@ -24,20 +25,11 @@ Given = list[list[Inputs]]
 def given(*, level: bool = False, alike: bool = False) -> Given:
     """What two ranks gave a wrapper in three steps: 4 samples of 8 numbers each, and perhaps a number for each."""
 
-    def of_rank(rank: int) -> list[Inputs]:
-        own = 0 if alike else 100 * rank
-        return [
-            Inputs(
-                0,
-                s,
-                tuple(range(own + 10 * s, own + 10 * s + 4)),
-                FORWARD,
-                ((own + s, 32), *([(s, 4)] if level else [])),
-            )
-            for s in range(3)
-        ]
+    def step(own: int, count: int) -> Inputs:
+        samples, levels = tuple(range(own + 10 * count, own + 10 * count + 4)), [(count, 4)] if level else []
+        return Inputs(0, count, samples, FORWARD, ((own + count, 32), *levels))
 
-    return [of_rank(0), of_rank(1)]
+    return [[step(0 if alike else 100 * rank, count) for count in range(3)] for rank in range(2)]
 
 
 def drawn(count: int, kind: str = "noise", *, own: bool = False, **more: Any) -> list[list[StepDraw]]:
@@ -48,30 +40,26 @@ def drawn(count: int, kind: str = "noise", *, own: bool = False, **more: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("draws", "inputs", "found"),
+    ("draws", "inputs", "code"),
     [
-        (drawn(32), given(), True),  # as many as forward is given
-        (drawn(4), given(), True),  # as there are samples
-        (drawn(32, own=True), given(), False),
-        (drawn(1), given(), False),  # for a batch
-        (drawn(4, "choice"), given(level=True), True),
-        (drawn(4, "any", generator="numpy", location=None), given(level=True), True),
-        (drawn(4, "choice", in_forward=True), given(), True),  # steps of a diffusion
-        (drawn(32, in_forward=True), given(), False),  # dropout, made by hand
-        (drawn(32), given(alike=True), False),  # DDP505
-        ([drawn(32)[0][:1], drawn(32)[1][:1]], given(), False),  # once
-        (drawn(32, generator=""), given(), False),  # a generator of its own
-        (drawn(64), given(), False),  # for the batch of all ranks
-        (drawn(4, "choice"), given(), False),  # of samples, from a shard
+        (drawn(32), given(), "DDP510"),  # as many as forward is given
+        (drawn(4), given(), "DDP510"),  # as there are samples
+        (drawn(32, own=True), given(), ""),
+        (drawn(1), given(), ""),  # for a batch
+        (drawn(4, "any", generator="numpy", location=None), given(level=True), "DDP510"),
+        (drawn(4, "choice", in_forward=True), given(), "DDP510"),  # steps of a diffusion
+        (drawn(32, in_forward=True), given(), ""),  # dropout, made by hand
+        (drawn(32), given(alike=True), ""),  # DDP505
+        ([drawn(32)[0][:1], drawn(32)[1][:1]], given(), ""),  # once
+        (drawn(32, generator=""), given(), ""),  # a generator of its own
+        (drawn(64), given(), ""),  # for the batch of all ranks
+        (drawn(4, "choice"), given(), ""),  # of samples, from a shard
     ],
 )
-def test_numbers_that_ranks_draw_for_their_samples(draws: Any, inputs: Given, found: bool) -> None:
+def test_numbers_that_ranks_draw_for_their_samples(draws: Any, inputs: Given, code: str) -> None:
     findings = judge_step_draws(draws, inputs)
-    assert [finding.code for finding in findings] == ["DDP510"] * found
+    assert_says(findings, code)
     assert all(finding.location in (SEED, DRAW) for finding in findings)
-
-
-def test_noise_alone_beside_other_samples_of_a_loader() -> None:
     assert judge_step_draws(drawn(32), given(alike=True), loads_others=True)
 
 
@@ -97,10 +85,9 @@ A, B, C, D = (1.0, 0.1, 0.0, 0.0), (0.0, 1.0, 0.1, 0.0), (0.0, 0.0, 1.0, 0.1), (
 
 
 def test_noise_that_every_rank_adds_to_samples_of_its_own() -> None:
-    (finding,) = judge_added_noise([[], []], added((A, A), (B, B), (C, C)))
-    assert (finding.code, finding.location) == ("DDP510", FORWARD)
-    own = [[StepDraw(1, "", "any", 0, 0, 0, location=DRAW)]] * 2
-    assert judge_added_noise(own, added((A, A), (B, B), (C, C)))[0].location == DRAW
+    at_line = [[StepDraw(1, "", "any", 0, 0, 0, location=DRAW)]] * 2
+    for draws, location in (([[], []], FORWARD), (at_line, DRAW)):
+        assert_says(judge_added_noise(draws, added((A, A), (B, B), (C, C))), f"DDP510 ... at {location}")
     assert not judge_added_noise([[], []], added((A, B), (B, C), (C, D)))  # noise of its own
     assert not judge_added_noise([[], []], added((A, A), (A, A), (A, A)))  # made of the samples, or a constant
     assert not judge_added_noise([[], []], added((A, A), (B, B), ((), ())))  # known in two steps only
@@ -134,13 +121,11 @@ def streams(*, choice: str = "choice", order: tuple[int, ...] = (0, 1, 2), own: 
 
 
 def test_what_one_rank_trains_on_another_has_drawn_before() -> None:
-    (found,) = judge_streams(*streams())
-    assert (found.code, found.ranks, found.location) == ("DDP505", (1,), SEED)
-    assert "steps 0 to 2" in found.evidence[0]
+    assert_says(judge_streams(*streams()), f"DDP505 ... of ranks (1,) at {SEED} ... steps 0 to 2")
     draws, inputs, evaluated = streams(choice="any")
     # Of numpy's generator it is known what it was when an interval began, and that one rank has drawn more since.
-    draws[0] = [replace(one, after=one.after + 7) for one in draws[0]]
-    assert [one.location for one in judge_streams(draws, inputs, evaluated)] == [SEED]
+    draws[0] = [replace(draw, after=draw.after + 7) for draw in draws[0]]
+    assert_says(judge_streams(draws, inputs, evaluated), f"at {SEED}")
 
 
 def test_what_is_evaluated_may_be_trained_on_by_another_rank() -> None:
@@ -152,31 +137,20 @@ def test_what_is_evaluated_may_be_trained_on_by_another_rank() -> None:
     assert not judge_streams(draws, dict(enumerate(given(alike=True))), evaluated)  # told of that alone
 
 
-@pytest.mark.parametrize(
-    ("batches", "found"),
-    [
-        (lambda rank, step: rank + step, True),  # of a stride that does not count the ranks
-        (lambda rank, step: 2 * step + rank, False),
-        (lambda rank, step: (rank + step) % 2, False),  # the ranks take turns
-        (lambda rank, step: 10 * rank + step, False),
-    ],
-)
-def test_ranks_that_follow_each_other(batches: Callable[[int, int], int], found: bool) -> None:
-    steps = (0, 1, 2, 4, 8)
-    inputs = {rank: [Inputs(0, step, (batches(rank, step), -1), FORWARD) for step in steps] for rank in range(2)}
-    assert [(one.code, one.location) for one in judge_delayed_samples(inputs)] == (
-        [("DDP505", FORWARD)] if found else []
-    )
+def test_ranks_that_follow_each_other() -> None:
+    def judged(batch: Callable[[int, int], int]) -> list[Finding]:
+        steps = (0, 1, 2, 4, 8)
+        return judge_delayed_samples({r: [Inputs(0, n, (batch(r, n), -1), FORWARD) for n in steps] for r in range(2)})
+
+    assert_says(judged(lambda rank, step: rank + step), f"DDP505 ... at {FORWARD}")  # a stride that counts no ranks
+    assert not judged(lambda rank, step: 2 * step + rank)
+    assert not judged(lambda rank, step: (rank + step) % 2)  # the ranks take turns
 
 
 def targets(*of_steps: int, rows: int = 4, elements: int = 4, bits: float = 8.0, wrapped: bool = True) -> Any:
     """The losses of a rank in some steps, by the fingerprint of the targets of each."""
-    return [
-        LossDifferentiated(
-            step, 0, (), LOSS, wrappers=(0,) * wrapped, targets=(LossTarget(digest, rows, elements, bits),)
-        )
-        for step, digest in enumerate(of_steps)
-    ]
+    made = [(LossTarget(digest, rows, elements, bits),) for digest in of_steps]
+    return [LossDifferentiated(n, 0, (), LOSS, wrappers=(0,) * wrapped, targets=t) for n, t in enumerate(made)]
 
 
 LOSS = Location("train.py", 31)
@@ -184,7 +158,7 @@ SAME = targets(7, 8, 9)
 
 
 @pytest.mark.parametrize(
-    ("losses", "inputs", "found"),
+    ("losses", "inputs", "is_wrong"),
     [
         ([SAME, SAME], given(), True),
         ([SAME, targets(7, 8, 1)], given(), False),  # not in each step
@@ -196,41 +170,31 @@ SAME = targets(7, 8, 9)
         ([targets(7, 8, 9, rows=32, elements=32)] * 2, given(), True),  # a token for each that forward is given
         ([targets(7, 8, 9, wrapped=False)] * 2, given(), False),
         ([targets(7, 8, 9, bits=2.0)] * 2, given(), False),  # so by chance
-        ([SAME, [replace(one, targets=()) for one in SAME]], given(), False),
+        ([SAME, [replace(loss, targets=()) for loss in SAME]], given(), False),
     ],
 )
-def test_targets_that_are_the_same_on_every_rank(losses: Any, inputs: Given, found: bool) -> None:
-    findings = judge_same_targets(losses, inputs, [[], []])
-    assert [(one.code, one.severity.value, one.location) for one in findings] == [("DDP505", "warning", LOSS)] * found
+def test_targets_that_are_the_same_on_every_rank(losses: Any, inputs: Given, is_wrong: bool) -> None:
+    assert_says(judge_same_targets(losses, inputs, [[], []]), f"DDP505 warning ... at {LOSS}" if is_wrong else "")
 
 
-def test_targets_of_the_shape_of_the_inputs_may_be_noise() -> None:
-    (of_classes,) = judge_same_targets([SAME, SAME], given(), [[], []])
-    (of_values,) = judge_same_targets([targets(7, 8, 9, elements=32)] * 2, given(), [[], []])
-    assert ["noise" in one.message for one in (of_classes, of_values)] == [False, True]
+def test_targets_of_the_shape_of_the_inputs_may_be_noise_and_the_line_that_chooses_the_samples_comes_first() -> None:
+    for losses, may_be_noise in (([SAME, SAME], False), ([targets(7, 8, 9, elements=32)] * 2, True)):
+        assert ("noise" in only(judge_same_targets(losses, given(), [[], []])).message) is may_be_noise
+    assert_says(judge_same_targets([SAME, SAME], given(), drawn(64, "choice")), f"at {SEED}")
 
 
-@pytest.mark.parametrize(
-    ("own", "found"),
-    [
-        (lambda rank, step: rank * step, True),  # the hidden state, which is zeros in the first step on every rank
-        (lambda rank, step: rank + 1, True),
-        (lambda rank, step: 0, False),  # then the inputs say it
-    ],
-)
-def test_samples_beside_the_state_of_a_recurrent_network(own: Callable[[int, int], int], found: bool) -> None:
-    inputs = [
-        [Inputs(0, s, (s % 3, own(rank, s)), FORWARD, ((s % 3, 40), (own(rank, s), 64))) for s in range(4)]
-        for rank in range(2)
-    ]
+def test_samples_beside_the_state_of_a_recurrent_network() -> None:
     tokens = targets(7, 8, 9, 7, rows=40, elements=40)  # the first batch again, in another epoch
-    tokens += [replace(one, step=4) for one in targets(6, rows=16, elements=16)]  # a shorter one, the last of an epoch
-    findings = judge_same_targets([tokens, tokens], inputs, [[], []])
-    assert ["also the same on each rank" in one.message for one in findings] == [True] * found
+    tokens += [
+        replace(loss, step=4) for loss in targets(6, rows=16, elements=16)
+    ]  # a shorter one, the last of an epoch
     each_its_own = [tokens, targets(4, 5, 6, 4, 5, rows=40, elements=40)]
-    assert not judge_same_targets(each_its_own, inputs, [[], []])
-
-
-def test_the_line_that_chooses_the_samples_comes_first() -> None:
-    (found,) = judge_same_targets([SAME, SAME], given(), drawn(64, "choice"))
-    assert found.location == SEED
+    for scale in (1, 0):  # the hidden state is zeros in the first step on every rank; then the inputs say it
+        states = [[scale * rank * step for step in range(4)] for rank in range(2)]
+        inputs = [
+            [Inputs(0, s, (s % 3, own), FORWARD, ((s % 3, 40), (own, 64))) for s, own in enumerate(of_rank)]
+            for of_rank in states
+        ]
+        findings = judge_same_targets([tokens, tokens], inputs, [[], []])
+        assert_says(findings, "also the same on each rank" if scale else "")
+        assert not judge_same_targets(each_its_own, inputs, [[], []])

@@ -51,40 +51,38 @@ IGNORES = ShardedFacts(is_ddp=False, ignored=frozenset({"w"}))
 
 
 @pytest.mark.parametrize(
-    ("evidence", "wrapper", "found"),
+    ("evidence", "wrapper", "words"),
     [
-        (steps(1, 1), SHARDED, ""),
         (steps(1, 1), IGNORES, ""),
         (steps(1, 1, events=(OFF,)), SHARDED, ""),  # whatever was switched, these are the average
-        (steps(0, 0, found=MISSING, events=(ON, OFF)), SHARDED, "DDP502 train.py:7"),
-        (steps(0, 0, found=MISSING, events=(OFF, ON)), SHARDED, "DDP302 None"),
-        (steps(1, 2, events=(ALL_REDUCE_OFF,)), SHARDED, "DDP502 train.py:8"),
-        (steps(1, 2), SHARDED, "DDP301 None"),
-        (steps(1, 2, found=MISSING), IGNORES, "DDP111 None"),
+        (steps(0, 0, found=MISSING, events=(ON, OFF)), SHARDED, "DDP502 ... at train.py:7"),
+        (steps(0, 0, found=MISSING, events=(OFF, ON)), SHARDED, "DDP302 ... : Under fully_shard, the gradients of"),
+        (steps(1, 2, events=(ALL_REDUCE_OFF,)), SHARDED, "DDP502 ... at train.py:8"),
+        (steps(1, 2), SHARDED, "DDP301 ... not communication hook ... not no DistributedDataParallel"),
+        (steps(1, 2, found=MISSING), IGNORES, "DDP111"),
     ],
 )
-def test_gradients_of_shards(evidence: list[DdpStepEvidence], wrapper: ShardedFacts, found: str) -> None:
-    findings = judge_sharded(evidence, replace(KNOWN, wrapper=wrapper))
-    assert [f"{finding.code} {finding.location}" for finding in findings] == [found] * bool(found)
-    for finding in findings:
-        assert "communication hook" not in finding.fix and "no DistributedDataParallel" not in str(finding.evidence)
-        assert finding.code != "DDP302" or finding.message.startswith("Under fully_shard, the gradients of")
+def test_gradients_of_shards(evidence: list[DdpStepEvidence], wrapper: ShardedFacts, words: str) -> None:
+    assert_says(judge_sharded(evidence, replace(KNOWN, wrapper=wrapper)), words)
 
 
 def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradients_are_right() -> None:
     bad = Difference("w", error=0.4, tolerance=0.1)
-    given: dict[str, Any] = {"gradients": {"w": 1}, "against_local": (EQUAL,), "against_whole": (bad,)}
-    where = Location("train.py", 7)
-    updated = [ShardedStep(rank, 1, **given, against_shard=(EQUAL,), updated_at=where) for rank in (0, 1)]
-    first = [ShardedStep(rank, 0, {"w": 1}, against_local=(EQUAL,), against_whole=(EQUAL,)) for rank in (0, 1)]
+
+    def of_ranks(step: int, whole: Difference, *shards: Difference, **more: Any) -> list[ShardedStep]:
+        values: dict[str, Any] = {"gradients": {"w": 1}, "against_local": (EQUAL,), "against_whole": (whole,)} | more
+        return [ShardedStep(rank, step, **values, against_shard=(shards[rank],)) for rank in (0, 1)]
+
+    updated = of_ranks(1, bad, EQUAL, EQUAL, updated_at=Location("train.py", 7))
+    first = of_ranks(0, EQUAL, EQUAL, EQUAL)
     assert_says(judge_sharded(updated, KNOWN), "DDP306 ... ('w',) ... at train.py:7")
-    assert only(judge_sharded([*first, *updated], KNOWN)).steps == (1,)
+    assert_says(judge_sharded([*first, *updated], KNOWN), "DDP306 ... in steps (1,)")
     assert judge_sharded(first, KNOWN) == []
-    rounded = [ShardedStep(rank, 1, **given, against_shard=(bad if rank else EQUAL,)) for rank in (0, 1)]
+    rounded = of_ranks(1, bad, EQUAL, bad)
     assert judge_sharded(rounded, KNOWN) == []
     assert reason_updates_not_compared(rounded[1]).startswith("in w, ") and not reason_updates_not_compared(first[0])
     wrong = [replace(item, gradients={"w": 0}, against_local=(MISSING,), events=(OFF,)) for item in updated]
-    assert only(judge_sharded(wrong, KNOWN)).code == "DDP502"
+    assert_says(judge_sharded(wrong, KNOWN), "DDP502")
 
 
 def test_parts_of_different_models_are_told_and_values_that_one_rank_hands_out_are_not() -> None:
@@ -96,11 +94,8 @@ def test_parts_of_different_models_are_told_and_values_that_one_rank_hands_out_a
 
 def used(*states: Sequence[str]) -> list[StepEvidence]:
     """Steps of two ranks by what `v` does in each, on each rank."""
-    return [
-        StepEvidence(n, at, {"w": "contributes", "v": of_ranks[n]})
-        for n in (0, 1)
-        for at, of_ranks in enumerate(states)
-    ]
+    uses = [(n, step, of_ranks[n]) for n in (0, 1) for step, of_ranks in enumerate(states)]
+    return [StepEvidence(n, step, {"w": "contributes", "v": state}) for n, step, state in uses]
 
 
 def test_a_parameter_that_some_ranks_or_none_use() -> None:
@@ -141,40 +136,35 @@ def test_a_factor_of_each_rank_for_all_its_shards_is_that_of_their_norm() -> Non
         ({"0/w": math.inf, "0/b": math.inf}, {"0/w": 1.0, "0/b": 1.0}),
     ):
         assert judge_shard_scales([of_optimizer(*scales)]) == []
-    alike = of_optimizer({"0/w": 1.0, "0/b": 1.0}, {"0/w": 1.0, "0/b": 1.0})
-    apart = of_optimizer({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.2, "0/b": 0.2})
+    alike, apart = (of_optimizer(*({"0/w": n, "0/b": n} for n in scales)) for scales in ((1.0, 1.0), (0.5, 0.2)))
     assert_says(judge_shard_scales([alike, apart]), "DDP306 ... at train.py:9 in steps (3,)")
 
 
 @pytest.mark.parametrize(
-    ("states", "found"),
+    ("states", "code"),
     [
-        ([(0.5, 0.2), (0.5, 0.2)], ["DDP521"]),
-        ([(0.5, 0.2), (0.4, 0.3)], []),  # of each rank
-        ([(0.5, 0.5), (0.5, 0.5)], []),  # what parts of two parameters have alike may be a constant
-        ([(0.5, 0.2)], []),
+        ([(0.5, 0.2), (0.5, 0.2)], "DDP521"),
+        ([(0.5, 0.2), (0.4, 0.3)], ""),  # of each rank
+        ([(0.5, 0.5), (0.5, 0.5)], ""),  # what parts of two parameters have alike may be a constant
     ],
 )
-def test_a_state_that_is_that_of_one_rank_before_the_first_step(states: Sequence[Any], found: list[str]) -> None:
-    given = [
+def test_a_state_that_is_that_of_one_rank_before_the_first_step(states: Sequence[Any], code: str) -> None:
+    loaded = [
         {f"{n}.weight: exp_avg": size for n, size in enumerate(sizes)} | {"0.weight: step": 3.0} for sizes in states
     ]
-    evidence = [ShardedStep(rank, 0, loaded=loaded) for rank, loaded in enumerate(given)]
-    assert [one.code for one in judge_loaded_state(evidence)] == found
+    assert_says(judge_loaded_state([ShardedStep(rank, 0, loaded=state) for rank, state in enumerate(loaded)]), code)
 
 
 def test_steps_without_a_gradient_are_told_at_the_switch_that_is_off() -> None:
     passes = (LoopEvent("forward"), LoopEvent("backward", "train.py:7"), LoopEvent("step", "train.py:8"))
-    loop = [DdpStepEvidence(rank, 0, events=(OFF, *passes)) for rank in (0, 1)]
-    finding = only(judge_switched_off(loop))
-    assert (finding.code, str(finding.location), finding.ranks) == ("DDP502", OFF.location, ())
-    assert "in every backward pass" in finding.message
-    in_turn = only(judge_switched_off([DdpStepEvidence(0, 0, events=(ON, OFF, *passes))]))
-    assert "in the last backward pass of a step" in in_turn.message and in_turn.location == finding.location
-    unknown = only(judge_switched_off([DdpStepEvidence(0, 0, events=passes)]))
-    assert str(unknown.location) == "train.py:8"
     reduced = (LoopEvent("forward", synchronises=True), *passes[1:])
-    assert judge_switched_off([DdpStepEvidence(0, 0, events=(OFF, ON, *reduced))]) == []
+    for events, words in (
+        ((OFF, *passes), "DDP502 ... of ranks () at train.py:7 ... in every backward pass"),
+        ((ON, OFF, *passes), "at train.py:7 ... in the last backward pass of a step"),
+        (passes, "at train.py:8"),  # not known
+        ((OFF, ON, *reduced), ""),
+    ):
+        assert_says(judge_switched_off([DdpStepEvidence(rank, 0, events=events) for rank in (0, 1)]), words)
 
 
 def captured(rank: int, shard: int, value: int, *, own: Sequence[float], reduced: Sequence[float]) -> ReplicaCaptured:
@@ -225,26 +215,15 @@ def test_ranks_that_all_hold_the_same_shard_are_told() -> None:
     assert not any(map(judge_equal_shards, healthy))
 
 
-def meshes(
-    *last: int,
-    first: tuple[int, ...] = (1, 2, 1, 2),
-    sharded: ShardedFacts | None = SHARDED,
-    others: tuple[Entry, ...] = (),
-) -> list[Finding]:
+def meshes(*last: int, first: tuple[int, ...] = (1, 2, 1, 2), others: tuple[Entry, ...] = ()) -> list[Finding]:
     """Four ranks with a mesh for each two of them, by their values of `w` before the first step and the last one."""
     wrappers = []
     for ranks in ((0, 1), (2, 3)):
-        context = WatchContext(Names(), SHARDED, 2, trainable=("w",), sharded=sharded)
+        context = WatchContext(Names(), SHARDED, 2, trainable=("w",), sharded=SHARDED)
         made = WrapperMade("Net", ranks, context, Location("train.py", 3), by_library=False, classes={})
-        logs = [
-            RankTrace(
-                RankStarted(n, 4, "gloo"),
-                [made, shard_of(n, n % 2, 0, w=first[n]), shard_of(n, n % 2, 8, w=last[n]), *others],
-                [],
-            )
-            for n in ranks
-        ]
-        wrappers.append(WrapperTrace(0, made, logs))
+        logs = [[made, shard_of(n, n % 2, 0, w=first[n]), shard_of(n, n % 2, 8, w=last[n]), *others] for n in ranks]
+        traces = [RankTrace(RankStarted(n, 4, "gloo"), log, []) for n, log in zip(ranks, logs, strict=True)]
+        wrappers.append(WrapperTrace(0, made, traces))
     return judge_meshes(wrappers, 4)
 
 

@@ -11,8 +11,8 @@ import pytest
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Location
-from ddpcheck.findings.stacks import collectives_of_threads, lock_waited_for, main_stack, program_threads
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.stacks import collectives_of_threads
 from ddpcheck.findings.wording import new_finding
 from ddpcheck.rules.collectives.ddp401_rank_raised import (
     describe_threads,
@@ -46,24 +46,22 @@ def test_an_exception_in_a_thread_for_which_its_rank_waits_is_the_cause() -> Non
 
 
 def test_one_that_its_rank_does_not_wait_for_is_evidence_only() -> None:
-    logger = ended(ValueError("no disk"), "")
-    assert explain_by_awaited_thread(hung(logger)) == []
-    assert describe_threads(hung(logger)) == [
+    logger = hung(ended(ValueError("no disk"), ""))
+    assert explain_by_awaited_thread(logger) == []
+    assert describe_threads(logger) == [
         "before that, rank 1 raised ValueError: no disk in a thread (producer) at data.py:7"
     ]
-    lost = ended(RuntimeError("Connection closed by peer"))  # another rank is the cause
-    assert explain_by_awaited_thread(hung(lost)) == describe_threads(hung(lost)) == []
+    lost = hung(ended(RuntimeError("Connection closed by peer")))  # another rank is the cause
+    assert explain_by_awaited_thread(lost) == describe_threads(lost) == []
 
 
 def test_a_line_at_which_a_thread_was_left_is_no_skipped_step() -> None:
     (skipped,) = new_finding("DDP508", ("backward",), "Rank 1 skips.", ranks=[1], location=Location("data.py", 7))
-    causes = explain_by_ended_thread(hung(ended(ValueError("bad sample"), "")), skipped)
+    facts = hung(ended(ValueError("bad sample"), ""))
     words = "has ended a thread (producer). | ... Rank 1 skips."
-    assert_says(causes, f"DDP401 ... of ranks (1,) at data.py:7 ... {words}")
-    assert not explain_by_ended_thread(hung(ended(ValueError("bad sample"), "")), replace(skipped, ranks=(0,)))
-    assert not explain_by_ended_thread(
-        hung(ended(ValueError(""), "")), replace(skipped, location=Location("data.py", 8))
-    )
+    assert_says(explain_by_ended_thread(facts, skipped), f"DDP401 ... of ranks (1,) at data.py:7 ... {words}")
+    assert not explain_by_ended_thread(facts, replace(skipped, ranks=(0,)))
+    assert not explain_by_ended_thread(facts, replace(skipped, location=Location("data.py", 8)))
 
 
 IN_QUEUE = f"""Current thread 0x1 (most recent call first):
@@ -77,37 +75,21 @@ IN_BARRIER = """Current thread 0x1 (most recent call first):
 """
 
 
-def test_what_a_main_thread_waits_in_for_another_thread() -> None:
-    assert lock_waited_for(main_stack(IN_QUEUE)) == "get() at train.py:25"
-    assert lock_waited_for(main_stack(IN_BARRIER)) == lock_waited_for(main_stack("")) == ""
-    torchs = 'Thread 0x2:\n  File "/x/site-packages/torch/utils/data/_utils/pin_memory.py", line 7 in loop\n\n'
-    programs = 'Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n'
-    assert len(program_threads(programs + IN_QUEUE)) == 1 and not program_threads(torchs + IN_QUEUE)
-
-
-@pytest.mark.parametrize(
-    ("dump", "known", "told"),
-    [
-        (IN_QUEUE, True, True),
-        (IN_QUEUE, False, False),
-        (IN_BARRIER, True, False),
-        ('Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n' + IN_QUEUE, True, False),
-    ],
-)
-def test_a_rank_that_waits_for_a_thread_is_told_by_what_has_ended_it(dump: str, known: bool, told: bool) -> None:
-    error = (
-        json.dumps(["feeder", {**exception_data(ValueError("bad sample"), "", ""), "exception": None}]) if known else ""
-    )
-    failure = failures.thread_failure(1, dump, error)
-    assert (failure is not None) is told
+def test_a_rank_that_waits_for_a_thread_is_told_by_what_has_ended_it() -> None:
+    error = json.dumps(["feeder", {**exception_data(ValueError("bad sample"), "", ""), "exception": None}])
+    failure = failures.thread_failure(1, IN_QUEUE, error)
     words = "rank 1 waits in get() at train.py:25 for a thread (feeder) that raised ValueError: bad sample"
-    assert failure is None or (failure.message, failure.kind) == (words, "raised")
+    assert failure is not None and (failure.message, failure.kind) == (words, "raised")
+    at_work = 'Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n' + IN_QUEUE
+    torchs = 'Thread 0x2:\n  File "/x/site-packages/torch/utils/data/_utils/pin_memory.py", line 7 in loop\n\n'
+    assert failures.thread_failure(1, torchs + IN_QUEUE, error) is not None
+    for dump, text in ((IN_QUEUE, ""), (IN_BARRIER, error), (at_work, error)):
+        assert failures.thread_failure(1, dump, text) is None
 
 
 def test_collectives_of_other_threads_are_told() -> None:
-    assert collectives_of_threads(IN_BARRIER.replace("Current thread", "Thread") + "\n" + IN_QUEUE) == [
-        "barrier at train.py:41"
-    ]
+    in_thread = IN_BARRIER.replace("Current thread", "Thread")
+    assert collectives_of_threads(f"{in_thread}\n{IN_QUEUE}") == ["barrier at train.py:41"]
     assert collectives_of_threads(IN_BARRIER) == []
     library = 'Thread 0x2:\n  File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n\n'
     assert collectives_of_threads(library + IN_QUEUE) == ["all_reduce"]  # without a line of the program
@@ -122,26 +104,22 @@ def of_thread(name: str = "Writer-1", operation: str = "gather_object", group: s
     return Call(operation, group, (0, 1), location="save.py:7", callers=("save.py:7",), thread=name, **WORDS)
 
 
-def at_end(*logs: list[Call], waiting: tuple[int, ...] = ()) -> list[RankAtEnd]:
-    return [
-        RankAtEnd(rank, log, doing="waits", in_threads=("gather_object",) if rank in waiting else ())
-        for rank, log in enumerate(logs)
-    ]
+def interleaving(*logs: list[Call], waiting: tuple[int, ...] = ()) -> list[Finding]:
+    waits = [("gather_object",) if rank in waiting else () for rank in range(2)]
+    return judge_interleaving([RankAtEnd(n, log, doing="waits", in_threads=waits[n]) for n, log in enumerate(logs)])
 
 
 def test_two_threads_of_a_rank_that_use_one_group_are_the_cause_of_another_order() -> None:
-    rank_0, rank_1 = [STEP, of_thread(), END], [STEP, END, of_thread("Writer-2")]
+    findings = interleaving([STEP, of_thread(), END], [STEP, END, of_thread("Writer-2")])
     words = "A thread (Writer) calls gather_object at save.py:7 in the default process group ... its own process group"
-    findings = judge_interleaving(at_end(rank_0, rank_1))
     assert_says(findings, f"DDP403 ... of ranks () at save.py:7 ... {words} ... calls barrier at train.py:41")
 
 
 def test_two_threads_that_began_alike_and_both_wait() -> None:
     log = [STEP, of_thread(), END]
-    assert judge_interleaving(at_end(log, log, waiting=(1,))) and not judge_interleaving(at_end(log, log))
+    assert interleaving(log, log, waiting=(1,)) and not interleaving(log, log)
     later = [*log, STEP, of_thread("Writer-2"), END]  # the first step went well, and its thread has another name
-    findings = judge_interleaving(at_end(later, later, waiting=(1,)))
-    assert_says(findings, "the main thread calls barrier at train.py:41")
+    assert_says(interleaving(later, later, waiting=(1,)), "the main thread calls barrier at train.py:41")
 
 
 @pytest.mark.parametrize(
@@ -155,4 +133,4 @@ def test_two_threads_that_began_alike_and_both_wait() -> None:
     ],
 )
 def test_threads_that_are_not_the_cause(rank_0: list[Call], rank_1: list[Call]) -> None:
-    assert not judge_interleaving(at_end(rank_0, rank_1, waiting=(0,)))
+    assert not interleaving(rank_0, rank_1, waiting=(0,))

@@ -31,16 +31,17 @@ def test_ranks_that_wait_name_those_that_never_came() -> None:
 
 
 def test_ranks_in_different_collectives_wait_for_each_other() -> None:
-    logs = logs_of("A", "A")
-    for rank, operation in enumerate(("all_reduce", "broadcast")):
-        logs[rank].append(Call(operation, "0", (0, 1)))
+    logs = [[Call(operation, "0", (0, 1))] for operation in ("all_reduce", "broadcast")]
     (timeline,) = make_timelines(logs, {("0", 0), ("0", 1)})
-    assert timeline.parts_at == 1 and waits(timeline) == {0: (1,), 1: (0,)}
+    assert timeline.parts_at == 0 and waits(timeline) == {0: (1,), 1: (0,)}
 
 
-def test_the_call_in_addition_is_where_ranks_part() -> None:
+def test_the_call_in_addition_is_where_ranks_part_and_groups_in_which_they_part_come_first() -> None:
     (timeline,) = make_timelines(logs_of("AAxE", "AAE"))
     assert timeline.parts_at == 2
+    assert all(timeline.parts_at is None for timeline in make_timelines(logs_of("AB", "AB")))
+    logs = [[*a, *b] for a, b in zip(logs_of("AA", "AA"), logs_of("AB", "A", group="z"), strict=True)]
+    assert [timeline.group for timeline in make_timelines(logs)] == ["z", "0"]
 
 
 def test_long_logs_keep_what_is_around_the_parting() -> None:
@@ -50,16 +51,9 @@ def test_long_logs_keep_what_is_around_the_parting() -> None:
     assert len(first.calls) == 60 and first.later > 400 and first.waiting
 
 
-def test_groups_in_which_ranks_part_come_first() -> None:
-    assert all(timeline.parts_at is None for timeline in make_timelines(logs_of("AB", "AB")))
-    logs = [one + other for one, other in zip(logs_of("AA", "AA"), logs_of("AB", "A", group="z"), strict=True)]
-    assert [timeline.group for timeline in make_timelines(logs)] == ["z", "0"]
-
-
 def test_ranks_that_failed_in_step_have_none() -> None:
     failed = [RankFailure(rank, "raised", f"rank {rank} raised E", 0.0) for rank in (0, 1)]
     assert timelines_of_failure(FailureFacts(failed, logs_of("AB", "AB"))) == ()
-    assert len(timelines_of_failure(FailureFacts(failed, logs_of("AB", "A")))) == 1
 
 
 def test_a_failed_world_says_what_each_rank_did() -> None:

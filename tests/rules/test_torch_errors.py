@@ -51,10 +51,12 @@ def failing(
     return FailureFacts([raised(0, text, traceback=traceback), raised(1, text)], [calls(*log)] * 2, begun=begun, **more)
 
 
-def sharded(**policies: str) -> list[WrapperMade]:
-    facts = ShardedFacts(policies={name.replace("__", " of "): policy for name, policy in policies.items()})
-    context = WatchContext(Names({}), facts, 2, sharded=facts)
-    return [WrapperMade("Net", (0, 1), context, Location("train.py", 9), by_library=False, classes={})]
+def mixed(**policies: str) -> FailureFacts:
+    """Operands of two dtypes under fully_shard with these policies."""
+    shards = ShardedFacts(policies={name.replace("__", " of "): policy for name, policy in policies.items()})
+    context = WatchContext(Names({}), shards, 2, sharded=shards)
+    made = WrapperMade("Net", (0, 1), context, Location("train.py", 9), by_library=False, classes={})
+    return failing("mat1 and mat2 must have the same dtype, but got Float and BFloat16", (), sharded=[made])
 
 
 READY = "Expected to mark a variable ready only once."
@@ -68,16 +70,17 @@ UNREDUCED = (
 IN_PLACE = "modified by an inplace operation: [torch.FloatTensor [8]] is at version 3"
 NORM = "aten._foreach_norm.Scalar got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
 CLIP = "torch/nn/utils/clip_grad.py"
-KINDS = ("ff.gate.weight", "ff.up.weight"), ("norm.weight",)
+KINDS = ("gate.weight", "up.weight"), ("norm.weight",)
 ADDMM = "aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all"
 COPY = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert all"
+UNDEFINED = "Encountered gradient which is undefined, but still allreduced by DDP reducer."
+IN_CHECKPOINT = {"traceback": "torch/utils/checkpoint.py", "checkpoint": Location("net.py", 7)}
 ADD = "aten.add_.Tensor got mixed torch.Tensor and DTensor, need to convert all"
 IN_STEP = 'File "train.py", line 9, in main\n  File "torch/optim/adam.py", line 223, in step\n'
 IN_CLOSURE = f'{IN_STEP}  File "torch/nn/functional.py", line 3, in linear\n'
 LOST, INSIDE = "'Parameter' object has no attribute '_local_tensor'", "fsdp/_fully_shard/_fsdp_param.py"
 ASSIGNED = [ModuleChanged(0, "replaced", "head.weight", ("head.weight",), Location("train.py", 9))]
-DTYPES = "mat1 and mat2 must have the same dtype, but got Float and BFloat16"
-BFLOAT16 = "(param_dtype=torch.bfloat16)"
+IN_BFLOAT16 = "param_dtype=torch.bfloat16"
 WAITED = raised(1, "Timed out waiting 4000ms for recv operation to complete.", when=10.0)
 CLOSED = raised(0, "Connection closed by peer", when=15.0)
 LOGS = [calls(*STEP, *STEP)] * 2
@@ -91,25 +94,15 @@ WORKING = {0: ("evaluate.py:7", "train.py:40")}
         (FailureFacts([], []), ""),
         (FailureFacts([raised(0, "CUDA out of memory")], [calls(*STEP)] * 2), ""),
         (failing(READY), "DDP406"),
-        (
-            failing(READY, traceback="torch/utils/checkpoint.py", checkpoint=Location("net.py", 7)),
-            "DDP406 ... at net.py:7 ... use_reentrant=False",
-        ),
+        (failing(READY, **IN_CHECKPOINT), "DDP406 ... at net.py:7 ... use_reentrant=False"),
         (failing(READY, (DDP_FORWARD, *STEP)), "DDP406 ... was called 2 times"),
         (failing(READY, STEP, wrapper([], [], find_unused_parameters="True")), "DDP406 ... outside of forward"),
-        (
-            failing("Encountered gradient which is undefined, but still allreduced by DDP reducer."),
-            "DDP509 ... ('backward',)",
-        ),
-        (
-            failing(NORM, (), traceback=CLIP, clipped=KINDS),
-            "DDP521 ... ('ff.gate.weight', 'ff.up.weight') ... at train.py:30 ... norm.weight ... not fully_shard",
-        ),
+        (failing(UNDEFINED), "DDP509 ... ('backward',)"),
+        (failing(NORM, (), traceback=CLIP, clipped=KINDS), "DDP521 ... ('gate.weight', 'up.weight') ... norm.weight"),
         (failing(NORM, (), traceback=CLIP), "DDP521 ... ('gradients',)"),
-        (failing(UNREDUCED, STEP, NET), "DDP101 ... ('weight1', 'weight2') ... at train.py:30"),
         (failing(UNREDUCED, STEP, AT_LAYER), "DDP101 ... at net.py:7 ... raised at train.py:30"),
         (failing(UNREDUCED, STEP, NET, REVERSED), "DDP101 ... ('parameters',)"),  # of one of two wrappers
-        (failing(UNREDUCED, STEP, NET, wrapper([(8, 4)], [])), "DDP101 ... ('weight1', 'weight2')"),
+        (failing(UNREDUCED, STEP, NET, wrapper([(8, 4)], [])), "DDP101 ... ('weight1', 'weight2') ... at train.py:30"),
         (failing(IN_PLACE, (DDP_FORWARD, *STEP), SMALL), "DDP311 ... ('buffer0',) ... broadcast_buffers"),
         (failing(IN_PLACE, STEP, SMALL), "DDP311 ... not broadcasts"),
         (failing(IN_PLACE.replace("[8]", "[4, 8]"), STEP, SMALL), "DDP311 ... ('weight0',) ... optimizer's step"),
@@ -119,35 +112,17 @@ WORKING = {0: ("evaluate.py:7", "train.py:40")}
         (failing(ADDMM, (), replace(wrapper([], []), location=Location.parse(LINE))), "DDP401 ... DTensor parameters"),
         (failing(ADD, (), traceback=IN_STEP), "DDP521 ... ('state',) ... set_optimizer_state_dict"),
         (failing(COPY, ()), "DDP521 ... at train.py:30 ... set_model_state"),
-        (
-            failing(LOST, (), traceback=f"{INSIDE} load_state_dict"),
-            "DDP521 ... at train.py:30 ... set_model_state_dict",
-        ),
-        (
-            failing(LOST, (), traceback=INSIDE, replaced=ASSIGNED),
-            "DDP503 ... ('head.weight',) ... at train.py:9 ... raised at train.py:30",
-        ),
+        (failing(LOST, (), traceback=f"{INSIDE} load_state_dict"), "DDP521 ... set_model_state_dict"),
+        (failing(LOST, (), traceback=INSIDE, replaced=ASSIGNED), "DDP503 ... ('head.weight',) ... at train.py:9"),
         (failing(LOST, (), traceback=INSIDE), "DDP503 ... at train.py:30"),
         (FailureFacts([raised(0, LOST)], [calls()] * 2), ""),  # of the script's own
-        (
-            failing(DTYPES, (), sharded=sharded(mp_policy="(param_dtype=torch.bfloat16, cast_forward_inputs=False)")),
-            "DDP401 ... at train.py:9 ... its inputs are not cast",
-        ),
-        (
-            failing(DTYPES, (), sharded=sharded(mp_policy="(param_dtype=torch.bfloat16, output_dtype=torch.float32)")),
-            "DDP401 ... are cast to output_dtype",
-        ),
-        (
-            failing(DTYPES, (), sharded=sharded(mp_policy="()", mp_policy__block=BFLOAT16)),
-            "DDP401 ... every part has the same",
-        ),
-        (failing(DTYPES, (), sharded=sharded(mp_policy=BFLOAT16)), "DDP401 ... created in forward"),
-        (failing(DTYPES, (), sharded=sharded()), ""),
+        (mixed(mp_policy=f"({IN_BFLOAT16}, cast_forward_inputs=False)"), "DDP401 ... at train.py:9 ... are not cast"),
+        (mixed(mp_policy=f"({IN_BFLOAT16}, output_dtype=torch.float32)"), "DDP401 ... are cast to output_dtype"),
+        (mixed(mp_policy="()", mp_policy__block=f"({IN_BFLOAT16})"), "DDP401 ... every part has the same"),
+        (mixed(mp_policy=f"({IN_BFLOAT16})"), "DDP401 ... created in forward"),
+        (mixed(), ""),
         (FailureFacts([WAITED, CLOSED], LOGS), "DDP402 ... of ranks (0,) ... came to it 5 s after"),
-        (
-            FailureFacts([WAITED], BEHIND, at_work=WORKING),
-            "DDP402 ... at evaluate.py:7 ... still at work at evaluate.py:7",
-        ),
+        (FailureFacts([WAITED], BEHIND, at_work=WORKING), "DDP402 ... at evaluate.py:7 ... still at work"),
         (FailureFacts([WAITED], BEHIND), ""),  # it may wait elsewhere
         (FailureFacts([WAITED, CLOSED], [calls("barrier"), LOGS[0]]), ""),  # another collective
         (FailureFacts([WAITED, CLOSED], BEHIND), ""),  # it has never come to it
@@ -158,12 +133,7 @@ def test_what_torch_raises_is_explained(facts: FailureFacts, words: str) -> None
 
 
 def test_calls_that_do_not_match_without_a_failure() -> None:
-    (found,) = diagnose(FailureFacts([], [calls("all_reduce"), calls("broadcast")], [0, 1]))
-    assert found.code == "DDP403" and "no rank failed" in found.evidence[-1]
-
-
-def test_calls_of_dumps_that_do_not_match() -> None:
     logs = [calls("all_reduce"), calls("broadcast")]
+    assert_says(diagnose(FailureFacts([], logs, [0, 1])), "DDP403 ... no rank failed")
     group = GroupLogs("world", (0, 1), 0, logs, frozenset({0, 1}))
-    codes = [finding.code for finding in diagnose_dumps([group], {0: "waits", 1: "waits"}, RanksSeen({}))]
-    assert codes == ["DDP403"]
+    assert_says(diagnose_dumps([group], {0: "waits", 1: "waits"}, RanksSeen({})), "DDP403")

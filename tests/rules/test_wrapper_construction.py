@@ -38,26 +38,24 @@ OTHER = {"critic.weight": (3, 3)}
 
 
 def test_modules_that_are_alike() -> None:
-    assert judged(begun(PLAIN), begun(PLAIN)) == []
     assert judged(begun(PLAIN), begun(PLAIN, location=THERE)) == []  # each in its branch
     assert judged([begun(PLAIN), begun(OTHER)], [begun(PLAIN), begun(OTHER)]) == []
     assert judged(begun(PLAIN, ranks=(0,)), begun(OTHER, ranks=(1,))) == []  # groups of one
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "code"),
+    ("theirs", "code"),
     [
-        (begun(PLAIN), begun({**PLAIN, "more.weight": (2, 2)}), "DDP201"),
-        (begun(PLAIN), begun(dict(reversed(PLAIN.items()))), "DDP202"),
-        (begun(PLAIN), begun({**PLAIN, "head.weight": (8, 3)}), "DDP203"),
-        (begun(PLAIN), begun(PLAIN, frozen=["head.weight"]), "DDP206"),
-        (begun(PLAIN), begun(PLAIN, options={"find_unused_parameters": "True"}), "DDP221"),
-        (begun(PLAIN), begun(OTHER, module="Critic"), "DDP403"),
+        (begun({**PLAIN, "more.weight": (2, 2)}), "DDP201"),
+        (begun(dict(reversed(PLAIN.items()))), "DDP202"),
+        (begun({**PLAIN, "head.weight": (8, 3)}), "DDP203"),
+        (begun(PLAIN, frozen=["head.weight"]), "DDP206"),
+        (begun(PLAIN, options={"find_unused_parameters": "True"}), "DDP221"),
+        (begun(OTHER, module="Critic"), "DDP403"),
     ],
 )
-def test_modules_that_are_not_alike(mine: WrapperBegun, theirs: WrapperBegun, code: str) -> None:
-    (finding,) = judged(mine, theirs)
-    assert finding.code == code and finding.location is not None
+def test_modules_that_are_not_alike(theirs: WrapperBegun, code: str) -> None:
+    assert_says(judged(begun(PLAIN), theirs), f"{code} ... at train.py:30")
 
 
 def test_a_size_that_a_variable_counts() -> None:
@@ -78,13 +76,13 @@ def test_modules_that_stand_in_the_order_of_a_set() -> None:
 
 
 def test_an_order_is_that_of_a_set_whatever_the_insertion_was() -> None:
-    found = mistaken = 0
+    right = mistaken = 0
     for number in range(1, 101):  # hashes differ from process to process, so that this is counted
         names = [f"head_{number * letter}" for letter in range(3, 11)]
-        for made in (set(names), set(dict.fromkeys(names)), set(names[:4]) | set(names[4:])):
-            found += is_order_of_a_set(list(made))
-            mistaken += is_order_of_a_set(list(made)[::-1])
-    assert found > 0.95 * 300 and mistaken < 0.05 * 300
+        for items in (list(set(names)), list(set(names[:4]) | set(names[4:]))):
+            right += is_order_of_a_set(items)
+            mistaken += is_order_of_a_set(items[::-1])
+    assert right > 0.95 * 200 and mistaken < 0.05 * 200
 
 
 def test_wrappers_that_are_constructed_in_another_order() -> None:
