@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -88,10 +87,6 @@ def killed_on_1() -> ddpcheck.Recipe:
 
 def exits_on_0() -> ddpcheck.Recipe:
     return recipe(lambda: os._exit(7) if rank() == 0 else None)
-
-
-def leaves_on_1() -> ddpcheck.Recipe:
-    return recipe(lambda: sys.exit(5) if rank() == 1 else None)
 
 
 def hangs_on_1() -> ddpcheck.Recipe:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,6 @@ def loop() -> None:
         pass
 
 
-def swallow() -> None:
-    while True:
-        try:
-            time.sleep(60)
-        except Exception:
-            pass
-
-
 def kill_host() -> None:
     psutil.Process().parents()[1].kill()  # the process of the launcher, which has started the fork server
     time.sleep(60)
@@ -82,8 +74,6 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "exit": lambda: sys.exit(0),
     "sleep": sleep,
     "loop": loop,
-    "swallow": swallow,
-    "os_exit_0": lambda: os._exit(0),
     "os_exit_3": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill_host": kill_host,
@@ -95,22 +85,6 @@ def context_and_environment() -> list[Any]:
     ranks.state["runs"] = ranks.state.get("runs", 0) + 1
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return [mine.rank, mine.world_size, mine.device, str(mine.directory), *map(os.environ.get, names)]
-
-
-def group_of_the_ranks() -> float:
-    """A collective of a subgroup that only rank 0 enters."""
-    import torch
-    import torch.distributed as dist
-
-    group = dist.new_group(list(range(dist.get_world_size())))
-    if dist.get_rank() == 1:
-        raise ValueError("not in the subgroup")
-    dist.all_reduce(torch.ones(1), group=group)
-    return 1.0
-
-
-def unpicklable() -> Any:
-    return (line for line in "ab") if ranks.current().rank == 1 else 1
 
 
 def save_attachment() -> None:
@@ -145,7 +119,7 @@ class Program:
             with world_of(self.session, **{"timeout": 20, **options}) as world:
                 self.write(name, "returned", repr(world.run(fn, *args)))
         except Exception as error:
-            failures = [(one.rank, one.kind, one.type) for one in getattr(error, "failures", ())]
+            failures = [(each.rank, each.kind, each.type) for each in getattr(error, "failures", ())]
             said = (type(error).__name__, str(error), time.monotonic() - started, failures)
             if any(kind == "died" for _, kind, _ in failures):
                 time.sleep(0.5)  # torchrun tells the others to end in the meantime
@@ -176,49 +150,38 @@ class Program:
         self.write("agree", [word.decode() for word in words])
         ends = session.end(f"end {session.rank}".encode(), timeout=20)
         self.write("end", [end.decode() for end in ends])
-        session.begin("next")
-        session.end(b"", timeout=20)
-        session.begin("and one more")
-        session.end(b"", timeout=20)
+        for number in range(2):
+            session.begin(f"next {number}")
+            session.end(b"", timeout=20)
         self.write("files", sorted(map(str, FOLDER.glob("ddpcheck-*/rank*"))))
 
     def fails(self) -> None:
         for how in ("raise", "skip", "exit"):
             for who in range(2):
                 self.attempt(f"{how} {who}", fail, how, who)
-        for how, who in (("sleep", 0), ("sleep", 1), ("loop", 1), ("swallow", 0)):
+        for how, who in (("sleep", 0), ("loop", 1)):
             self.attempt(f"{how} {who}", fail, how, who, timeout=2)
-        self.attempt("subgroup", group_of_the_ranks)
-        self.attempt("unpicklable", unpicklable)
-        self.attempt("only rank 1 of two fails in a world of one", fail, "raise", 0, world_size=1)
-        self.attempt("too many", all_reduced, 1.0, world_size=3)
-        self.attempt("works after all", all_reduced, 1.0)
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[RankGroup]:
+        self.session.begin(name)
+        try:
+            yield self.session
+        except RankError as error:
+            self.write(name, type(error).__name__, str(error))
+        self.end(name)
 
     def out_of_step(self) -> None:
-        session = self.session
-        session.begin("skipped run")
-        try:
+        with self.step("skipped run") as session:
             if session.rank == 0:
                 with world_of(session, startup_timeout=20) as world:
                     world.run(all_reduced, 1.0)
-        except RankError as error:
-            self.write("skipped run", str(error))
-        self.end("skipped run")
-        session.begin("other run")
-        try:
-            with world_of(session, timeout=10 + session.rank) as world:
-                world.run(context_and_environment)
-        except RankError as error:
-            self.write("other run", str(error))
-        self.end("other run")
-        session.begin("late")
-        try:
+        with self.step("other run") as session, world_of(session, timeout=10 + session.rank) as world:
+            world.run(context_and_environment)
+        with self.step("late") as session:
             while session.rank and "late" not in (FOLDER / "rank0").read_text():
                 time.sleep(0.05)
             session.gather("a point", b"", timeout=0.2)
-        except RankError as error:
-            self.write("late", type(error).__name__, str(error))
-        self.end("late")
         self.attempt("in step again", all_reduced, 1.0)
 
     def dies(self, how: str, who: str) -> None:
