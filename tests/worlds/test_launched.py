@@ -232,7 +232,7 @@ DETECTED = {
     "by hand": (PLAIN, LauncherEnv("the environment", 0, 2, None, None, "", "localhost", 1234)),
     "slurm with a list of nodes": (
         SLURM_NODES,
-        replace(OF_SLURM, local_world_size=3, master_port=4000, nodes="n[1-2]", node="n2"),
+        replace(OF_SLURM, local_world_size=3, port=4000, nodes="n[1-2]", node="n2"),
     ),
     "srun that speaks PMI": ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, OF_SLURM),
     "mpiexec in srun": (
