@@ -32,16 +32,14 @@ def finding(code: str, severity: Severity = Severity.ERROR, **more: Any) -> Find
     return Finding(code, ("weight",), f"This is {code}.", severity, **more)
 
 
-@pytest.mark.parametrize("code", ["DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP309", "DDP310"])
-@pytest.mark.parametrize("severity", list(Severity))
+@pytest.mark.parametrize(("code", "severity"), [("DDP301", Severity.ERROR), ("DDP304", Severity.NOTE)])
 def test_findings_on_gradients_are_not_accepted_whatever_their_severity(code: str, severity: Severity) -> None:
     differs = report(finding(code, severity, evidence=("a fact",)))
     message = parity_failure_message(differs)
     assert message.startswith("Gradients are not close!") and f"{code} weight: This is {code}." in message
     assert "  a fact" in message and "  fix: " in message
     assert parity_failure_message(differs, ignore=[code]) == ""
-    others = [other for other in ("DDP301", "DDP302", "DDP305") if other != code]
-    assert parity_failure_message(differs, select=others) == ""
+    assert parity_failure_message(differs, select=["DDP302"]) == ""
 
 
 def test_other_errors_and_causes_of_other_gradients_are_not_accepted_and_other_warnings_are() -> None:
@@ -61,22 +59,22 @@ def test_where_nothing_could_be_compared_ignoring_it_does_not_help(code: str) ->
 
 
 @pytest.mark.parametrize(
-    ("missing", "name", "words", "others"),
+    ("missing", "name", "words", "select"),
     [
         ("local", "reducer", "average of the ranks", ["DDP303", "DDP304"]),
         ("single-process", "parity", "single process", ["DDP301"]),
     ],
 )
-def test_a_comparison_that_was_not_made_is_not_accepted(missing: str, name: str, words: str, others: list[str]) -> None:
+def test_a_comparison_that_was_not_made_is_not_accepted(missing: str, name: str, words: str, select: list[str]) -> None:
     skipped = tuple(CheckResult(c.name, "skipped", detail="why") if c.name == name else c for c in CHECKS)
     lacking = replace(report(parity=tuple(item for item in BOTH if item.reference != missing)), checks=skipped)
     message = parity_failure_message(lacking)
     assert message.startswith("Gradients could not be compared!") and words in message and message.endswith(": why")
-    assert parity_failure_message(lacking, select=others) == "", "it was not asked for"
+    assert parity_failure_message(lacking, select=select) == "", "it was not asked for"
     assert parity_failure_message(lacking, ignore=["DDP304"]) != ""
     partial_report = replace(report(), checks=skipped)
     assert parity_failure_message(partial_report).endswith(": why"), "some steps are not all"
-    assert parity_failure_message(partial_report, select=others) == ""
+    assert parity_failure_message(partial_report, select=select) == ""
 
 
 def test_a_check_that_was_not_finished_is_not_accepted() -> None:
@@ -105,29 +103,6 @@ def test_a_tolerance_takes_the_place_of_the_measured_one() -> None:
         assert parity_failure_message(report(), tolerance=tolerance) != "", "also where it is the stricter one"
     for code in ("DDP301", "DDP306"):  # ranks are bit-identical
         assert code in parity_failure_message(report(finding(code)), tolerance=(1.0, 1.0))
-
-
-@given(
-    got=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8),
-    noise=st.lists(st.floats(-1.0, 1.0), min_size=8, max_size=8),
-    rtol=st.floats(0, 1),
-    atol=st.floats(0, 1),
-)
-@settings(deadline=None)
-def test_what_is_close_element_by_element_is_close_as_a_whole(
-    got: list[float], noise: list[float], rtol: float, atol: float
-) -> None:
-    from ddpcheck.gather.steps.gradient_distance import difference
-
-    want = torch.tensor(got, dtype=torch.float64)
-    near = want + torch.tensor(noise[: len(got)], dtype=torch.float64) * (atol + rtol * want.abs()) * 0.999
-    hypothesis.assume(torch.allclose(near, want, rtol=rtol, atol=atol))
-    distance = difference("weight", near, want, scale=1.0, tolerance=1.0)
-    slack = 1e-12 * (1 + distance.reference_norm)  # of the norms themselves
-    measured = {"reference_norm": distance.reference_norm, "elements": distance.elements}
-    near_entry = entry("local", absolute_error=distance.absolute_error - slack, **measured)
-    parity = (near_entry, entry("single-process", absolute_error=0.0))
-    assert parity_failure_message(report(parity=parity), tolerance=(rtol, atol)) == ""
 
 
 @given(

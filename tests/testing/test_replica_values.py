@@ -81,30 +81,10 @@ def test_whatever_the_ranks_hold_the_message_names_the_items_and_the_ranks(accou
             assert str(rank) in message or " to " in message
 
 
-@given(distances=st.lists(st.sampled_from([0.0, 1.0, 2.0, float("inf")]), min_size=2, max_size=6).filter(any))
-@settings(deadline=None)
-def test_numbers_are_told_of_the_ranks_on_which_elements_differ(distances: list[float]) -> None:
-    accounts = {
-        rank: RankValues(CompareOptions(1e-3, 1e-3), (tensor_entry((3, 4), rank),))
-        for rank in range(len(distances) + 1)
-    }
-    measured = [(0.0, ""), *((worst, f"up to {worst}" if worst else "") for worst in distances)]
-    (found,) = differences(accounts)
-    message = mismatch_message([replace(found, distances=dict(enumerate(measured)))], accounts)
-    told = [line for line in message.splitlines() if line.startswith("up to")]
-    assert told[0].startswith(f"up to {max(distances)} on rank"), "the greatest difference comes first"
-    for place, worst in enumerate(distances, 1):
-        assert any(str(place) in line.partition(" on ")[2].partition(" against ")[0] for line in told) or (
-            not worst or " to " in message
-        )
-    assert all(line.endswith("against rank 0") for line in told) and len(told) == len({*distances} - {0.0})
-    assert mismatch_message([replace(found, distances=dict.fromkeys(accounts, (0.0, "")))], accounts) == ""
-
-
 def test_the_numbers_of_a_few_groups_of_ranks_are_given_and_the_others_named() -> None:
     accounts = {rank: RankValues(CompareOptions(), (tensor_entry((3, 4), rank),)) for rank in range(8)}
     measured = {rank: (float(rank), f"up to {rank}" if rank else "") for rank in range(8)}
-    message = mismatch_message([replace(one, distances=measured) for one in differences(accounts)], accounts)
+    message = mismatch_message([replace(item, distances=measured) for item in differences(accounts)], accounts)
     assert "Ranks 1 to 7 differ from rank 0." in message
     assert "up to 4 on rank 4" in message and "up to 3" not in message and "Less far apart: ranks 1 to 3" in message
 
