@@ -142,14 +142,6 @@ def test_printed_and_logged(rank):
 def test_skips(rank):
     pytest.skip("not today")
 
-@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
-@pytest.mark.ddp
-def test_xfails():
-    1 / 0
-
-def test_in_step_again(ddp_world):
-    assert ddp_world.run(dist.get_rank) == [0, 1]
-
 def test_plain_fails_on_rank_1():
     assert here() == 0, "plain"
 
@@ -209,39 +201,35 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 
 HERE = re.findall(r"^def (test_\w+)", OURS, re.MULTILINE)
-FAIL = {
-    "test_body_fails_before_others_run": r"^rank 0: AssertionError: rank 0 does not run\n(.|\n)*rank 1 fell with it: ",
-    "test_runs_something_else_on_each": r"The ranks are not in step in .*rank 0 is at ddp_world.check; rank 1 is at a ",
-    "test_rank_1_dies": r"^rank 1 ended with exit code 3 before its work was done",
-    "test_plain_fails_on_rank_1": r"^rank 1: AssertionError: plain\n(.|\n)*assert here\(\) == 0(.|\n)*rank 0 p",
-    "test_check_finds": r"DDP101",
-    "test_breakpoint": r"without torchrun or mpirun|torchrun or mpirun",
+OUTCOMES = {
+    "test_body_fails_before_others_run": (
+        "failed",
+        r"^rank 0: AssertionError: rank 0 does not run\n(.|\n)*1 fell with it",
+    ),
+    "test_runs_something_else_on_each": (
+        "failed",
+        r"The ranks are not in step in .*rank 0 is at ddp_world.check; rank 1",
+    ),
+    "test_rank_1_dies": ("failed", r"^rank 1 ended with exit code 3 before its work was done"),
+    "test_plain_fails_on_rank_1": (
+        "failed",
+        r"^rank 1: AssertionError: plain\n(.|\n)*assert here\(\) == 0(.|\n)*rank 0 p",
+    ),
+    "test_check_finds": ("failed", "DDP101"),
+    "test_breakpoint": ("failed", "without torchrun or mpirun|torchrun or mpirun"),
+    "test_setup_fails_on_rank_1": ("error", r"rank 1: OSError: no disk(.|\n)*rank 0 passed"),
+    "test_setup_skips_on_rank_0": ("error", r"ranks disagree: rank 0 skipped \(no camera\), rank 1 passed"),
+    "test_teardown_fails_on_rank_1": ("error", "rank 1: AssertionError: late"),
+    "test_sizes[4_ranks]": ("skipped", "needs 4 ranks, (torchrun|mpirun) has started 2"),
+    "test_plain_xfails_on_rank_1": ("skipped", ""),
+    "test_skips": ("skipped", "not today"),
 }
-ERROR = {
-    "test_setup_fails_on_rank_1": r"rank 1: OSError: no disk(.|\n)*rank 0 passed",
-    "test_setup_skips_on_rank_0": r"ranks disagree: rank 0 skipped \(no camera\), rank 1 passed",
-    "test_teardown_fails_on_rank_1": r"rank 1: AssertionError: late",
-}
-SKIP = {
-    "test_sizes[4_ranks]": "needs 4 ranks, (torchrun|mpirun) has started 2",
-    "test_plain_xfails_on_rank_1": "",
-    "test_skips": "not today",
-    "test_xfails": "",
-}
-PASS = [name for name in HERE if name not in {*FAIL, *ERROR, *SKIP, "test_sizes"}]
-PASS += ["test_sizes[1_rank]", "test_sizes[2_ranks]"]
+PASSED = {"test_sizes[1_rank]", "test_sizes[2_ranks]", *HERE} - {"test_sizes", *OUTCOMES}
 
 
-@pytest.mark.parametrize(
-    ("name", "outcome", "words"),
-    [
-        *((name, "passed", "") for name in PASS),
-        *((name, "failed", words) for name, words in FAIL.items()),
-        *((name, "error", words) for name, words in ERROR.items()),
-        *((name, "skipped", words) for name, words in SKIP.items()),
-    ],
-)
-def test_what_comes_of_a_test_on_the_ranks_of_a_launcher(session: Session, name: str, outcome: str, words: str) -> None:
+@pytest.mark.parametrize("name", [*OUTCOMES, *sorted(PASSED)])
+def test_what_comes_of_a_test_on_the_ranks_of_a_launcher(session: Session, name: str) -> None:
+    outcome, words = OUTCOMES.get(name, ("passed", ""))
     test = session[name]
     assert test.outcome == outcome, test.text
     assert re.search(words, test.text), test.text
@@ -261,7 +249,6 @@ def here():
 def test_ours(rank): print("printed by", rank)
 """
 
-
 STOPS = """
 def test_one(): assert here() == 0, 'only there'
 
@@ -270,27 +257,38 @@ def test_two(rank): open(f'went_on{rank}', 'w')
 """
 MEASURED = "def f(rank):\n    if rank:\n        return 1\n    return 0\n\ndef g():\n    return 2\n"
 OF_MEASURED = "from measured import f\n@pytest.mark.ddp\ndef test_f(rank): assert f(rank) == rank\n"
-EXITS = """
-def test_exits():
-    if here() == 1: pytest.exit('that is all')
-
-def test_next(): open('went_on', 'w')
-"""
-DIFFER = "@pytest.mark.parametrize('number', range(2 - here()))\ndef test_some(number): open('went', 'w')\n"
+EXITS = "def test_exits():\n    if here() == 1: pytest.exit('that is all')\n\ndef test_next(): open('went_on', 'w')\n"
+DIFFER = "@pytest.mark.parametrize('number', range(2 - here()))\ndef test_some(number): open('went_on', 'w')\n"
 PLAIN = "import os\ndef test_plain(): assert '_DDPCHECK_RANK_OF' not in os.environ\n"
-
-# Arguments and files. Ranks outlive all of these, so that one launch is enough.
-ONE_AFTER_ANOTHER: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "measures": (
-        ("--cov=measured", "--cov-report=term-missing"),
+# Arguments, files, whether all is well, and what is printed. Ranks outlive all of these: one launch is enough.
+ONE_AFTER_ANOTHER: dict[str, tuple[list[str], dict[str, str], bool, str]] = {
+    "measures every rank": (
+        ["--cov=measured", "--cov-report=term-missing"],
         {"measured": MEASURED, "test_it": HEAD + OF_MEASURED},
+        True,
+        r"measured.py +6 +1 +83% +7\n(.|\n)*2 passed",
     ),
-    "stops": (("-x",), {"test_it": HEAD + STOPS}),
-    "differ": ((), {"test_it": HEAD + DIFFER}),
-    "exits": ((), {"test_it": HEAD + EXITS}),
-    "cannot import": ((), {"test_it": HEAD + "if here() == 1: import no_such_module\n"}),
-    "no tests of ours": (("-p", "no:cacheprovider"), {"test_it": PLAIN}),
-    "off": (("-p", "no:cacheprovider", "--ddp-launcher=off"), {"test_it": HEAD}),
+    "stops after the same failure": (
+        ["-x"],
+        {"test_it": HEAD + STOPS},
+        False,
+        "rank 1: AssertionError: only there(.|\n)*stopping after 1 failures(.|\n)*1 failed, 1 passed",
+    ),
+    "runs none of different tests": (
+        [],
+        {"test_it": HEAD + DIFFER},
+        False,
+        r"test 3 is test_it.py::test_some\[1\] on rank 0, and nothing on rank 1 \(rank 0 has 3, rank 1 has 2\)",
+    ),
+    "ends at pytest.exit": ([], {"test_it": HEAD + EXITS}, False, r"rank 1 has left \(that is all\)"),
+    "stops where a rank cannot import": (
+        [],
+        {"test_it": HEAD + "if here() == 1: import no_such_module\n"},
+        False,
+        "rank 1 could not collect test_it.py: ModuleNotFoundError: No module named 'no_such_module'",
+    ),
+    "no tests of ours": (["-p", "no:cacheprovider"], {"test_it": PLAIN}, True, "1 passed(.|\n)*1 passed"),
+    "off": (["-p", "no:cacheprovider", "--ddp-launcher=off"], {"test_it": HEAD}, True, "1 passed(.|\n)*1 passed"),
 }
 PROGRAM = ROOT / "tests" / "launched_sessions.py"
 Sessions = dict[str, tuple[Session, Path]]
@@ -302,7 +300,7 @@ SECOND = "torchrun" if shutil.which("mpirun") is None else "mpirun"
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     """What came of each of them, and its folder."""
     folders, tasks = {}, []
-    for name, (arguments, files) in ONE_AFTER_ANOTHER.items():
+    for name, (arguments, files, _, _) in ONE_AFTER_ANOTHER.items():
         folders[name] = folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
         innerpytest.write(folder, **files)
         (folder / "tmp").mkdir()
@@ -316,59 +314,17 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     return sessions
 
 
-def test_a_session_that_passes_ends_well_and_measures_every_rank(sessions: Sessions) -> None:
+@pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
+def test_how_a_session_ends(name: str, sessions: Sessions) -> None:
     pytest.importorskip("pytest_cov")
-    done, folder = sessions["measures"]
-    assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout and len(done.tests) == 2
-    assert re.search(r"measured.py +6 +1 +83% +7\n", done.stdout), done.stdout
-    assert done.stdout.count("session starts") == 1
-    assert sorted(path.name for path in folder.glob(".coverage*")) == [".coverage"]
+    _, _, is_well, words = ONE_AFTER_ANOTHER[name]
+    done, folder = sessions[name]
+    assert (done.returncode == 0) is is_well, done.stdout
+    assert re.search(words, done.stdout), done.stdout
+    assert not list(folder.glob("went_on*")) and len(list(folder.glob(".coverage*"))) <= 1
 
 
-def test_all_ranks_stop_after_the_same_failure(sessions: Sessions) -> None:
-    done, folder = sessions["stops"]
-    assert done.returncode != 0
-    assert "1 failed, 1 passed" in done.stdout and "stopping after 1 failures" in done.stdout
-    assert "rank 1: AssertionError: only there" in done["test_one"].text
-    assert not list(folder.glob("went_on*"))
-
-
-def test_ranks_with_different_tests_run_none(sessions: Sessions) -> None:
-    done, folder = sessions["differ"]
-    assert done.returncode != 0
-    assert done.stdout.count("The ranks have not collected the same tests") == 1, done.stdout
-    nothing = "test 3 is test_it.py::test_some[1] on rank 0, and nothing on rank 1 (rank 0 has 3, rank 1 has 2)"
-    assert nothing in done.stdout
-    assert not (folder / "went").exists()
-
-
-def test_a_file_that_one_rank_cannot_import_stops_all(sessions: Sessions) -> None:
-    done, _ = sessions["cannot import"]
-    assert done.returncode != 0
-    words = "rank 1 could not collect test_it.py: ModuleNotFoundError: No module named 'no_such_module'"
-    lines = [line for line in done.stdout.splitlines() if words in line]
-    assert lines and len(lines) == len(set(lines)), done.stdout  # once each: rank 0, and rank 1 if mpirun lets it
-
-
-def test_pytest_exit_on_one_rank_ends_all(sessions: Sessions) -> None:
-    done, folder = sessions["exits"]
-    assert done.returncode != 0
-    assert "rank 1 has left (that is all)" in done.stdout, done.stdout
-    assert not (folder / "went_on").exists()
-
-
-def test_sessions_that_do_not_want_the_ranks_are_left_alone(sessions: Sessions) -> None:
-    for name in ("no tests of ours", "off"):
-        done, _ = sessions[name]
-        assert done.returncode == 0, done.stdout
-        assert done.stdout.count("1 passed") == 2, done.stdout
-
-
-PLAIN_DIES = """
-def test_dies():
-    if here() == 0: os._exit(3)
-"""
+PLAIN_DIES = "def test_dies():\n    if here() == 0: os._exit(3)\n"
 MARKED_DIES = """
 @pytest.mark.ddp
 def test_dies(rank):

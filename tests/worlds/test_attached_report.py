@@ -56,7 +56,6 @@ COMMANDS: dict[str, list[str]] = {
     "hangs_on_1": ["report", f"{HERE}:hangs_on_1", "--format", "json", "--timeout", "2"],
     "another world size": ["report", f"{HERE}:healthy", "--world-size", "3"],
     "no such option": ["report", f"{HERE}:healthy", "--frobnicate"],
-    "no such folder": ["report", f"{HERE}:healthy", "-o", "no/such/folder.json"],
 }
 MORE: dict[str, list[str]] = {
     "matrix": ["report", f"{HERE}:unused", "--matrix", "--steps", "1", "--world-size", "2", "--format", "json"],
@@ -167,7 +166,6 @@ def test_the_report_is_that_of_ranks_of_our_own(told: Told, name: str, monkeypat
     [
         ("another world size", "--world-size 3, but torchrun has started 2 ranks; leave it out, or have torchrun"),
         ("no such option", "unrecognized arguments: --frobnicate"),
-        ("no such folder", "cannot write no/such/folder.json: No such file or directory"),
     ],
 )
 def test_what_cannot_be_is_refused_once_in_a_sentence(told: Told, name: str, words: str) -> None:
@@ -176,9 +174,7 @@ def test_what_cannot_be_is_refused_once_in_a_sentence(told: Told, name: str, wor
     assert words in error and error.count("\n") == 1
 
 
-def test_mpirun_passes_our_exit_code_on_and_the_report_is_all_that_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mpirun_passes_our_exit_code_on_and_prints_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start([*command_of("mpirun"), "-m", "ddpcheck", *COMMANDS["raises_on_1"]], tmp_path)
     ((out, error),) = ended([process], tmp_path)
     assert (process.returncode, report_of(out)) == plain("raises_on_1", monkeypatch)
@@ -196,10 +192,9 @@ def test_everything_else_works_on_the_ranks_of_a_launcher(told: Told) -> None:
 
 
 def check_some(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SOME:
-        if name in TARGETS:
-            assert_same(name, told[name][0], plain(name, monkeypatch))
-            assert told[name][1] == (0, "", "")
+    for name in SOME.keys() & TARGETS.keys():
+        assert_same(name, told[name][0], plain(name, monkeypatch))
+        assert told[name][1] == (0, "", "")
 
 
 @pytest.mark.slow
@@ -355,10 +350,8 @@ def test_a_file_that_was_left_behind_misleads_nobody_and_strangers_are_not_let_i
     [
         ("aa", [None, None], [(0, 2, (0, 2)), (1, 2, (1, 2))]),
         ("aa", ["0", "1"], [(0, 2, (0, 1)), (1, 2, (0, 1))]),
-        ("aabb", ["0,1"] * 4, [(0, 2, (0, 2)), (1, 2, (1, 2))] * 2),
         ("aab", ["0", "0", "0"], [(0, 2, (0, 2)), (1, 2, (1, 2)), (0, 1, (0, 1))]),
     ],
-    ids=["torchrun", "one GPU each", "two machines", "uneven"],
 )
 def test_a_rank_is_told_with_whom_it_shares_a_machine_and_its_gpus(
     machines: str, visible: list[str | None], expected: list[tuple[int, int, tuple[int, int]]]

@@ -207,32 +207,6 @@ def test_srun_on_two_nodes_finds_the_first_one_and_a_port(
     assert int(environment["MASTER_PORT"]) in [port_of_job(f"{job} 0") for job in range(1, 50)]
 
 
-INNER = """
-import pytest, torch
-
-@pytest.mark.ddp(world_size=2)
-def test_sum(rank):
-    total = torch.ones(1) * rank
-    torch.distributed.all_reduce(total)
-    assert total.item() == 1
-
-def test_world(ddp_world):
-    assert ddp_world.run(lambda: torch.distributed.get_rank()) == [0, 1]
-"""
-
-
-def test_tests_run_on_the_ranks_of_srun_on_two_nodes(
-    tmp_path: Path, two_slurm: dict[str, str], nodes: list[Node]
-) -> None:
-    inner = tmp_path / "test_inner.py"
-    inner.write_text(INNER)
-    srun = shlex.split("srun -n 2 -N 2 unshare --pid --fork --mount-proc")  # no process sees another node's
-    options = ["-q", "-p", "ddpcheck.pytest_plugin", "--rootdir", str(tmp_path)]
-    command = [*nodes[0].prefix, *srun, sys.executable, "-m", "pytest", *options, str(inner)]
-    done = run(command, tmp_path, **two_slurm)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
-
-
 def test_a_report_is_made_on_the_ranks_of_srun(tmp_path: Path, one_slurm: dict[str, str]) -> None:
     """Seed 4 (mmcv dist_utils): the harness attaches to a world that srun has started; rank 0 writes the one report."""
     target = "examples/faults/parameters/unused_on_one_rank.py:broken"
