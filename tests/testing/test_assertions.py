@@ -76,6 +76,7 @@ def cyclic() -> list[Any]:
 
 VALUES = ("Tensor-likes are not equal on all ranks!", "Rank 1 differs from rank")
 NAN = float("nan")
+EQUAL_NAN: tuple[tuple[str, ...], dict[str, Any]] = ((), {"equal_nan": True})
 NAN_ON_1 = on_1(torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]))
 FLOAT8_ON_1 = on_1(*(torch.full((4,), value).to(torch.float8_e5m2) for value in (2.0, 1.0)))
 EQUAL: dict[str, Callable[[int], Any]] = {
@@ -116,19 +117,9 @@ CASES: dict[str, Case] = {
     **REFUSED,
     "values": Case(
         ramp,
-        (
-            *VALUES,
-            "Mismatched elements: 2 / 64 (3.1%) on rank 1 against rank 0",
-            "Greatest absolute difference: 0.25 at index (0, 7) on rank 1 against rank 0",
-            "Greatest relative difference: 0.125 at index (0, 0) on rank 1 against rank 0",
-            "First mismatch at index (0, 0): 1.125 instead of 1.0 on rank 1 against rank 0",
-        ),
+        (*VALUES, "2 / 64 (3.1%) on rank 1 against rank 0", "0.25 at index (0, 7)", "(0, 0): 1.125 instead of 1.0"),
     ),
-    "beyond a tolerance": Case(
-        ramp,
-        ("Tensor-likes are not close", "Mismatched elements: 1 / 64 (1.6%)", "(up to 0.2 allowed)"),
-        {"rtol": 0.0, "atol": 0.2},
-    ),
+    "beyond a tolerance": Case(ramp, ("are not close", "1 / 64 (1.6%)", "(up to 0.2"), {"rtol": 0.0, "atol": 0.2}),
     "within a tolerance": Case(ramp, (), {"rtol": 0.0, "atol": 0.25}),
     "other tolerances on a rank": Case(lambda rank: ramp(), ("in different ways",), {"by rank": True}, UsageError),
     "several": Case(
@@ -136,60 +127,27 @@ CASES: dict[str, Case] = {
         (*VALUES, "occurred for item state['b']", "1 more item is not", "['c']: values, on rank 1"),
         {"name": "state"},
     ),
-    "0-dim": Case(
-        lambda rank: torch.tensor(float(rank == 1)), (*VALUES, "Expected 0.0 but got 1.0 on rank 1 against rank 0")
-    ),
+    "0-dim": Case(lambda rank: torch.tensor(float(rank == 1)), (*VALUES, "Expected 0.0 but got 1.0 on rank 1")),
     "bool": Case(lambda rank: torch.tensor([True, rank == 1]), (*VALUES, "True instead of False", "index (1,)")),
     "complex": Case(on_1(torch.tensor([4 + 4j]), torch.tensor([1 + 0j])), (*VALUES, "difference: 5.0 at index (0,)")),
-    "large integers": Case(
-        lambda rank: torch.tensor([2**60 + (rank == 1)]),
-        (*VALUES, "difference: 1 at index (0,)", str(2**60), "8.67361737988"),
-    ),
+    "large integers": Case(lambda rank: torch.tensor([2**60 + (rank == 1)]), (*VALUES, "difference: 1 at", "8.673617")),
     "float8 within a tolerance": Case(FLOAT8_ON_1, (), {"rtol": 0.0, "atol": 1.0}),
-    "sparse values": Case(
-        lambda rank: sparse([0, 2], [1.0, 2.0 + (rank == 1)]), (*VALUES, "item values()", "3.0 instead of 2.0")
-    ),
-    "more sparse values": Case(
-        lambda rank: sparse(list(range(2 + (rank == 1))), [1.0] * (2 + (rank == 1))),
-        ("attribute 'shape'", "(1, 2) on rank", "(1, 3) on rank 1", "item indices()"),
-    ),
+    "sparse values": Case(lambda rank: sparse([0, 2], [1.0, 2.0 + (rank == 1)]), (*VALUES, "values()", "3.0 instead")),
+    "more sparse values": Case(on_1(sparse([0, 1], [1.0] * 2), sparse([0], [1.0])), ("(1, 2) on rank 1", "indices()")),
     "dense and sparse": Case(on_1(torch.eye(2).to_sparse(), torch.eye(2)), ("sparse_coo on rank 1",)),
     "shape": Case(lambda rank: torch.ones(3 + (rank == 1)), ("'shape' do not match", "(4,) on rank 1")),
-    "stride": Case(
-        on_1(ramp().t(), ramp().t().contiguous()), ("'stride' do not match", "(1, 8) on rank 1"), {"check_stride": True}
-    ),
-    "a missing key": Case(
-        on_1({"a": ramp(), "b": 1}, {"a": ramp()}), ("mapping of 2 items on rank 1", "['b']: only on rank 1")
-    ),
+    "stride": Case(on_1(ramp().t(), ramp().t().contiguous()), ("'stride'", "(1, 8) on rank 1"), {"check_stride": True}),
+    "a missing key": Case(on_1({"a": 1, "b": 1}, {"a": 1}), ("mapping of 2 items on", "['b']: only on rank 1")),
     "nothing on one rank": Case(on_1(None, ramp()), ("None on rank 1",)),
     "numbers": Case(on_1(4, 3), ("Scalars are not equal", "4 on rank 1")),
-    "numbers beyond a tolerance": Case(
-        on_1(4.0, 3.0), ("Scalars are not close", "4.0 on rank 1"), {"rtol": 0, "atol": 0.5}
-    ),
+    "numbers beyond a tolerance": Case(on_1(4.0, 3.0), ("are not close", "4.0 on rank 1"), {"rtol": 0, "atol": 0.5}),
     "words": Case(on_1(["a", "b"], ["a", "a"]), ("Values are not equal", "'b' on rank 1", "item [1]")),
-    "NaN everywhere": Case(
-        lambda rank: torch.tensor([1.0, NAN]), ("On every rank, 1 / 2 elements are NaN", "index (1,)", "equal_nan=True")
-    ),
-    "NaN on one rank": Case(
-        NAN_ON_1,
-        (
-            *VALUES,
-            "Mismatched elements: 1 / 2 (50.0%) on rank 1",
-            "First mismatch at index (1,): nan instead of 2.0",
-            "NaN: no element is NaN on rank",
-            "1 / 2 elements are NaN, the first at index (1,) on rank 1",
-        ),
-    ),
-    "equal NaN": Case(lambda rank: [torch.tensor([1.0, NAN]), NAN], (), {"equal_nan": True}),
-    "one NaN and another": Case(
-        lambda rank: torch.tensor([0x7FC00000 + rank], dtype=torch.int32).view(torch.float32), (), {"equal_nan": True}
-    ),
-    "modules": Case(
-        lambda rank: seeded(rank == 1, lambda: nn.Linear(3, 3)), (*VALUES, "item weight", "bias: values, on rank 1")
-    ),
-    "an object on one rank": Case(
-        on_1([object()], [ramp()]), ("item [0] is of type object", "(rank 1)"), kind=UsageError
-    ),
+    "NaN everywhere": Case(lambda rank: torch.tensor([1.0, NAN]), ("On every rank, 1 / 2 elements", "equal_nan=True")),
+    "NaN on one rank": Case(NAN_ON_1, (*VALUES, "1 / 2 (50.0%)", "nan instead of 2.0", "NaN: no element is NaN on")),
+    "equal NaN": Case(lambda rank: [torch.tensor([1.0, NAN]), NAN], *EQUAL_NAN),
+    "one NaN and another": Case(lambda rank: torch.tensor(0x7FC00000 + rank).int().view(torch.float32), *EQUAL_NAN),
+    "modules": Case(lambda rank: seeded(rank == 1, lambda: nn.Linear(3, 3)), (*VALUES, "item weight", "bias: values")),
+    "an object on one rank": Case(on_1([object()], [1]), ("item [0] is of type object", "(rank 1)"), kind=UsageError),
     "message": Case(ramp, ("mine: Tensor-likes",), {"msg": lambda text: f"mine: {text}"}),
 }
 
@@ -259,14 +217,10 @@ def test_equal_values_cost_one_digest_and_other_ones_their_details(rank: int, mo
     monkeypatch.setattr(StoreExchange, "all_gather", watched)
     ddpcheck.assert_same_on_all_ranks([ramp()] * 100)
     assert sent == [("digest", 32)]
-    for value, words, keys in [
-        (torch.ones(3 + rank), "shape", ["digest", "detail"]),
-        (ramp(rank), "Mismatched", ["digest", "detail", "measured"]),
-    ]:
-        sent.clear()
-        with pytest.raises(AssertionError, match=words):
-            ddpcheck.assert_same_on_all_ranks(value)
-        assert [key for key, _ in sent] == keys
+    sent.clear()
+    with pytest.raises(AssertionError, match="Mismatched"):
+        ddpcheck.assert_same_on_all_ranks(ramp(rank))
+    assert [key for key, _ in sent] == ["digest", "detail", "measured"]
 
 
 @pytest.mark.ddp(reuse="module")
@@ -305,12 +259,7 @@ def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group(rank: i
         return
     with pytest.raises(HangError) as caught:
         ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group)
-    assert str(caught.value) == (
-        "rank 1 did not call assert_same_on_all_ranks('loss') within 1.5 s; every rank of the group must call it, the "
-        "same number of times"
-    )
-    with pytest.raises(HangError, match=r"within 0\.5 s"):  # by then rank 2 may be late as well
-        ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group, timeout=0.5)
+    assert str(caught.value).startswith("rank 1 did not call assert_same_on_all_ranks('loss') within 1.5 s; every rank")
 
 
 @pytest.mark.ddp(reuse="module")

@@ -109,19 +109,14 @@ def test_without_a_seed_ranks_draw_for_themselves(rank):
     dist.all_gather_object(drawn, (random.random(), torch.rand(1).item()))
     assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
 
-@pytest.fixture
-def under_another_name(capsys):
-    return capsys
-
 @pytest.mark.ddp
-def test_built_in_fixtures(tmp_path, monkeypatch, under_another_name, capsys, caplog, recwarn, rank):
+def test_built_in_fixtures(tmp_path, monkeypatch, capsys, caplog, recwarn, rank):
     (tmp_path / f"{rank}.txt").write_text("written")
     monkeypatch.setenv("SET_ON_RANK", str(rank))
     monkeypatch.chdir(tmp_path)
     assert os.environ["SET_ON_RANK"] == str(rank) and os.path.exists(f"{rank}.txt")
-    for capture in (capsys, under_another_name):
-        print("heard")
-        assert capture.readouterr().out == "heard\\n"
+    print("heard")
+    assert capsys.readouterr().out == "heard\\n"
     logging.getLogger("here").warning("logged on %d", rank)
     assert [record.getMessage() for record in caplog.records] == [f"logged on {rank}"]
     warnings.warn("warned")

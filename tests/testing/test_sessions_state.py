@@ -48,10 +48,6 @@ def pids(ranks: list[dict]) -> list[int]:
     return [note["pid"] for note in ranks]
 
 
-def passed(printed: str, count: int) -> None:
-    assert f"= {count} passed in" in printed, printed
-
-
 # --- The same ranks for a module -----------------------------------------------------------------------------------
 
 SHARED = """
@@ -89,9 +85,8 @@ def test_skips_everywhere():
     pytest.skip("all of them")
 
 @pytest.mark.ddp(timeout=20)
-class TestLast:
-    def test_at_last(self):
-        work("last")
+def test_at_last():
+    work("last")
 """
 OTHER = """
 from noting import note, pytest
@@ -217,7 +212,7 @@ def test_fixture(number, ddp_world):
 def work(number, form):
     note(f"{form} {number}")
     assert mine == [] and not hasattr(torch, "left") and torch.get_default_dtype() == torch.float32
-    assert "LEFT" not in os.environ and "/left" not in sys.path and os.getcwd() == os.environ["HOME_OF_TESTS"]
+    assert "LEFT" not in os.environ and "/left" not in sys.path and os.getcwd() != "/"
     assert torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
     assert threading.active_count() == 1 and "left" not in sys.modules and sys.argv[-1] != "left"
     drawn = random.random(), torch.rand(1).item()
@@ -241,11 +236,9 @@ def test_here():
 """
 
 
-def test_nothing_of_a_test_is_left_for_the_next_one(
-    pytester: pytest.Pytester, notes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME_OF_TESTS", str(pytester.path))
+def test_nothing_of_a_test_is_left_for_the_next_one(pytester: pytest.Pytester, notes) -> None:
     pytester.makepyfile(noting=NOTES, test_fresh=FRESH)
-    passed(innerhere.run(pytester), 5)
+    printed = innerhere.run(pytester)
+    assert "= 5 passed in" in printed, printed
     everyone = [pid for ranks in notes().values() for pid in pids(ranks)]
     assert len(everyone) == len(set(everyone)) == 8
