@@ -7,13 +7,9 @@ import pytest
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import Severity
-from ddpcheck.testing.assertions.messages import Anomaly, anomalies_message, parity_failure_message
+from ddpcheck.testing.assertions.messages import parity_failure_message
 
 torch = pytest.importorskip("torch")
-hypothesis = pytest.importorskip("hypothesis")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 
 
 def entry(reference: str, **more: Any) -> ParityEntry:
@@ -103,24 +99,3 @@ def test_a_tolerance_takes_the_place_of_the_measured_one() -> None:
         assert parity_failure_message(report(), tolerance=tolerance) != "", "also where it is the stricter one"
     for code in ("DDP301", "DDP306"):  # ranks are bit-identical
         assert code in parity_failure_message(report(finding(code)), tolerance=(1.0, 1.0))
-
-
-@given(
-    missing=st.lists(st.sets(st.sampled_from(["a.weight", "b.weight", "c"])), min_size=1, max_size=5),
-    strange=st.lists(st.booleans(), min_size=5, max_size=5),
-)
-@settings(deadline=None)
-def test_every_anomaly_is_listed_once_under_its_kind(missing: list[set[str]], strange: list[bool]) -> None:
-    accounts = [
-        [*map(Anomaly, sorted(names)), *([Anomaly("leaf", registered=False)] if odd else [])]
-        for names, odd in zip(missing, strange, strict=False)
-    ]
-    message = anomalies_message(dict(enumerate(accounts)))
-    lines = message.splitlines()
-    for name in ("a.weight", "b.weight", "c"):
-        times = sum(name in names for names in missing)
-        listed = [line for line in lines if line.startswith(f"  {name} of")]
-        assert len(listed) == (times > 0)
-        assert not times or ("not on rank" in listed[0]) == (times < len(missing))
-    assert ("leaf" in message) == any(strange[: len(missing)])
-    assert bool(message) == any(accounts)

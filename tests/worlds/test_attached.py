@@ -61,7 +61,7 @@ def launch(folder: Path, *arguments: str, **files: str) -> Session:
 # --- Many tests in one session -------------------------------------------------------------------------------------
 
 OURS = """
-import logging, os
+import logging, os, time
 import pytest
 import torch, torch.distributed as dist
 import ddpcheck
@@ -128,6 +128,15 @@ def test_runs_something_else_on_each(ddp_world):
 def test_rank_1_dies(rank):
     if rank == 1: os._exit(3)
     dist.all_reduce(torch.ones(1))
+
+@pytest.mark.ddp
+def test_rank_1_raises(rank):
+    if rank == 1: raise ValueError("broken on 1")
+    dist.barrier()
+
+@pytest.mark.ddp(timeout=2)
+def test_rank_0_hangs(rank):
+    time.sleep(60) if rank == 0 else dist.barrier()
 
 def test_options_that_say_how_ranks_start(ddp_world):
     assert len(set(ddp_world(hash_seeds=True).run(hash, "a"))) == 2
@@ -211,6 +220,11 @@ OUTCOMES = {
         r"The ranks are not in step in .*rank 0 is at ddp_world.check; rank 1",
     ),
     "test_rank_1_dies": ("failed", r"^rank 1 ended with exit code 3 before its work was done"),
+    "test_rank_1_raises": (
+        "failed",
+        r"ValueError: broken on 1(.|\n)*rank 0 (was still )?wait(s|ing) in barrier(\(\))? at ",
+    ),
+    "test_rank_0_hangs": ("failed", r"^ranks 0 and 1 did not finish within 2 s: (.|\n)*rank 0 is in test_rank_0_hangs"),
     "test_plain_fails_on_rank_1": (
         "failed",
         r"^rank 1: AssertionError: plain\n(.|\n)*assert here\(\) == 0(.|\n)*rank 0 p",
