@@ -1,4 +1,4 @@
-"""What a test accepts, from hand-made reports and from what ranks say of their parameters."""
+"""What a test accepts, from hand-made reports, and messages on what ranks hold, from what each of them says."""
 
 from typing import Any
 
@@ -7,7 +7,16 @@ import pytest
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import Severity
-from ddpcheck.testing.assertions.messages import parity_failure_message
+from ddpcheck.testing.assertions.messages import (
+    ComparedItem,
+    CompareOptions,
+    RankValues,
+    differences,
+    has_nothing_to_compare,
+    mismatch_message,
+    parity_failure_message,
+    usage_error,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -99,3 +108,63 @@ def test_a_tolerance_takes_the_place_of_the_measured_one() -> None:
         assert parity_failure_message(report(), tolerance=tolerance) != "", "also where it is the stricter one"
     for code in ("DDP301", "DDP306"):  # ranks are bit-identical
         assert code in parity_failure_message(report(finding(code)), tolerance=(1.0, 1.0))
+
+
+# --- What ranks hold -----------------------------------------------------------------------------------------------
+
+
+def tensor(shape: tuple[int, ...] = (3, 4), fingerprint: int = 0, path: str = "") -> ComparedItem:
+    return ComparedItem(
+        path, "tensor", attributes=(("shape", str(shape)), ("dtype", "float32")), fingerprint=fingerprint
+    )
+
+
+def values_of(*entries: ComparedItem, **options: Any) -> RankValues:
+    return RankValues(CompareOptions(**options), entries)
+
+
+@pytest.mark.parametrize(
+    ("odd", "common", "words"),
+    [
+        ([], [tensor()], "Not every rank holds it: a tensor of shape (3, 4) and dtype float32 on ranks 3 and 4;"),
+        ([ComparedItem("", "mapping", 2)], [tensor()], "The ranks hold different things: a tensor of shape (3, 4)"),
+        ([ComparedItem("", "number", 4)], [ComparedItem("", "number", 3)], "3 on ranks 3 and 4; 4 on rank 5."),
+        ([tensor((2,))], [tensor()], "The values for attribute 'shape' do not match: (3, 4) on ranks 3 and 4; (2,) on"),
+        (
+            [tensor(path=f"[{number}]", fingerprint=1) for number in range(20)],
+            [tensor(path=f"[{number}]") for number in range(20)],
+            "19 more items are not the same on all ranks:\n  x[1]: values, on rank 5\n",
+        ),
+        ([tensor(path=".a"), tensor(path=".b")], [tensor((2,), path=".a")], "  x.b: only on rank 5"),
+    ],
+)
+def test_the_message_names_the_items_and_the_ranks(odd: Any, common: Any, words: str) -> None:
+    by_rank = {3: values_of(*common), 4: values_of(*common), 5: values_of(*odd)}
+    assert words in mismatch_message(differences(by_rank), by_rank, "x")
+
+
+def test_numbers_within_the_tolerance_are_no_difference() -> None:
+    def by_rank(*numbers: float) -> dict[int, RankValues]:
+        options = {"rtol": 0.0, "atol": 0.5, "equal_nan": True}
+        return {rank: values_of(ComparedItem("", "number", number), **options) for rank, number in enumerate(numbers)}
+
+    assert differences(by_rank(3.0, 3.5)) == differences(by_rank(float("nan"), float("nan"))) == []
+    assert differences(by_rank(3.0, 4.0)) and differences(by_rank(3.0, float("inf"))) and differences(by_rank(1.0, 1))
+    same = {rank: values_of(tensor(fingerprint=rank)) for rank in range(2)}
+    (item,) = differences(same)
+    assert mismatch_message([replace(item, distances={0: (0.0, ""), 1: (0.0, "")})], same) == ""
+
+
+def test_the_numbers_of_a_few_groups_of_ranks_are_shown_and_the_rest_named() -> None:
+    by_rank = {rank: values_of(tensor(fingerprint=rank)) for rank in range(8)}
+    distances = {rank: (float(rank), f"up to {rank}" if rank else "") for rank in range(8)}
+    message = mismatch_message([replace(item, distances=distances) for item in differences(by_rank)], by_rank)
+    assert "Ranks 1 to 7 differ from rank 0." in message
+    assert "up to 4 on rank 4" in message and "up to 3" not in message and "Less far apart: ranks 1 to 3" in message
+
+
+def test_what_cannot_be_compared_comes_before_what_differs() -> None:
+    values, refused = values_of(tensor()), RankValues(CompareOptions(), error="why")
+    assert usage_error({3: values, 5: refused}) == "why (rank 5)"
+    assert usage_error({3: values, 5: values}) == ""
+    assert not has_nothing_to_compare(values) and has_nothing_to_compare(values_of(ComparedItem("", "value", "None")))

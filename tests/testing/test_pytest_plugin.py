@@ -186,38 +186,6 @@ def test_trace_is_refused_in_a_sentence(inner) -> None:
     done.stdout.fnmatch_lines(["--trace stops in pytest's own process, and test_it runs on ranks; put breakpoint() *"])
 
 
-@pytest.mark.slow
-def test_collectives_that_do_not_match_are_told_with_what_each_rank_called(inner) -> None:
-    done = inner(
-        """
-        import pytest, torch, torch.distributed as dist
-
-        def share(values):
-            dist.all_reduce(values)
-
-        @pytest.mark.ddp(world_size=2)
-        def test_rows(rank):
-            share(torch.ones(3))
-            share(torch.ones(5, 4 + rank))
-
-        def test_kinds(ddp_world):
-            ddp_world.run(lambda: share(torch.ones(4, dtype=(torch.float64, torch.int32)[dist.get_rank()])))
-
-        @pytest.mark.ddp(world_size=2)
-        def test_error_of_its_own(rank):
-            if rank == 1:
-                raise KeyError("width")
-            share(torch.ones(3))
-        """
-    )
-    done.assert_outcomes(failed=3)
-    shape = "rank {0}, collective number 1: all_reduce(float32 of shape (5, {1})) at *test_*.py:4"
-    shapes = "; ".join(shape.format(rank, 4 + rank) for rank in (0, 1)).replace("(", "[(]")
-    done.stdout.fnmatch_lines([f"DDP403: Collective number 1 differs between the ranks: {shapes}; *"])
-    done.stdout.fnmatch_lines(["E *DDP403: *float64 of shape [(]4,)* *int32 of shape [(]4,)*"])
-    assert "DDP403" not in done.stdout.str().partition("test_error_of_its_own _")[2].partition("short test")[0]
-
-
 @pytest.mark.skipif(
     "ddpcheck" not in {each.name for each in entry_points(group="pytest11")}, reason="ddpcheck is not installed"
 )

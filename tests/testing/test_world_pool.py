@@ -320,24 +320,3 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPoo
     assert not psutil.pid_exists(pid)
     pool.release(pool.acquire(world_size=1))
     assert world.closed and not world.directory.exists()
-
-
-@pytest.mark.slow
-def test_a_fork_of_the_process_has_worlds_of_its_own(pool: WorldPool) -> None:
-    world = pool.acquire(owner="module", world_size=1)
-    mine = pids(world)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            with pytest.raises(DDPCheckError):
-                pids(world)
-            world.close()
-            code = 0 if pids(pool.acquire(owner="module", world_size=1)) != mine else 2
-        finally:
-            starting.shut_down()
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert pids(world) == mine and world.directory.exists()
-    pool.release(world)
-    assert use(pool, owner="module", world_size=1) == mine

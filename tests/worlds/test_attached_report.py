@@ -205,17 +205,6 @@ def test_under_mpirun_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert told["no such option"][0][0] == 2 and told["no such option"][1] == (0, "", "")
 
 
-@pytest.mark.slow
-def test_torchrun_lists_rank_0_alone_and_says_that_nothing_has_crashed(tmp_path: Path) -> None:
-    delay = "import atexit, os, time\nif os.environ.get('RANK') == '1':\n    atexit.register(time.sleep, 1.5)\n"
-    (tmp_path / "sitecustomize.py").write_text(delay)  # torchrun terminates rank 1 while its interpreter exits
-    command = [*command_of("torchrun"), "-m", "ddpcheck", "report", f"{HERE}:unused"]
-    process = start(command, tmp_path, PYTHONPATH=str(tmp_path))
-    ((out, error),) = ended([process], tmp_path)
-    assert process.returncode == 1 and out.count("report on") == 1 and "DDP101" in out
-    assert "<NO_OTHER_FAILURES>" in error and "ddpcheck did not crash" in error
-
-
 # --- Several machines ------------------------------------------------------------------------------------------------
 
 # Processes of another machine are not to be seen from here, nor are its files; its clock shows another time.

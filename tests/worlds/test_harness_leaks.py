@@ -1,4 +1,4 @@
-"""Many worlds in a row, good and bad ones, leave nothing: no process, descriptor, file, thread or port."""
+"""Many worlds in a row, good and bad ones, leave nothing: no process, descriptor, file or thread."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ from ddpcheck.harness import World, start_world
 from ddpcheck.worlds.starting import server_pids, shut_down
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
-
-
-def ports() -> set[int]:
-    ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return {
-        connection.laddr.port
-        for process in ours
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
 
 
 @pytest.mark.slow
@@ -52,7 +42,7 @@ def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def count() -> tuple[object, ...]:
         descriptors = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", *servers)]
         children = {child.pid for child in psutil.Process().children(recursive=True)}
-        return descriptors, children, ports(), sorted(os.listdir(tmp_path))
+        return descriptors, children, sorted(os.listdir(tmp_path))
 
     before, threads, memory = count(), threading.active_count(), psutil.Process().memory_info().rss
     for number in range(40):
