@@ -42,9 +42,9 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 def test_tests_run_on_real_ranks_and_leave_no_process(inner, pytester, workers) -> None:
     done = inner(
         """
-        import os, pathlib, time
+        import os, pathlib
         import pytest
-        from ddpcheck import HangError, RankError
+        from ddpcheck import RankError
 
         def rank_and_sum(start):
             import torch, torch.distributed as dist
@@ -64,13 +64,6 @@ def test_tests_run_on_real_ranks_and_leave_no_process(inner, pytester, workers) 
             assert ddp_world(world_size=3).run(lambda: 1) == [1, 1, 1]
             assert ddp_world.run(lambda: 1) == [1, 1] and ddp_world.world_size == 2
 
-        def test_what_watches_ranks_may_end_them(ddp_world):
-            seen = []
-            world = ddp_world(watch=lambda world, finished, running: seen.append(running) or "seen enough")
-            with pytest.raises(HangError, match="seen enough"):
-                world(world_size=1).run(time.sleep, 20)
-            assert seen == [{0}]
-
         def broken():
             import torch.distributed as dist
             print("printed by rank", dist.get_rank())
@@ -81,7 +74,7 @@ def test_tests_run_on_real_ranks_and_leave_no_process(inner, pytester, workers) 
         """,
         *workers,
     )
-    done.assert_outcomes(passed=3, failed=1)
+    done.assert_outcomes(passed=2, failed=1)
     done.stdout.fnmatch_lines(["*only here*", "*Captured stdout of rank 1 of 2*", "*printed by rank 1*"])
     pids = [int(pid) for pid in (pytester.path / "pids").read_text().split()]
     assert len(pids) == 2 and not any(psutil.pid_exists(pid) for pid in pids)
@@ -124,24 +117,6 @@ def test_a_check_fails_the_test_with_the_report(
     lines = ["DDP101 unused-parameter *red]x: No.", "", "ddpcheck report on error 4", "DDP101 unused-parameter  error"]
     done.stdout.fnmatch_lines([*lines, "*red]x*", "1 finding *", "as a page: pages/*"])
     done.stdout.fnmatch_lines(["FAILED *::test_error - *DDP101 unused-parameter *red]x: No."])
-
-
-@pytest.mark.slow
-def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner, pytester: pytest.Pytester) -> None:
-    target = ROOT / "examples/faults/parameters/unused.py"
-    done = inner(
-        f"""
-        def test_healthy(ddp_world):
-            assert ddp_world.check("{target}:fixed", steps=1).ok
-
-        def test_broken(ddp_world):
-            ddp_world.check("{target}:broken", steps=1)
-        """,
-        "--ddp-report=reports",
-    )
-    done.assert_outcomes(passed=1, failed=1)
-    (page,) = pytester.path.joinpath("reports").iterdir()
-    done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", f"as a page: reports/{page.name}"])
 
 
 def test_files_of_reports_have_the_names_of_tests(tmp_path) -> None:

@@ -50,15 +50,15 @@ class Trial:
         running = [each for each in psutil.process_iter(["environ", "status"]) if each.info["status"] != "zombie"]
         return [each for each in running if (each.info["environ"] or {}).get("TRIAL") == self._mark]
 
-    def _files(self) -> list[str]:
-        return [name for name in os.listdir(self._scratch) if not name.startswith("pytest-of-")]
-
     def left(self, seconds: float) -> list[object]:
         """Processes that live, and files that are there, after at most so many seconds."""
         deadline = time.monotonic() + seconds
-        while (left := [*self.processes(), *self._files()]) and time.monotonic() < deadline:
+        while True:
+            files = [name for name in os.listdir(self._scratch) if not name.startswith("pytest-of-")]
+            left = [*self.processes(), *files]
+            if not left or time.monotonic() > deadline:
+                return left
             time.sleep(0.05)
-        return list(left)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_fixture(number, ddp_world):
     assert ddp_world(world_size=size).run(work) == [size] * size
 """
 TROUBLE = """
-import os, time
+import time
 import pytest
 
 @pytest.mark.ddp
@@ -131,12 +131,6 @@ def test_hangs(rank):
 @pytest.mark.ddp
 def test_stops(rank):
     breakpoint()
-
-@pytest.mark.ddp(reuse="module")
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_shared(rank, number):
-    with open("shared", "a") as file:
-        file.write(f"{os.getppid()} {rank} {os.getpid()}\\n")
 """
 
 
@@ -149,11 +143,8 @@ def test_many_worlds_in_more_workers_than_cores(trial: Trial, tmp_path: Path) ->
     assert not trial.left(20)
     done = innerpytest.Session(innerpytest.read(report), printed, process.returncode)
     assert innerpytest.names(done, "failed") == ["test_fails", "test_hangs", "test_stops"], printed
-    assert len(innerpytest.names(done, "passed")) == 43, printed
+    assert len(innerpytest.names(done, "passed")) == 40, printed
     assert "rank 1: AssertionError: on purpose" in done["test_fails"].text
     assert "rank 0 did not finish within 4 s: rank 0 is in test_hangs at test_trouble.py" in done["test_hangs"].text
     sentence = "breakpoint() on a rank needs pytest in a terminal; run it without pytest-xdist (-n 0)"
     assert sentence in done["test_stops"].text
-    shared = [line.split() for line in (tmp_path / "shared").read_text().splitlines()]
-    servers = {server for server, _, _ in shared}
-    assert len(shared) == 6 and len({pid for _, _, pid in shared}) == 2 * len(servers)

@@ -42,7 +42,6 @@ PROGRAM = ROOT / "tests" / "attached_program.py"
 TARGETS: dict[str, tuple[int, str, list[int]]] = {  # the exit codes of their reports, and what those find
     "healthy": (0, "", []),
     "unused": (1, "DDP101", []),
-    "another_order": (1, "DDP202", [1]),
     "raises_on_1": (3, "DDP401", [1]),
     "out_of_step": (4, "DDP403", [1]),
     "killed_on_1": (3, "DDP404", [1]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import random
 import signal
@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,11 +114,9 @@ def test_a_module_that_no_rank_can_import_travels_by_value(
 ) -> None:
     path = tmp_path / "not_on_the_path.py"
     path.write_text("FACTOR = 3\ndef helper(x):\n    return x * FACTOR\ndef entry(x):\n    return helper(x) + 1\n")
-    spec = importlib.util.spec_from_file_location("not_on_the_path", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "not_on_the_path", module)
-    spec.loader.exec_module(module)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        module = importlib.import_module("not_on_the_path")
     assert world.run(module.entry, 2) == [7, 7]
 
 
@@ -128,18 +127,12 @@ def test_each_rank_can_get_its_own_arguments(world: World) -> None:
 
 
 def test_worlds_work_in_threads() -> None:
-    results: list[Any] = []
-
-    def work(value: float) -> None:
+    def work(value: float) -> list[float]:
         with World(2) as world:
-            results.append(world.run(all_reduced, value))
+            return world.run(all_reduced, value)
 
-    threads = [threading.Thread(target=work, args=(10.0 * i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(results) == [[1.0, 1.0], [21.0, 21.0], [41.0, 41.0]]
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(work, [0.0, 10.0, 20.0])) == [[1.0, 1.0], [21.0, 21.0], [41.0, 41.0]]
 
 
 def test_a_rank_finds_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -491,20 +484,13 @@ def test_what_cannot_be_sent_is_named(world: World) -> None:
     assert "Stubborn: broken" in str(fresh_failure(fail, world_size=1))
 
 
-def test_a_rank_that_dies_between_runs_is_noticed(tmp_path: Path) -> None:
+def test_a_rank_that_dies_between_runs_is_noticed() -> None:
     def die_later() -> int:
-        def die() -> None:
-            while not (tmp_path / "now").exists():
-                time.sleep(0.01)
-            os._exit(7)
-
-        threading.Thread(target=die).start()
+        threading.Timer(0.5, os._exit, (7,)).start()
         return os.getpid()
 
     with World(1) as world:
-        pids = world.run(die_later)
-        (tmp_path / "now").touch()
-        wait_for_end(pids)
+        wait_for_end(world.run(die_later))
         assert "exit code 7" in str(fails(world, rank_number))
 
 
