@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,19 +52,6 @@ def unused() -> ddpcheck.Recipe:
     return recipe(model=Unused)
 
 
-def another_order() -> ddpcheck.Recipe:
-    def model() -> nn.Module:
-        parts = {"left": nn.Linear(4, 3), "right": nn.Linear(3, 2)}
-        names = ["left", "right"] if rank() != 1 else ["right", "left"]
-        return nn.ModuleDict({name: parts[name] for name in names})
-
-    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        module = getattr(model, "module", model)
-        return module["right"](module["left"](batch)).square().mean()
-
-    return recipe(model=model, loss=loss)
-
-
 def raises_on_1() -> ddpcheck.Recipe:
     def happens() -> None:
         if rank() == 1:
@@ -88,10 +74,6 @@ def killed_on_1() -> ddpcheck.Recipe:
 
 def exits_on_0() -> ddpcheck.Recipe:
     return recipe(lambda: os._exit(7) if rank() == 0 else None)
-
-
-def leaves_on_1() -> ddpcheck.Recipe:
-    return recipe(lambda: sys.exit(5) if rank() == 1 else None)
 
 
 def hangs_on_1() -> ddpcheck.Recipe:

@@ -41,13 +41,9 @@ class Session:
 
 
 def start(folder: Path, *arguments: str, program: Sequence[str] = ("pytest",), **options: Any) -> subprocess.Popen[str]:
-    """Start a session on the tests of a folder; its output is one stream, to be read as it comes.
+    """Start pytest, or a program that runs it, in a folder; its output is one stream, to be read as it comes.
 
-    Args:
-        folder: Where to run.
-        *arguments: For pytest.
-        program: What to run instead of pytest, with arguments of its own.
-        **options: `stdin`, as of `subprocess.Popen`; the rest are environment variables.
+    `options` are environment variables, but for `stdin`, which is as of `subprocess.Popen`.
     """
     stdin = options.pop("stdin", subprocess.DEVNULL)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # be it to another pytest

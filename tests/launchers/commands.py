@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import share
-
 ROOT = Path(__file__).parents[2]
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", *["--allow-run-as-root"] * (os.geteuid() == 0)]
 LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "mpirun": [*MPIRUN, "-n", "2", sys.executable],
 }
-EACH_LAUNCHER = share(LAUNCHERS, ["torchrun"], pytest.mark.exhaustive)
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "SLURM_", "DDPCHECK_", "GLOO_")
 FOREIGN += ("_DDPCHECK", "PYTEST_", "COV")
 

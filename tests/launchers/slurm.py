@@ -1,7 +1,4 @@
-"""A SLURM of our own: munge, slurmctld and a slurmd a node, in a folder, at ports of its own, and gone afterwards.
-
-`python -m tests.launchers.slurm COMMAND...` starts one, runs the command with its configuration and stops it again.
-"""
+"""A SLURM of our own: munge, slurmctld and a slurmd a node, in a folder, at ports of its own, and gone afterwards."""
 
 from __future__ import annotations
 
@@ -182,8 +179,3 @@ def _wait(ready: object, what: str, daemons: dict[str, subprocess.Popen[bytes]],
             ends = "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
             raise CannotStartError(f"{', '.join(ended) or 'Nobody'} ended before {what} ({PATIENCE:g} s)\n{ends}")
         time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    with cluster() as environment:
-        sys.exit(subprocess.run(sys.argv[1:], env=environment).returncode)

@@ -68,12 +68,6 @@ def sparse(indices: list[int], values: list[float]) -> Any:
     return torch.sparse_coo_tensor([indices], values, (4,))
 
 
-def with_buffer(rank: int) -> Any:
-    module = nn.BatchNorm1d(2)
-    module.running_mean += float(rank == 1)
-    return module
-
-
 def cyclic() -> list[Any]:
     inner: list[Any] = [torch.ones(1)]
     inner.append(inner)
@@ -82,21 +76,16 @@ def cyclic() -> list[Any]:
 
 VALUES = ("Tensor-likes are not equal on all ranks!", "Rank 1 differs from rank")
 NAN = float("nan")
+EQUAL_NAN: tuple[tuple[str, ...], dict[str, Any]] = ((), {"equal_nan": True})
 NAN_ON_1 = on_1(torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]))
 FLOAT8_ON_1 = on_1(*(torch.full((4,), value).to(torch.float8_e5m2) for value in (2.0, 1.0)))
 EQUAL: dict[str, Callable[[int], Any]] = {
-    "a tensor": lambda rank: ramp(),
-    "0-dim": lambda rank: torch.tensor(3.0),
     "empty": lambda rank: torch.empty(0, 3),
-    "bfloat16": lambda rank: ramp(dtype=torch.bfloat16),
     "float8": lambda rank: ramp(dtype=torch.float8_e4m3fn),
     "float8 scales": lambda rank: ramp(dtype=torch.float8_e8m0fnu),
     "bool": lambda rank: ramp() > 5,
-    "complex": lambda rank: ramp() * 1j,
     "conjugated": lambda rank: (ramp() * 1j).conj() if rank else (ramp() * 1j).conj().resolve_conj(),
-    "int8": lambda rank: ramp(dtype=torch.int8),
     "uint64": lambda rank: ramp(dtype=torch.uint64),
-    "sparse": lambda rank: ramp().to_sparse(),
     "csr": lambda rank: ramp().to_sparse_csr(),
     "sparse, in another order": lambda rank: sparse([0, 2], [1.0, 3.0]) if rank else sparse([2, 0], [3.0, 1.0]),
     "quantized": lambda rank: torch.quantize_per_tensor(ramp(), 0.5, 0, torch.qint8),
@@ -109,7 +98,6 @@ EQUAL: dict[str, Callable[[int], Any]] = {
     "a nest": lambda rank: {"b": [ramp(), None], "a": (1, 2.0, True, "text", torch.float32, torch.device("cpu"))},
     "a nest in another order": lambda rank: {"a": 1, "b": ramp()} if rank else OrderedDict(b=ramp(), a=1),
     "classes": lambda rank: [Pair(ramp(), 1), Output(ramp())],
-    "a number": lambda rank: 3.0,
     "numpy": lambda rank: [ramp().numpy(), ramp().numpy()[0, 0]],
     "None among others": lambda rank: [None, ramp()],
 }
@@ -129,110 +117,38 @@ CASES: dict[str, Case] = {
     **REFUSED,
     "values": Case(
         ramp,
-        (
-            *VALUES,
-            "Mismatched elements: 2 / 64 (3.1%) on rank 1 against rank 0",
-            "Greatest absolute difference: 0.25 at index (0, 7) on rank 1 against rank 0",
-            "Greatest relative difference: 0.125 at index (0, 0) on rank 1 against rank 0",
-            "First mismatch at index (0, 0): 1.125 instead of 1.0 on rank 1 against rank 0",
-        ),
+        (*VALUES, "2 / 64 (3.1%) on rank 1 against rank 0", "0.25 at index (0, 7)", "(0, 0): 1.125 instead of 1.0"),
     ),
-    "beyond a tolerance": Case(
-        ramp,
-        ("Tensor-likes are not close", "Mismatched elements: 1 / 64 (1.6%)", "(up to 0.2 allowed)"),
-        {"rtol": 0.0, "atol": 0.2},
-    ),
+    "beyond a tolerance": Case(ramp, ("are not close", "1 / 64 (1.6%)", "(up to 0.2"), {"rtol": 0.0, "atol": 0.2}),
     "within a tolerance": Case(ramp, (), {"rtol": 0.0, "atol": 0.25}),
-    "within a relative tolerance": Case(ramp, (), {"rtol": 0.125, "atol": 0.0}),
     "other tolerances on a rank": Case(lambda rank: ramp(), ("in different ways",), {"by rank": True}, UsageError),
-    "named": Case(
-        lambda rank: {"weight": [ramp(rank)]}, (*VALUES, "occurred for item state['weight'][0]"), {"name": "state"}
-    ),
     "several": Case(
         lambda rank: {"a": ramp(), "b": ramp(rank), "c": ramp(rank)},
-        (*VALUES, "occurred for item ['b']", "1 more item is not", "['c']: values, on rank 1"),
+        (*VALUES, "occurred for item state['b']", "1 more item is not", "['c']: values, on rank 1"),
+        {"name": "state"},
     ),
-    "0-dim": Case(
-        lambda rank: torch.tensor(float(rank == 1)), (*VALUES, "Expected 0.0 but got 1.0 on rank 1 against rank 0")
-    ),
-    "bfloat16": Case(on_1(torch.ones(4).bfloat16() * 2, torch.ones(4).bfloat16()), (*VALUES, "2.0 instead of 1.0")),
-    "float8": Case(FLOAT8_ON_1, (*VALUES, "2.0 instead of 1.0")),
+    "0-dim": Case(lambda rank: torch.tensor(float(rank == 1)), (*VALUES, "Expected 0.0 but got 1.0 on rank 1")),
     "bool": Case(lambda rank: torch.tensor([True, rank == 1]), (*VALUES, "True instead of False", "index (1,)")),
     "complex": Case(on_1(torch.tensor([4 + 4j]), torch.tensor([1 + 0j])), (*VALUES, "difference: 5.0 at index (0,)")),
-    "large integers": Case(
-        lambda rank: torch.tensor([2**60 + (rank == 1)]),
-        (*VALUES, "difference: 1 at index (0,)", str(2**60), "8.67361737988"),
-    ),
-    "large integers with a tolerance": Case(
-        lambda rank: torch.tensor([2**25 + (rank == 1)]), (*VALUES[1:], "1 / 1"), {"rtol": 0.0, "atol": 0.5}
-    ),
-    "unsigned": Case(lambda rank: torch.tensor([7 + (rank == 1)]).to(torch.uint16), (*VALUES, "8 instead of 7")),
+    "large integers": Case(lambda rank: torch.tensor([2**60 + (rank == 1)]), (*VALUES, "difference: 1 at", "8.673617")),
     "float8 within a tolerance": Case(FLOAT8_ON_1, (), {"rtol": 0.0, "atol": 1.0}),
-    "sparse values": Case(
-        lambda rank: sparse([0, 2], [1.0, 2.0 + (rank == 1)]), (*VALUES, "item values()", "3.0 instead of 2.0")
-    ),
-    "sparse places": Case(lambda rank: sparse([0, 2 + (rank == 1)], [1.0, 2.0]), (*VALUES, "item indices()")),
-    "more sparse values": Case(
-        lambda rank: sparse(list(range(2 + (rank == 1))), [1.0] * (2 + (rank == 1))),
-        ("attribute 'shape'", "(1, 2) on rank", "(1, 3) on rank 1", "item indices()"),
-    ),
+    "sparse values": Case(lambda rank: sparse([0, 2], [1.0, 2.0 + (rank == 1)]), (*VALUES, "values()", "3.0 instead")),
+    "more sparse values": Case(on_1(sparse([0, 1], [1.0] * 2), sparse([0], [1.0])), ("(1, 2) on rank 1", "indices()")),
     "dense and sparse": Case(on_1(torch.eye(2).to_sparse(), torch.eye(2)), ("sparse_coo on rank 1",)),
     "shape": Case(lambda rank: torch.ones(3 + (rank == 1)), ("'shape' do not match", "(4,) on rank 1")),
-    "dtype": Case(on_1(torch.ones(3).double(), torch.ones(3)), ("'dtype' do not match", "float64 on rank 1")),
-    "stride": Case(
-        on_1(ramp().t(), ramp().t().contiguous()), ("'stride' do not match", "(1, 8) on rank 1"), {"check_stride": True}
-    ),
-    "a missing key": Case(
-        on_1({"a": ramp(), "b": 1}, {"a": ramp()}), ("mapping of 2 items on rank 1", "['b']: only on rank 1")
-    ),
-    "a missing item": Case(
-        lambda rank: [ramp()] * (2 + (rank == 1)), ("sequence of 3 items on rank 1", "[2]: only on rank 1")
-    ),
-    "None on one rank": Case(
-        on_1([None, ramp()], [ramp(), ramp()]),
-        ("None on rank 1", "a tensor of shape (8, 8) and dtype float32 on rank", "item [0]"),
-    ),
+    "stride": Case(on_1(ramp().t(), ramp().t().contiguous()), ("'stride'", "(1, 8) on rank 1"), {"check_stride": True}),
+    "a missing key": Case(on_1({"a": 1, "b": 1}, {"a": 1}), ("mapping of 2 items on", "['b']: only on rank 1")),
     "nothing on one rank": Case(on_1(None, ramp()), ("None on rank 1",)),
-    "another nest": Case(on_1({"a": ramp()}, [ramp()]), ("mapping of 1 item on rank 1",)),
-    "an empty nest on one rank": Case(on_1([], ramp()), ("sequence of 0 items on rank 1",)),
     "numbers": Case(on_1(4, 3), ("Scalars are not equal", "4 on rank 1")),
-    "numbers beyond a tolerance": Case(
-        on_1(4.0, 3.0), ("Scalars are not close", "4.0 on rank 1"), {"rtol": 0, "atol": 0.5}
-    ),
-    "numbers within a tolerance": Case(lambda rank: 3.0 + rank / 8, (), {"rtol": 0, "atol": 0.5}),
+    "numbers beyond a tolerance": Case(on_1(4.0, 3.0), ("are not close", "4.0 on rank 1"), {"rtol": 0, "atol": 0.5}),
     "words": Case(on_1(["a", "b"], ["a", "a"]), ("Values are not equal", "'b' on rank 1", "item [1]")),
-    "NaN everywhere": Case(
-        lambda rank: torch.tensor([1.0, NAN]), ("On every rank, 1 / 2 elements are NaN", "index (1,)", "equal_nan=True")
-    ),
-    "NaN on one rank": Case(
-        NAN_ON_1,
-        (
-            *VALUES,
-            "Mismatched elements: 1 / 2 (50.0%) on rank 1",
-            "First mismatch at index (1,): nan instead of 2.0",
-            "NaN: no element is NaN on rank",
-            "1 / 2 elements are NaN, the first at index (1,) on rank 1",
-        ),
-    ),
-    "equal NaN": Case(lambda rank: [torch.tensor([1.0, NAN]), NAN], (), {"equal_nan": True}),
-    "one NaN and another": Case(
-        lambda rank: torch.tensor([0x7FC00000 + rank], dtype=torch.int32).view(torch.float32), (), {"equal_nan": True}
-    ),
-    "NaN on one rank, equal or not": Case(NAN_ON_1, VALUES, {"equal_nan": True}),
-    "infinite": Case(on_1(torch.tensor([torch.inf]), torch.tensor([1.0])), (*VALUES, "difference: inf")),
-    "modules": Case(
-        lambda rank: seeded(rank == 1, lambda: nn.Linear(3, 3)), (*VALUES, "item weight", "bias: values, on rank 1")
-    ),
-    "buffers": Case(with_buffer, (*VALUES, "item running_mean")),
-    "another module": Case(
-        lambda rank: seeded(0, lambda: nn.Linear(3, 3, bias=rank != 1)),
-        ("module of 1 item on rank 1", "module of 2 items on rank"),
-    ),
-    "an object on one rank": Case(
-        on_1([object()], [ramp()]), ("item [0] is of type object", "(rank 1)"), kind=UsageError
-    ),
+    "NaN everywhere": Case(lambda rank: torch.tensor([1.0, NAN]), ("On every rank, 1 / 2 elements", "equal_nan=True")),
+    "NaN on one rank": Case(NAN_ON_1, (*VALUES, "1 / 2 (50.0%)", "nan instead of 2.0", "NaN: no element is NaN on")),
+    "equal NaN": Case(lambda rank: [torch.tensor([1.0, NAN]), NAN], *EQUAL_NAN),
+    "one NaN and another": Case(lambda rank: torch.tensor(0x7FC00000 + rank).int().view(torch.float32), *EQUAL_NAN),
+    "modules": Case(lambda rank: seeded(rank == 1, lambda: nn.Linear(3, 3)), (*VALUES, "item weight", "bias: values")),
+    "an object on one rank": Case(on_1([object()], [1]), ("item [0] is of type object", "(rank 1)"), kind=UsageError),
     "message": Case(ramp, ("mine: Tensor-likes",), {"msg": lambda text: f"mine: {text}"}),
-    "another message": Case(ramp, ("only this",), {"msg": "only this"}),
 }
 
 
@@ -301,14 +217,10 @@ def test_equal_values_cost_one_digest_and_other_ones_their_details(rank: int, mo
     monkeypatch.setattr(StoreExchange, "all_gather", watched)
     ddpcheck.assert_same_on_all_ranks([ramp()] * 100)
     assert sent == [("digest", 32)]
-    for value, words, keys in [
-        (torch.ones(3 + rank), "shape", ["digest", "detail"]),
-        (ramp(rank), "Mismatched", ["digest", "detail", "measured"]),
-    ]:
-        sent.clear()
-        with pytest.raises(AssertionError, match=words):
-            ddpcheck.assert_same_on_all_ranks(value)
-        assert [key for key, _ in sent] == keys
+    sent.clear()
+    with pytest.raises(AssertionError, match="Mismatched"):
+        ddpcheck.assert_same_on_all_ranks(ramp(rank))
+    assert [key for key, _ in sent] == ["digest", "detail", "measured"]
 
 
 @pytest.mark.ddp(reuse="module")
@@ -347,32 +259,7 @@ def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group(rank: i
         return
     with pytest.raises(HangError) as caught:
         ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group)
-    assert str(caught.value) == (
-        "rank 1 did not call assert_same_on_all_ranks('loss') within 1.5 s; every rank of the group must call it, the "
-        "same number of times"
-    )
-    with pytest.raises(HangError, match=r"within 0\.5 s"):  # by then rank 2 may be late as well
-        ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group, timeout=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.ddp(world_size=3, reuse="module")
-def test_a_rank_that_has_given_up_waiting_is_not_taken_for_one_that_never_asked(rank: int) -> None:
-    ddpcheck.assert_same_on_all_ranks(ramp())
-    if rank != 1:
-        with pytest.raises(HangError, match=r"^rank 1 did not call"):
-            ddpcheck.assert_same_on_all_ranks(ramp(), timeout=3.0 if rank == 0 else 1.0)
-
-
-@pytest.mark.slow
-def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in(ddp_world: DDPWorld) -> None:
-    def compare() -> None:
-        if torch.distributed.get_rank() == 0:
-            ddpcheck.assert_same_on_all_ranks(ramp())
-
-    ddp_world.run(ramp)  # which imports this module
-    with pytest.raises(HangError, match="waits in assert_same_on_all_ranks"):
-        ddp_world.run(compare, timeout=1)
+    assert str(caught.value).startswith("rank 1 did not call assert_same_on_all_ranks('loss') within 1.5 s; every rank")
 
 
 @pytest.mark.ddp(reuse="module")
@@ -395,19 +282,6 @@ def test_nothing_of_many_assertions_is_left_in_the_store() -> None:
     for _ in range(20):
         ddpcheck.assert_same_on_all_ranks(1)
     assert store.num_keys() - before <= 2
-
-
-def test_a_store_that_takes_no_large_values_gets_them_in_pieces() -> None:
-    from ddpcheck.worlds.wire import get_value, put_value, remove_value
-
-    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
-    data = bytes(range(256)) * (9 << 12)  # 9 MiB
-    put_value(store.set, "large", data)
-    put_value(store.set, "empty", b"")
-    assert get_value(store.get, "large") == data and get_value(store.get, "empty") == b""
-    before = store.num_keys()
-    remove_value(store.delete_key, "large")
-    assert store.num_keys() == before - 3 and not store.check(["large"])
 
 
 # --- Parity: real checks --------------------------------------------------------------------------------------------
@@ -436,14 +310,6 @@ def mean(model: Any, samples: Any) -> Any:
 HEALTHY = Recipe(model=Net, batch=batch, loss=mean)
 
 
-def compressed(module: Any, device: Any) -> Any:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    wrapped = nn.parallel.DistributedDataParallel(module)
-    wrapped.register_comm_hook(None, fp16_compress_hook)
-    return wrapped
-
-
 def test_a_healthy_recipe_holds_and_gives_its_report() -> None:
     report = ddpcheck.assert_parity(HEALTHY, steps=1)
     assert isinstance(report, Report) and report.ok
@@ -451,33 +317,17 @@ def test_a_healthy_recipe_holds_and_gives_its_report() -> None:
     assert Report.from_json(report.to_json()).parity == report.parity
 
 
-BROKEN: dict[str, tuple[Recipe, tuple[str, ...]]] = {
-    "coupled": (replace(HEALTHY, model=lambda: Net(nn.BatchNorm1d(6))), ("not close", "DDP304")),
-    "unused": (replace(HEALTHY, model=lambda: Net(unused=True)), ("DDP101", "were not compared with the average")),
-    "raises": (replace(HEALTHY, loss=lambda model, x: model(x).nothing), ("could not be compared", "nothing")),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_recipe_fails_with_its_findings(name: str) -> None:
-    recipe, expected = BROKEN[name]
-    with pytest.raises(FindingsError) as caught:
-        ddpcheck.assert_parity(recipe, steps=2)
+def test_a_broken_recipe_fails_with_its_findings() -> None:
+    coupled = replace(HEALTHY, model=lambda: Net(nn.BatchNorm1d(6)))
+    with pytest.raises(FindingsError, match=r"(?s)not close.*DDP304") as caught:
+        ddpcheck.assert_parity(coupled, steps=2)
     assert isinstance(caught.value, AssertionError) and "ddpcheck" in caught.value.detail
-    assert all(words in str(caught.value) for words in expected)
     assert [entry.path.name for entry in caught.traceback.filter(caught)] == ["test_assertions.py"]
-
-
-@pytest.mark.slow
-def test_options_of_assert_parity_are_those_of_its_message() -> None:
+    ddpcheck.assert_parity(coupled, steps=1, ignore="batch-coupled")
     with pytest.raises(FindingsError, match="could not be compared"):
-        ddpcheck.assert_parity(BROKEN["unused"][0], steps=1, ignore=["DDP101"])
-    ddpcheck.assert_parity(BROKEN["coupled"][0], steps=1, ignore="batch-coupled")
-    halved = replace(HEALTHY, wrap=compressed)
-    ddpcheck.assert_parity(halved, steps=1, rtol=1e-2, atol=0.0)
-    with pytest.raises(FindingsError, match="against local: norm of the difference"):
-        ddpcheck.assert_parity(halved, steps=1, rtol=1e-6, atol=0.0)
+        ddpcheck.assert_parity(replace(HEALTHY, model=lambda: Net(unused=True)), steps=1, ignore=["DDP101"])
+    ddpcheck.assert_parity(coupled, steps=1, rtol=10.0, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -486,8 +336,6 @@ def test_options_of_assert_parity_are_those_of_its_message() -> None:
         (HEALTHY, {"rtol": 1e-3}, "atol is missing"),
         (HEALTHY, {"rtol": 1e-3, "atol": "a"}, "'a'"),
         (HEALTHY, {"select": ["DDP999"]}, "DDP999"),
-        (HEALTHY, {"ignore": "no-such-rule"}, "no-such-rule"),
-        (HEALTHY, {"world_size": 0}, "world_size"),
         ("missing.py", {}, r"missing\.py"),
     ],
 )

@@ -42,9 +42,9 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 def test_tests_run_on_real_ranks_and_leave_no_process(inner, pytester, workers) -> None:
     done = inner(
         """
-        import os, pathlib, time
+        import os, pathlib
         import pytest
-        from ddpcheck import HangError, RankError
+        from ddpcheck import RankError
 
         def rank_and_sum(start):
             import torch, torch.distributed as dist
@@ -58,22 +58,11 @@ def test_tests_run_on_real_ranks_and_leave_no_process(inner, pytester, workers) 
             assert os.getpid() not in {result[3] for result in results}
             pathlib.Path("pids").write_text(" ".join(str(result[3]) for result in results))
 
-        def test_another_size_beside_the_first(ddp_world):
-            assert ddp_world(world_size=3).run(lambda: 1) == [1, 1, 1]
-            assert ddp_world.run(lambda: 1) == [1, 1]
-            assert ddp_world.world_size == 2
-
-        def test_a_world_is_fresh_after_one_that_failed(ddp_world):
+        def test_a_world_is_fresh_after_one_that_failed_and_another_size_is_beside_it(ddp_world):
             with pytest.raises(RankError):
                 ddp_world.run(lambda: 1 / 0)
-            assert ddp_world.run(lambda: 1) == [1, 1]
-
-        def test_what_watches_ranks_may_end_them(ddp_world):
-            seen = []
-            world = ddp_world(watch=lambda world, finished, running: seen.append(running) or "seen enough")
-            with pytest.raises(HangError, match="seen enough"):
-                world(world_size=1).run(time.sleep, 20)
-            assert seen == [{0}]
+            assert ddp_world(world_size=3).run(lambda: 1) == [1, 1, 1]
+            assert ddp_world.run(lambda: 1) == [1, 1] and ddp_world.world_size == 2
 
         def broken():
             import torch.distributed as dist
@@ -85,7 +74,7 @@ def test_tests_run_on_real_ranks_and_leave_no_process(inner, pytester, workers) 
         """,
         *workers,
     )
-    done.assert_outcomes(passed=4, failed=1)
+    done.assert_outcomes(passed=2, failed=1)
     done.stdout.fnmatch_lines(["*only here*", "*Captured stdout of rank 1 of 2*", "*printed by rank 1*"])
     pids = [int(pid) for pid in (pytester.path / "pids").read_text().split()]
     assert len(pids) == 2 and not any(psutil.pid_exists(pid) for pid in pids)
@@ -97,10 +86,6 @@ from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import Severity
 
 def check(target, **options):
-    assert sorted(options) == [
-        "backend", "device", "ignore", "preload", "rank_parameters", "seed", "select", "steps", "suppress", "timeout",
-        "world_size"
-    ]
     severity = Severity(target)
     return Report(f"{target} {options['world_size']}", findings=(Finding("DDP101", ("[red]x",), "No.", severity),))
 
@@ -119,10 +104,7 @@ def test_a_check_fails_the_test_with_the_report(
             ddp_world(world_size=4).check("error")
 
         def test_warning(ddp_world):
-            assert ddp_world.check("warning").target == "warning 2"
-
-        def test_other_options(ddp_world):
-            assert ddp_world.check("note", world_size=3).target == "note 3"
+            assert ddp_world.check("warning", world_size=3).target == "warning 3"
         """,
         "--ddp-report=pages",
     )
@@ -131,41 +113,10 @@ def test_a_check_fails_the_test_with_the_report(
     report = Report.from_json(str(data_in(page.read_text(encoding="utf-8"))))
     assert [finding.code for finding in report.findings] == ["DDP101"]
     done.stdout.no_fnmatch_line("*leases.py*")
-    done.assert_outcomes(passed=2, failed=1)
-    done.stdout.fnmatch_lines(
-        [
-            "DDP101 unused-parameter *red]x: No.",
-            "",
-            "ddpcheck report on error 4",
-            "DDP101 unused-parameter  error",
-            "*red]x*",
-            "1 finding *",
-            "as a page: pages/*",
-        ]
-    )
+    done.assert_outcomes(passed=1, failed=1)
+    lines = ["DDP101 unused-parameter *red]x: No.", "", "ddpcheck report on error 4", "DDP101 unused-parameter  error"]
+    done.stdout.fnmatch_lines([*lines, "*red]x*", "1 finding *", "as a page: pages/*"])
     done.stdout.fnmatch_lines(["FAILED *::test_error - *DDP101 unused-parameter *red]x: No."])
-
-
-@pytest.mark.slow
-def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner, pytester: pytest.Pytester) -> None:
-    target = ROOT / "examples/faults/parameters/unused.py"
-    done = inner(
-        f"""
-        def test_healthy(ddp_world):
-            assert ddp_world.check("{target}:fixed", steps=1).ok
-
-        def test_broken(ddp_world):
-            ddp_world.check("{target}:broken", steps=1)
-
-        def test_no_recipe(ddp_world):
-            ddp_world.check(3)
-        """,
-        "--ddp-report=reports",
-    )
-    done.assert_outcomes(passed=1, failed=2)
-    done.stdout.fnmatch_lines(["*must be a ddpcheck.Recipe or a string that names one*"])
-    (page,) = pytester.path.joinpath("reports").iterdir()
-    done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", f"as a page: reports/{page.name}"])
 
 
 def test_files_of_reports_have_the_names_of_tests(tmp_path) -> None:
@@ -210,65 +161,8 @@ def test_trace_is_refused_in_a_sentence(inner) -> None:
     done.stdout.fnmatch_lines(["--trace stops in pytest's own process, and test_it runs on ranks; put breakpoint() *"])
 
 
-@pytest.mark.slow
-def test_collectives_that_do_not_match_are_told_with_what_each_rank_called(inner) -> None:
-    done = inner(
-        """
-        import pytest, torch, torch.distributed as dist
-
-        def share(values):
-            dist.all_reduce(values)
-
-        @pytest.mark.ddp(world_size=2)
-        def test_rows(rank):
-            share(torch.ones(3))
-            share(torch.ones(5, 4 + rank))
-
-        def test_kinds(ddp_world):
-            ddp_world.run(lambda: share(torch.ones(4, dtype=(torch.float64, torch.int32)[dist.get_rank()])))
-
-        @pytest.mark.ddp(world_size=2)
-        def test_error_of_its_own(rank):
-            share(torch.ones(3))
-            if rank == 1:
-                raise KeyError("width")
-            share(torch.ones(3))
-        """
-    )
-    done.assert_outcomes(failed=3)
-    shape = "rank {0}, collective number 1: all_reduce(float32 of shape (5, {1})) at *test_*.py:4"
-    shapes = "; ".join(shape.format(rank, 4 + rank) for rank in (0, 1)).replace("(", "[(]")
-    done.stdout.fnmatch_lines([f"DDP403: Collective number 1 differs between the ranks: {shapes}; *"])
-    done.stdout.fnmatch_lines(["E *DDP403: *float64 of shape [(]4,)* *int32 of shape [(]4,)*"])
-    assert "DDP403" not in done.stdout.str().partition("test_error_of_its_own _")[2].partition("short test")[0]
-
-
-@pytest.mark.slow
-def test_an_exception_in_a_thread_that_a_rank_waits_for_is_told(inner) -> None:
-    done = inner(
-        """
-        import queue, threading, pytest, torch, torch.distributed as dist
-
-        def feed(items, rank):
-            if rank == 1:
-                raise ValueError("bad sample")
-            items.put(torch.ones(2))
-
-        @pytest.mark.ddp(timeout=6)
-        def test_fed(rank):
-            items = queue.Queue()
-            threading.Thread(target=feed, args=(items, rank), name="feeder").start()
-            dist.all_reduce(items.get())
-        """
-    )
-    done.assert_outcomes(failed=1)
-    done.stdout.re_match_lines(
-        [r".*rank 1 waits in get\(\) at .* for a thread \(feeder\) that raised ValueError: bad sample"]
-    )
-
-
 @pytest.mark.skipif(
-    "ddpcheck" not in {one.name for one in entry_points(group="pytest11")}, reason="ddpcheck is not installed"
+    "ddpcheck" not in {each.name for each in entry_points(group="pytest11")}, reason="ddpcheck is not installed"
 )
 @pytest.mark.parametrize("option", ["no:ddpcheck", "no:ddpcheck.pytest_plugin", "ddpcheck.pytest_plugin"])
 def test_the_plugin_is_named_ddpcheck_and_loaded_once(option: str, tmp_path: Path) -> None:

@@ -34,10 +34,6 @@ def test_all_ranks_fail(rank):
     secret = 70 + rank
     assert secret == 0
 
-@pytest.mark.ddp
-def test_passes(rank):
-    pass
-
 def test_in_the_parent(ddp_world):
     secret = ddp_world.run(int)
     assert secret == 1
@@ -77,7 +73,7 @@ def test_a_failure_is_looked_at_where_it_happened(tmp_path: Path) -> None:
     with innerpytest.start(tmp_path, "--pdb", stdin=subprocess.PIPE) as process:
         printed = typed(process, SLOWLY, *["p secret", "c"] * 4, "q")
     assert process.returncode == 2 and "Quitting debugger" in printed
-    assert "4 failed, 1 passed" not in printed and "= 5 failed, 1 passed in" in printed, printed
+    assert "= 5 failed in" in printed, printed
     assert "(rank 1) 41\n" in printed and "(rank 0) 60\n" in printed and "(Pdb) [0, 0]\n" in printed, printed
     assert re.search(r"\(rank 0\) 70\n|\(rank 1\) 71\n", printed)
     assert printed.count("entering PDB") == 1, "the parent's debugger is for what failed there"
@@ -119,11 +115,9 @@ def test_fixture(ddp_world):
 @pytest.mark.ddp(reuse="module")
 @pytest.mark.parametrize("number", [1, 2])
 def test_shared(rank, number):
-    import torch.distributed as dist
     secret = 70 + rank
     if rank == 0:
         breakpoint()
-    dist.barrier()
 """
 
 

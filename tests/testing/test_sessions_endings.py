@@ -14,7 +14,6 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests import innerpytest
-from tests.tiers import one_of
 
 HANGS = """
 import os, time
@@ -48,24 +47,18 @@ class Trial:
         return innerpytest.start(self._folder, *arguments, TMPDIR=str(self._scratch), TRIAL=self._mark)
 
     def processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("TRIAL") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                pass
-        return found
-
-    def _files(self) -> list[str]:
-        return [name for name in os.listdir(self._scratch) if not name.startswith("pytest-of-")]
+        running = [each for each in psutil.process_iter(["environ", "status"]) if each.info["status"] != "zombie"]
+        return [each for each in running if (each.info["environ"] or {}).get("TRIAL") == self._mark]
 
     def left(self, seconds: float) -> list[object]:
         """Processes that live, and files that are there, after at most so many seconds."""
         deadline = time.monotonic() + seconds
-        while (left := [*self.processes(), *self._files()]) and time.monotonic() < deadline:
+        while True:
+            files = [name for name in os.listdir(self._scratch) if not name.startswith("pytest-of-")]
+            left = [*self.processes(), *files]
+            if not left or time.monotonic() > deadline:
+                return left
             time.sleep(0.05)
-        return list(left)
 
 
 @pytest.fixture
@@ -91,13 +84,10 @@ def test_nothing_is_left_of_a_session_that_ends_in_a_hang(trial: Trial, tmp_path
             time.sleep(0.05)
         assert len(trial.processes()) >= 6, "pytest, the fork server, the ranks and what they have started"
         process.send_signal(number)
-        began = time.monotonic()
         # Two seconds on an idle machine; a worker of xdist that waited for its test would take more than six.
         left = trial.left(20 if number != signal.SIGKILL else 5)
-        seconds = time.monotonic() - began
         assert not left, left
         printed = process.communicate(timeout=60)[0]
-    print(f"everything was gone after {seconds:.2f} s")
     if number == signal.SIGINT:
         assert process.returncode == pytest.ExitCode.INTERRUPTED and "KeyboardInterrupt" in printed, printed
     else:
@@ -107,7 +97,6 @@ def test_nothing_is_left_of_a_session_that_ends_in_a_hang(trial: Trial, tmp_path
 # --- Many ----------------------------------------------------------------------------------------------------------
 
 MANY = """
-import os, time
 import pytest
 
 def work():
@@ -117,17 +106,17 @@ def work():
     return int(total)
 
 @pytest.mark.ddp
-@pytest.mark.parametrize("world_size, number", [(number % SIZES + 1, number) for number in range(COUNT // 2)])
+@pytest.mark.parametrize("world_size, number", [(number % 3 + 1, number) for number in range(20)])
 def test_marker(world_size, number):
     assert work() == world_size
 
-@pytest.mark.parametrize("number", range(COUNT // 2))
+@pytest.mark.parametrize("number", range(20))
 def test_fixture(number, ddp_world):
-    size = number % SIZES + 1
+    size = number % 3 + 1
     assert ddp_world(world_size=size).run(work) == [size] * size
 """
 TROUBLE = """
-import os, time
+import time
 import pytest
 
 @pytest.mark.ddp
@@ -142,31 +131,20 @@ def test_hangs(rank):
 @pytest.mark.ddp
 def test_stops(rank):
     breakpoint()
-
-@pytest.mark.ddp(reuse="module")
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_shared(rank, number):
-    with open("shared", "a") as file:
-        file.write(f"{os.getppid()} {rank} {os.getpid()}\\n")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", one_of(2, [40, 200]))
-def test_many_worlds_in_more_workers_than_cores(trial: Trial, tmp_path: Path, count: int) -> None:
-    source = MANY.replace("COUNT", str(count)).replace("SIZES", "3")
-    innerpytest.write(tmp_path, test_many=source, test_trouble=TROUBLE)
+def test_many_worlds_in_more_workers_than_cores(trial: Trial, tmp_path: Path) -> None:
+    innerpytest.write(tmp_path, test_many=MANY, test_trouble=TROUBLE)
     report = tmp_path / "report.xml"
     with trial.start("-n", "4", "--dist=worksteal", f"--junitxml={report}") as process:
         printed = process.communicate(timeout=280)[0]
     assert not trial.left(20)
     done = innerpytest.Session(innerpytest.read(report), printed, process.returncode)
     assert innerpytest.names(done, "failed") == ["test_fails", "test_hangs", "test_stops"], printed
-    assert len(innerpytest.names(done, "passed")) == count + 3, printed
+    assert len(innerpytest.names(done, "passed")) == 40, printed
     assert "rank 1: AssertionError: on purpose" in done["test_fails"].text
     assert "rank 0 did not finish within 4 s: rank 0 is in test_hangs at test_trouble.py" in done["test_hangs"].text
     sentence = "breakpoint() on a rank needs pytest in a terminal; run it without pytest-xdist (-n 0)"
     assert sentence in done["test_stops"].text
-    shared = [line.split() for line in (tmp_path / "shared").read_text().splitlines()]
-    servers = {server for server, _, _ in shared}
-    assert len(shared) == 6 and len({pid for _, _, pid in shared}) == 2 * len(servers)

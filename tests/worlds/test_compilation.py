@@ -55,15 +55,14 @@ def test_in_a_check_compiled_code_runs_as_it_is_written_but_where_it_is_to_run_c
     assert ddp_world.run(run_compiled_code) == [[True] * 4] * 2
 
 
-def start_inductor() -> int:
-    import torch._inductor.config as config
-
-    return int(config.compile_threads)
-
-
 def test_inductor_starts_no_processes_of_its_own_on_a_rank(
     ddp_world: DDPWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def start_inductor() -> int:
+        import torch._inductor.config as config
+
+        return int(config.compile_threads)
+
     assert ddp_world.run(start_inductor) == [1, 1]
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
     assert ddp_world(world_size=1).run(start_inductor) == [2]

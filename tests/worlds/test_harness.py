@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import random
 import signal
@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,8 +55,8 @@ def wait_forever_on_rank_0() -> None:
         time.sleep(60)
 
 
-def compare_lists() -> None:
-    assert sorted([2, 1]) == [1, 3]
+def assert_sorted(values: list[int], expected: list[int]) -> None:
+    assert values == expected
 
 
 def fails(world: World, fn: Any, *args: Any, **kwargs: Any) -> RankError:
@@ -83,35 +84,27 @@ def world() -> Iterator[World]:
 # --- What comes back -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_results_come_back_in_order_of_rank(world_size: int) -> None:
-    with World(world_size) as world:
-        assert world.run(rank_number) == list(range(world_size))
-        assert world.run(all_reduced, 1.0) == [world_size * (world_size + 1) / 2] * world_size
-
-
-def test_a_world_keeps_its_state_which_does_not_reach_the_next_one() -> None:
+def test_results_come_back_in_order_of_rank_and_state_stays_in_its_world() -> None:
     def count(step: int) -> int:
         ranks.state["count"] = ranks.state.get("count", 0) + step
         total: int = ranks.state["count"]
         return total
 
-    for _ in range(2):
-        with World(2) as world:
-            assert [world.run(count, 2) for _ in range(30)] == [[2 * (i + 1)] * 2 for i in range(30)]
+    for size in (2, 8):
+        with World(size) as world:
+            assert world.run(rank_number) == list(range(size))
+            assert [world.run(count, 2) for _ in range(3)] == [[2] * size, [4] * size, [6] * size]
 
 
 def test_lambdas_closures_local_classes_and_tensors_travel(world: World) -> None:
     import torch
 
-    class Local:
-        def __init__(self, value: int) -> None:
-            self.value = value
+    class Local(int):
+        pass
 
     offset = 40
-    assert world.run(lambda x: x + offset, 2) == [42, 42]
-    results = world.run(lambda local: Local(local.value + offset), Local(1))
-    assert [(type(local), local.value) for local in results] == [(Local, 41)] * 2
+    results = world.run(lambda local: Local(local + offset), Local(1))
+    assert [(type(local), local) for local in results] == [(Local, 41)] * 2
     tensors = world.run(lambda tensor: tensor * 2, torch.arange(100_000.0))
     assert all(torch.equal(tensor, torch.arange(100_000.0) * 2) for tensor in tensors)
 
@@ -121,11 +114,9 @@ def test_a_module_that_no_rank_can_import_travels_by_value(
 ) -> None:
     path = tmp_path / "not_on_the_path.py"
     path.write_text("FACTOR = 3\ndef helper(x):\n    return x * FACTOR\ndef entry(x):\n    return helper(x) + 1\n")
-    spec = importlib.util.spec_from_file_location("not_on_the_path", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "not_on_the_path", module)
-    spec.loader.exec_module(module)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        module = importlib.import_module("not_on_the_path")
     assert world.run(module.entry, 2) == [7, 7]
 
 
@@ -135,35 +126,13 @@ def test_each_rank_can_get_its_own_arguments(world: World) -> None:
         world.run_each(lambda a: a, [(1,)])
 
 
-def test_two_worlds_work_at_the_same_time(world: World, tmp_path: Path) -> None:
-    def meet(mine: str, awaited: str, value: float) -> float:
-        (tmp_path / mine).touch()
-        while not (tmp_path / awaited).exists():
-            time.sleep(0.01)
-        return all_reduced(value)
-
-    with World(2) as second:
-        pending = [world.start(meet, "one", "two", 0.0)]
-        assert not pending[0].done()
-        pending.append(second.start(meet, "two", "one", 10.0))
-        late, early = [each.result() for each in reversed(pending)]
-        assert all(each.done() for each in pending)
-    assert early + late == [1.0, 1.0, 21.0, 21.0]
-
-
 def test_worlds_work_in_threads() -> None:
-    results: list[Any] = []
-
-    def work(value: float) -> None:
+    def work(value: float) -> list[float]:
         with World(2) as world:
-            results.append(world.run(all_reduced, value))
+            return world.run(all_reduced, value)
 
-    threads = [threading.Thread(target=work, args=(10.0 * i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(results) == [[1.0, 1.0], [21.0, 21.0], [41.0, 41.0]]
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(work, [0.0, 10.0, 20.0])) == [[1.0, 1.0], [21.0, 21.0], [41.0, 41.0]]
 
 
 def test_a_rank_finds_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,34 +153,15 @@ def test_a_rank_finds_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_the_context_of_a_rank(world: World) -> None:
     contexts = world.run(ranks.current)
-    found = [(c.rank, c.world_size, c.backend, c.device, c.shared_gpu, c.directory) for c in contexts]
-    assert found == [(rank, 2, "gloo", "cpu", False, world.directory) for rank in (0, 1)]
+    seen = [(c.rank, c.world_size, c.backend, c.device, c.shared_gpu, c.directory) for c in contexts]
+    assert seen == [(rank, 2, "gloo", "cpu", False, world.directory) for rank in (0, 1)]
     with pytest.raises(DDPCheckError, match="outside a rank"):
         ranks.current()
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks at descriptors in /proc")
-def test_a_rank_without_a_process_group_has_one_socket(world: World) -> None:
-    def look() -> tuple[bool, int]:
-        import torch.distributed as dist
-
-        links = []
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                links.append(os.readlink(f"/proc/self/fd/{name}"))
-            except FileNotFoundError:  # the one that listdir had open
-                continue
-        return dist.is_initialized(), sum(link.startswith("socket:") for link in links)
-
-    world.run(rank_number)  # sockets of another world are open
-    with World(1, process_group=False) as single:
-        assert single.run(look) == [(False, 1)]
-
-
 def test_output_of_a_megabyte_does_not_block() -> None:
     def shout() -> None:
-        for _ in range(1024):
-            print("x" * 1023)
+        print("x" * (1 << 20))
         print("the end", file=sys.stderr)
 
     with World(2, timeout=20) as world:
@@ -219,6 +169,8 @@ def test_output_of_a_megabyte_does_not_block() -> None:
         text = world.output(1)
         assert len(text) >= 1 << 20 and text.endswith("the end\n")
     assert world.output(1) == text
+    with pytest.raises(DDPCheckError, match="closed"):
+        world.run(shout)
 
 
 def test_attachments_of_ranks_are_kept() -> None:
@@ -229,10 +181,10 @@ def test_attachments_of_ranks_are_kept() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     large = bytes(range(256)) * 4096
-    with World(3) as world:
-        assert [world.attachment(rank) for rank in range(3)] == [b"", b"", b""]
-        world.run_each(attach, [(large,), (b"first", b"last"), (b"\0",)])
-        assert [world.attachment(rank) for rank in range(3)] == [large, b"last", b"\0"]
+    with World(2) as world:
+        assert [world.attachment(rank) for rank in range(2)] == [b"", b""]
+        world.run_each(attach, [(large,), (b"first", b"last")])
+        assert [world.attachment(rank) for rank in range(2)] == [large, b"last"]
         fails(world, attach, b"", b"of one that dies")
     assert world.attachment(1) == b"of one that dies"
     with pytest.raises(UsageError, match="no rank 3"):
@@ -262,18 +214,6 @@ def test_random_numbers_differ_from_rank_to_rank_and_world_to_world() -> None:
     assert all(len(set(numbers)) == 4 for numbers in zip(*drawn, strict=True))
 
 
-@pytest.mark.exhaustive
-def test_spawned_ranks_do_the_same() -> None:
-    """Seed 1 (DistributedDataParallel): fork after CUDA initialisation is unsafe; workers start by spawn there."""
-    with World(2, start_method="spawn") as world:
-        assert world.start_method == "spawn"
-        assert world.run(all_reduced, 1.0) == [3.0, 3.0]
-        pids = world.run(os.getpid)
-        error = fails(world, wait_forever_on_rank_0, timeout=1)
-        assert isinstance(error, HangError) and "all_reduce" in str(error)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
 # --- What is said when a rank fails --------------------------------------------------------------------------------
 
 
@@ -285,7 +225,11 @@ def test_an_exception_is_the_headline() -> None:
             raise ValueError("boom")
         all_reduced(0.0)
 
-    error = fresh_failure(boom)
+    with World(2) as world:
+        error = fails(world, boom)
+        with pytest.raises(DDPCheckError, match="has failed in an earlier run"):
+            world.run(rank_number)
+    assert world.failed
     assert str(error).startswith("rank 1 raised ValueError: boom (rank 0 was still waiting in all_reduce at ")
     assert kinds(error) == [(1, "raised"), (0, "stuck")]
     first, second = error.failures
@@ -322,28 +266,21 @@ def test_the_first_failure_by_time_comes_first(tmp_path: Path) -> None:
 
 @FORK_OR_SPAWN
 def test_an_assertion_in_a_test_module_says_what_differs(method: Literal["fork", "spawn"]) -> None:
+    """Seed 1 (DistributedDataParallel): fork after CUDA initialisation is unsafe; workers start by spawn there."""
     with World(1, start_method=method, process_group=False) as world:
-        error = fails(world, compare_lists)
+        assert world.start_method == method
+        error = fails(world, assert_sorted, [1, 2], [1, 3])
     assert str(error) == "rank 0 raised AssertionError: assert [1, 2] == [1, 3]"
     assert error.first is not None and error.first.type == "AssertionError"
     assert "At index 1 diff: 2 != 3" in error.first.traceback
 
 
-def test_a_skip_is_carried() -> None:
-    error = fresh_failure(lambda: pytest.skip("not on this machine"))
-    assert error.first is not None and isinstance(error.first.exception, pytest.skip.Exception)
-
-
 @pytest.mark.parametrize(
     ("end", "kind", "exit_code", "words"),
     [
-        (lambda: sys.exit(3), "exited", None, "rank 1 called exit(3)"),
         (lambda: sys.exit(0), "exited", None, "rank 1 called exit(0)"),
-        (lambda: sys.exit(None), "exited", None, "rank 1 called exit(None)"),
         (lambda: os._exit(3), "died", 3, "rank 1 ended with exit code 3"),
-        (lambda: os._exit(0), "died", 0, "rank 1 ended with exit code 0"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "died", -signal.SIGKILL, "rank 1 was killed by SIGKILL"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "died", -signal.SIGSEGV, "rank 1 was killed by SIGSEGV"),
     ],
 )
 def test_a_rank_that_ends_in_a_run_is_the_headline(
@@ -365,31 +302,12 @@ def test_an_exit_is_noticed_where_no_other_rank_waits_for_it() -> None:
     def vanish() -> None:
         all_reduced(0.0)  # so that they start together
         if rank_number() == 1:
-            time.sleep(0.7)  # the other one has finished, also where it waits for a core
+            time.sleep(0.7)  # rank 0 has finished, also where it waits for a core
             os._exit(0)
 
-    error = fresh_failure(vanish)
+    with start_world(2, hash_seeds=True) as world:  # rank 1 is of the second server
+        error = fails(world, vanish)
     assert not isinstance(error, HangError) and kinds(error) == [(1, "died")]
-
-
-@pytest.mark.slow
-def test_a_kill_that_is_noticed_late_is_the_headline_all_the_same() -> None:
-    """The other rank knows of it at once: its connection is closed."""
-
-    def kill() -> None:
-        all_reduced(0.0)
-        if rank_number() == 1:
-            os.kill(os.getppid(), signal.SIGSTOP)  # the fork server, as where it has no core for a while
-            os.kill(os.getpid(), signal.SIGKILL)
-        all_reduced(0.0)
-
-    with World(2) as world:
-        timer = threading.Timer(2.0, os.kill, (world.run(os.getppid)[0], signal.SIGCONT))
-        timer.start()
-        error = fails(world, kill)
-        timer.join()
-    assert str(error).startswith("rank 1 was killed by SIGKILL"), error
-    assert kinds(error) == [(1, "died"), (0, "fell")]
 
 
 def test_what_cpp_said_about_an_abort_is_shown() -> None:
@@ -439,16 +357,6 @@ def test_ranks_that_say_where_they_are_have_as_long_for_each_part_of_their_work(
         assert "rank 1 made no progress for 2 s" in str(fails(world, work, 1))
 
 
-@pytest.mark.slow
-def test_a_named_collective_beats_a_guessed_one() -> None:
-    def wait() -> None:
-        ranks.set_collective("all_reduce(float32[3]) at model.py:12")
-        time.sleep(60)
-
-    error = fresh_failure(wait, world_size=1, timeout=1)
-    assert "rank 0 waits in all_reduce(float32[3]) at model.py:12" in str(error)
-
-
 def test_a_watch_ends_a_run() -> None:
     seen: list[tuple[frozenset[int], frozenset[int]]] = []
 
@@ -459,22 +367,6 @@ def test_a_watch_ends_a_run() -> None:
     with start_world(2, watch=watch) as world, pytest.raises(HangError, match=r"^rank 1 will never come"):
         world.run_each(time.sleep, [(0,), (60,)])
     assert seen[-1] == (frozenset({0}), frozenset({1}))
-
-
-@pytest.mark.slow
-def test_time_in_a_watch_is_not_counted() -> None:
-    begun: list[float] = []
-
-    def watch(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        if not begun:
-            begun.append(time.monotonic())
-            time.sleep(1.5)
-        return None
-
-    with start_world(1, watch=watch, timeout=1) as world:
-        with pytest.raises(HangError, match="within 1 s"):
-            world.run(time.sleep, 30)
-        assert time.monotonic() - begun[0] > 2
 
 
 # --- A rank that never comes ---------------------------------------------------------------------------------------
@@ -495,9 +387,7 @@ def side_by_side(fn: Callable[[str], None], ways: list[str], world_size: int = 2
 
 SKIPPED: dict[str, Callable[[Any, Any], Any]] = {
     "all_reduce": lambda dist, output: dist.all_reduce(output.detach()),
-    "barrier": lambda dist, output: dist.barrier(),
     "recv": lambda dist, output: dist.recv(output.detach(), src=1),
-    "objects": lambda dist, output: dist.broadcast_object_list([None], src=1),
     "new_group": lambda dist, output: dist.new_group(),
     "backward": lambda dist, output: output.sum().backward(),
 }
@@ -547,20 +437,11 @@ def take_time(way: str) -> None:
         threading.Timer(5, dist.send, (torch.ones(1), 1 - rank)).start()
         dist.recv(torch.zeros(1), 1 - rank)
     elif way == "thread of a finished rank":
-        if rank == 1:
-            threading.Timer(5, all_reduced, (0.0,)).start()
-        else:
-            all_reduced(0.0)
+        threading.Timer(5, all_reduced, (0.0,)).start() if rank == 1 else all_reduced(0.0)
     elif rank == 1:
         return
-    elif way == "sleep":
-        time.sleep(5)
     elif way == "child":
         subprocess.run(["sleep", "5"], check=True)
-    elif way == "pipe":
-        read, write = os.pipe()
-        threading.Timer(5, os.write, (write, b"x")).start()
-        os.read(read, 1)
     elif way == "compute":
         end = time.monotonic() + 5
         while time.monotonic() < end:
@@ -573,7 +454,7 @@ def take_time(way: str) -> None:
         tensor.sum().backward()
 
 
-TAKING_TIME = ["sleep", "child", "pipe", "compute", "pickling in a collective", "hook in a backward pass"]
+TAKING_TIME = ["child", "compute", "pickling in a collective", "hook in a backward pass"]
 TAKING_TIME += ["thread of a finished rank", "timers that free both"]
 
 
@@ -584,63 +465,32 @@ def test_a_rank_that_takes_its_time_is_waited_for(ways: list[str], world_size: i
     assert side_by_side(take_time, ways, world_size) == dict.fromkeys(ways)
 
 
-def test_what_cannot_be_sent_is_named_and_harms_nothing(world: World) -> None:
-    with pytest.raises(UsageError, match=r"Argument 1 of World.run, a lock, cannot be sent to the ranks"):
-        world.run(lambda a, b: None, 1, threading.Lock())
-    with pytest.raises(UsageError, match=r"Argument 'lock' of World.run"):
-        world.run(lambda lock: None, lock=threading.Lock())
-    assert world.run(rank_number) == [0, 1]
-
-
 class Stubborn(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.lock = threading.Lock()
 
 
-def test_a_result_or_an_exception_that_cannot_be_sent_is_a_failure() -> None:
+def test_what_cannot_be_sent_is_named(world: World) -> None:
     def fail() -> None:
         raise Stubborn("broken")
 
+    with pytest.raises(UsageError, match=r"Argument 1 of World.run, a lock, cannot be sent to the ranks"):
+        world.run(lambda a, b: None, 1, threading.Lock())
+    with pytest.raises(UsageError, match=r"Argument 'lock' of World.run"):
+        world.run(lambda lock: None, lock=threading.Lock())
+    assert world.run(rank_number) == [0, 1]
     assert "returned a lock that cannot be pickled" in str(fresh_failure(lambda: threading.Lock()))
     assert "Stubborn: broken" in str(fresh_failure(fail, world_size=1))
 
 
-def test_ranks_that_end_alike_are_named_together() -> None:
-    def vanish() -> None:
-        all_reduced(0.0)
-        time.sleep(0.2)  # else a rank can end while the other one still connects to it
-        os._exit(7)
-
-    assert "ranks 0 and 1 ended with exit code 7 before their work was done" in str(fresh_failure(vanish))
-
-
-def test_a_world_that_has_failed_or_is_closed_refuses() -> None:
-    with World(1) as world:
-        fails(world, lambda: 1 / 0)
-        assert world.failed
-        with pytest.raises(DDPCheckError, match="has failed in an earlier run"):
-            world.run(rank_number)
-    with World(1) as world:
-        pass
-    with pytest.raises(DDPCheckError, match="closed"):
-        world.run(rank_number)
-
-
-def test_a_rank_that_dies_between_runs_is_noticed(tmp_path: Path) -> None:
+def test_a_rank_that_dies_between_runs_is_noticed() -> None:
     def die_later() -> int:
-        def die() -> None:
-            while not (tmp_path / "now").exists():
-                time.sleep(0.01)
-            os._exit(7)
-
-        threading.Thread(target=die).start()
+        threading.Timer(0.5, os._exit, (7,)).start()
         return os.getpid()
 
     with World(1) as world:
-        pids = world.run(die_later)
-        (tmp_path / "now").touch()
-        assert gone_within(30.0, pids)
+        wait_for_end(world.run(die_later))
         assert "exit code 7" in str(fails(world, rank_number))
 
 
@@ -653,18 +503,15 @@ def test_a_start_that_takes_too_long_is_a_hang() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        *(({"world_size": size}, "world_size") for size in (0, -1, True, 2.0, 100_000)),
+        *(({"world_size": size}, "world_size") for size in (0, True, 100_000)),
         ({"backend": "carrier pigeon"}, "backend must be 'gloo' or 'nccl', got 'carrier pigeon'"),
         ({"backend": ["gloo"]}, "backend"),
-        ({"device": "tpu"}, "device"),
         ({"backend": "nccl"}, "GPUs only"),
         *(({"timeout": seconds}, "timeout") for seconds in (0, float("nan"), "30")),
-        ({"startup_timeout": -1}, "startup_timeout"),
         ({"process_group": False}, "world_size=1"),
-        ({"start_method": "teleport"}, "start_method"),
         ({"threads": 0}, "threads"),
         ({"env": {"A": 1}}, "env"),
-        *(({"preload": names}, "preload must") for names in ("torch", ["a b"], [3], ["."])),
+        *(({"preload": names}, "preload must") for names in ("torch", ["a b"], [3])),
     ],
 )
 def test_bad_arguments_are_refused_in_a_sentence(arguments: dict[str, Any], message: str) -> None:
@@ -684,24 +531,16 @@ def test_cuda_without_a_gpu_is_refused_in_a_sentence() -> None:
 
 
 def alive(pids: list[int]) -> list[int]:
-    living = []
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                living.append(pid)
-        except psutil.NoSuchProcess:
-            pass
-    return living
+    running = {each.pid for each in psutil.process_iter(["status"]) if each.info["status"] != psutil.STATUS_ZOMBIE}
+    return [pid for pid in pids if pid in running]
 
 
-def gone_within(seconds: float, pids: list[int], directory: str = "") -> bool:
-    """Whether they are; what the tests start stays for longer than these seconds by itself."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not alive(pids) and not os.path.exists(directory):
-            return True
+def wait_for_end(pids: list[int], directory: str = "") -> None:
+    """What the tests start stays for longer than these seconds by itself."""
+    deadline = time.monotonic() + 30
+    while alive(pids) or os.path.exists(directory):
+        assert time.monotonic() < deadline, (alive(pids), os.path.exists(directory))
         time.sleep(0.02)
-    return False
 
 
 PARENT = """
@@ -740,7 +579,7 @@ def test_nothing_outlives_the_parent(tmp_path: Path, end: tuple[str, signal.Sign
         assert len(alive(pids)) == len(pids) and os.path.exists(directory)
         time.sleep(0.2)
         parent.send_signal(number)
-        assert gone_within(30.0, pids, directory), (alive(pids), os.path.exists(directory))
+        wait_for_end(pids, directory)
         parent.communicate(timeout=30)
     assert parent.returncode == -number
 
@@ -759,7 +598,7 @@ def test_loader_workers_do_not_survive_their_rank() -> None:
     with World(2) as world:
         workers = [pid for pids in world.run(start_workers) for pid in pids]
         assert len(alive(workers)) == 4
-    assert gone_within(30.0, workers)
+    wait_for_end(workers)
 
 
 # --- Seeds of hashes, and the servers that give them ----------------------------------------------------------------
@@ -784,26 +623,6 @@ def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
         assert world.run(ordered_set, NAMES) == [even, even]
 
 
-@pytest.mark.exhaustive
-def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "5")
-    monkeypatch.setenv(rank_setup.NO_PRELOAD, "1")  # for a server of this test alone
-    with start_world(2, hash_seeds=True) as world:
-        first, second = world.run(ordered_set, NAMES)
-    assert first == second
-
-
-def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
-    def die() -> None:
-        if rank_number() == 1:
-            os._exit(3)
-        time.sleep(30)
-
-    with start_world(3, hash_seeds=True) as world:
-        error = fails(world, die)
-    assert [failure.rank for failure in error.failures if failure.kind == "died"] == [1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
@@ -815,17 +634,3 @@ def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
     with start_world(2, hash_seeds=True) as world:
         assert world.run(rank_number) == [0, 1]
     assert servers[victim] not in starting.server_pids() and servers[1 - victim] in starting.server_pids()
-
-
-@pytest.mark.exhaustive
-def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    starting.shut_down()
-    with World(1) as world:
-        world.run(rank_number)
-    (server,) = starting.server_pids()
-    os.kill(server, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(server)], timeout=30)
-    with monkeypatch.context() as patch:
-        patch.setattr(starting._ForkServer, "alive", True)
-        with World(1) as world:
-            assert world.run(rank_number) == [0]

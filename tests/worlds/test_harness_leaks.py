@@ -1,4 +1,4 @@
-"""Many worlds in a row, good and bad ones, leave nothing: no process, descriptor, file, thread or port."""
+"""Many worlds in a row, good and bad ones, leave nothing: no process, descriptor, file or thread."""
 
 from __future__ import annotations
 
@@ -19,27 +19,8 @@ from ddpcheck.worlds.starting import server_pids, shut_down
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 
 
-def descriptors(pid: int | str) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def processes() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def ports() -> set[int]:
-    ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return {
-        connection.laddr.port
-        for process in ours
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("worlds", [25, 100])
-def test_worlds_in_a_row_leave_nothing(worlds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_step(fail: bool) -> float:  # local, so that it travels by value: ranks need not import this module
         import torch
         import torch.distributed as dist
@@ -59,11 +40,12 @@ def test_worlds_in_a_row_leave_nothing(worlds: int, tmp_path: Path, monkeypatch:
     assert len(servers) == 2
 
     def count() -> tuple[object, ...]:
-        held = [descriptors(each) for each in ("self", *servers)]
-        return held, processes(), ports(), sorted(os.listdir(tmp_path))
+        descriptors = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", *servers)]
+        children = {child.pid for child in psutil.Process().children(recursive=True)}
+        return descriptors, children, sorted(os.listdir(tmp_path))
 
     before, threads, memory = count(), threading.active_count(), psutil.Process().memory_info().rss
-    for number in range(worlds):
+    for number in range(40):
         with start_world(2, hash_seeds=bool(number % 2)) as world:
             if number % 20 == 7:
                 with pytest.raises(RankError):

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,9 @@ from ddpcheck.worlds.launchers.init_dist import (
     choose_gpus,
     get_dist_info,
     init_dist,
-    local_ranks,
 )
 from tests.launchers.commands import clean_environment
 from tests.launchers.slurm import free_ports
-from tests.tiers import share
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -57,26 +54,24 @@ def local_tensors(rank: int) -> list[Any]:
     ]
 
 
-def templates() -> list[Any]:
-    shapes = [(3, 2)] * len(DTYPES) + [(5,), (5,), (5,), (4, 2), (4, 3, 2), (), (2,)]
-    dtypes = [*DTYPES, *["float32"] * 6, "bfloat16"]
-    return [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
-
-
 @pytest.mark.ddp(world_size=[2, 3], reuse="module")
 def test_the_average_is_the_mean_over_ranks_with_zeros_for_what_is_missing(rank: int, world_size: int) -> None:
-    average = average_over_ranks(local_tensors(rank), templates())
     parts = [local_tensors(each) for each in range(world_size)]
-    for index, (got, like) in enumerate(zip(average, templates(), strict=True)):
-        there = [part[index] for part in parts]
-        if all(tensor is None for tensor in there):
-            assert got is None
+    by_index = list(zip(*parts, strict=True))
+    templates = [
+        next((torch.zeros(t.shape, dtype=t.dtype) for t in tensors if t is not None), torch.zeros(5))
+        for tensors in by_index
+    ]
+    average = average_over_ranks(parts[rank], templates)
+    for mean, tensors, like in zip(average, by_index, templates, strict=True):
+        if all(tensor is None for tensor in tensors):
+            assert mean is None
             continue
         wide = torch.complex128 if like.is_complex() else torch.float64
-        dense = [torch.zeros_like(like) if t is None else (t.to_dense() if t.is_sparse else t) for t in there]
-        mean = torch.stack([tensor.to(wide) for tensor in dense]).mean(0)
-        assert got.dtype == like.dtype and got.shape == like.shape and got.layout == torch.strided
-        torch.testing.assert_close(got, mean.to(like.dtype))
+        dense = [like if t is None else (t.to_dense() if t.is_sparse else t) for t in tensors]
+        expected = torch.stack([tensor.to(wide) for tensor in dense]).mean(0).to(like.dtype)
+        assert mean.layout == torch.strided
+        torch.testing.assert_close(mean, expected)  # shape and dtype as well
     ddpcheck.assert_same_on_all_ranks(average)  # bit by bit
 
 
@@ -123,7 +118,7 @@ def test_nothing_happens_at_world_size_one_or_without_a_process_group() -> None:
 # --- Averages by mmcv's names --------------------------------------------------------------------------------------
 
 
-WAYS = [{}, {"coalesce": False}, {"bucket_size_mb": 1e-5}, {"coalesce": True, "bucket_size_mb": 25}]
+WAYS = [{}, {"coalesce": False}, {"bucket_size_mb": 1e-5}]
 
 
 @pytest.mark.ddp(world_size=3, reuse="module")
@@ -142,14 +137,12 @@ def test_parameters_become_their_mean_in_place(rank: int, way: dict[str, Any]) -
     """Seed 4 (mmcv dist_utils): allreduce_params averages over the world, coalesced, in buckets or one at a time."""
     base = torch.arange(12.0).reshape(3, 4) * (rank + 1)
     params = [nn.Parameter(base.clone().t()), nn.Parameter(base[0].to(torch.bfloat16)), nn.Parameter(base[:, ::2])]
-    before = [p.data_ptr() for p in params]
-    strides = [p.stride() for p in params]
-    assert not params[0].is_contiguous() and not params[2].is_contiguous()
+    before = [(p.data_ptr(), p.stride()) for p in params]
     allreduce_params(params, **way)
     mean = torch.arange(12.0).reshape(3, 4) * 1.5
     assert torch.equal(params[0], mean.t()) and torch.equal(params[2], mean[:, ::2])
     assert params[1].tolist() == mean[0].tolist()
-    assert [p.data_ptr() for p in params] == before and [p.stride() for p in params] == strides
+    assert [(p.data_ptr(), p.stride()) for p in params] == before
 
 
 @pytest.mark.ddp(reuse="module")
@@ -205,27 +198,20 @@ def test_sparse_gradients_stay_sparse_with_the_rows_of_all(rank: int) -> None:
         (embeddings[1](torch.tensor([5])).sum() * 0).backward()  # a row of zeros is a row: momentum is applied to it
     dense = nn.Embedding(6, 2, sparse=rank == 0)
     (dense(torch.tensor([rank])).sum() * 3).backward()
-    allreduce_grads([embeddings[0].weight, embeddings[1].weight, embeddings[2].weight, dense.weight])
-    first, second = embeddings[0].weight.grad, embeddings[1].weight.grad
-    assert first.is_sparse and first.coalesce().indices().tolist() == [[1, 2, 4]]
-    assert first.coalesce().values().tolist() == [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
-    assert second.is_sparse and second.coalesce().indices().tolist() == [[5]]
-    assert embeddings[2].weight.grad is None
+    allreduce_grads([embedding.weight for embedding in (*embeddings, dense)])
+    first, second = (embedding.weight.grad.coalesce() for embedding in embeddings[:2])
+    assert first.indices().tolist() == [[1, 2, 4]] and first.values().tolist() == [[2.0, 2.0]] * 3
+    assert second.indices().tolist() == [[5]] and embeddings[2].weight.grad is None
     assert not dense.weight.grad.is_sparse and dense.weight.grad[:, 0].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.ddp(world_size=2, reuse="module")
-@pytest.mark.parametrize(
-    ("sizes", "words"), [([2, 3], "2 on one and 3 on another"), ([0, 2], "0 on one and 2 on another")]
-)
-def test_ranks_that_hand_over_different_tensors_are_told_so_on_all(rank: int, sizes: list[int], words: str) -> None:
-    params = [nn.Parameter(torch.ones(2)) for _ in range(sizes[rank])]
+def test_ranks_that_hand_over_different_tensors_are_told_so_on_all(rank: int) -> None:
     for average in (allreduce_grads, allreduce_params):
-        with pytest.raises(UsageError, match=words):
-            average(params)
-    other = [nn.Parameter(torch.ones(2 + rank))]
+        with pytest.raises(UsageError, match="0 on one and 2 on another"):
+            average([nn.Parameter(torch.ones(2)) for _ in range(2 * rank)])
     with pytest.raises(UsageError, match="1 tensors each, but with different shapes or dtypes"):
-        allreduce_params(other)
+        allreduce_params([nn.Parameter(torch.ones(2 + rank))])
 
 
 @pytest.mark.ddp(world_size=3, reuse="module")
@@ -241,9 +227,8 @@ def test_averages_of_a_group_leave_the_others_alone(rank: int) -> None:
     assert get_dist_info(group) == ((rank - 1, 2) if rank else (-1, -1))
 
 
-@pytest.mark.parametrize("average", [allreduce_grads, allreduce_params])
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("tensors_of", "words"),
     [
         (lambda model: model, r"and not a module \(Linear\); pass its .parameters\(\)\."),
         (lambda model: model.state_dict(), r"not a mapping \(OrderedDict\), .*; pass its .values\(\)\."),
@@ -254,12 +239,13 @@ def test_averages_of_a_group_leave_the_others_alone(rank: int) -> None:
         (lambda model: 3, r"for example model.parameters\(\); got 3\."),
     ],
 )
-def test_what_is_no_list_of_tensors_is_refused_in_a_sentence(average: Any, given: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=f"^{average.__name__} takes tensors in a list .*{words}"):
-        average(given(nn.Linear(2, 2)))
+def test_what_is_no_list_of_tensors_is_refused_in_a_sentence(tensors_of: Any, words: str) -> None:
+    for average in (allreduce_grads, allreduce_params):
+        with pytest.raises(UsageError, match=f"^{average.__name__} takes tensors in a list .*{words}"):
+            average(tensors_of(nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize("size", ["a", None, True, float("nan")])
+@pytest.mark.parametrize("size", ["a", True, float("nan")])
 def test_a_bucket_has_a_size(size: Any) -> None:
     for average in (allreduce_grads, allreduce_params):
         with pytest.raises(UsageError, match=f"bucket_size_mb must be a number of MiB, .*; got {size!r}"):
@@ -270,14 +256,10 @@ def test_a_bucket_has_a_size(size: Any) -> None:
 
 
 class Logger:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
     @ddpcheck.master_only
-    def log(self, line: str, *, twice: bool = False) -> int:
+    def log(self, line: str, *, times: int = 1) -> str:
         """Write a line."""
-        self.lines += [line] * (1 + twice)
-        return len(self.lines)
+        return line * times
 
     @ddpcheck.master_only
     async def later(self) -> str:
@@ -288,15 +270,13 @@ class Logger:
 def test_the_master_alone_does_it(rank: int) -> None:
     """Seed 4 (mmcv dist_utils): master_only runs on rank 0 only; get_dist_info gives rank and world size."""
     logger = Logger()
-    assert logger.log("a", twice=True) == (2 if rank == 0 else None)
-    assert logger.lines == (["a", "a"] if rank == 0 else [])
+    assert logger.log("a", times=2) == ("aa" if rank == 0 else None)
     assert asyncio.run(logger.later()) == ("done" if rank == 0 else None)
     assert get_dist_info() == (rank, 2)
 
 
 def test_without_a_process_group_every_process_is_the_master() -> None:
-    logger = Logger()
-    assert logger.log("a") == 1
+    assert Logger().log("a") == "a"
     assert Logger.log.__name__ == "log" and Logger.log.__doc__ == "Write a line."
     with pytest.raises(KeyError, match="own"):
         ddpcheck.master_only({}.__getitem__)("own")
@@ -318,23 +298,12 @@ def leave_the_world(environ: dict[str, str]) -> None:
 
 
 def variables_of(launcher: str, rank: int, job: str) -> dict[str, str]:
+    mpi = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+    slurm = {"JOB_ID": 5, "STEP_ID": job, "PROCID": rank, "LOCALID": rank, "STEP_NUM_TASKS": 2, "STEP_NUM_NODES": 1}
     variables: dict[str, dict[str, Any]] = {
         "pytorch": {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost"},
-        "mpi": {
-            "OMPI_COMM_WORLD_RANK": rank,
-            "OMPI_COMM_WORLD_SIZE": 2,
-            "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-            "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
-            "PMIX_NAMESPACE": job,
-        },
-        "slurm": {
-            "SLURM_JOB_ID": 5,
-            "SLURM_STEP_ID": job,
-            "SLURM_PROCID": rank,
-            "SLURM_LOCALID": rank,
-            "SLURM_STEP_NUM_TASKS": 2,
-            "SLURM_STEP_NUM_NODES": 1,
-        },
+        "mpi": {"PMIX_NAMESPACE": job, **{f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()}},
+        "slurm": {f"SLURM_{name}": value for name, value in slurm.items()},
     }
     return {name: str(value) for name, value in variables[launcher].items()}
 
@@ -347,14 +316,11 @@ def ddp_port() -> int:
 
 @pytest.mark.ddp
 @pytest.mark.parametrize("launcher", ["pytorch", "mpi", "slurm"])
-@pytest.mark.parametrize("asked", share([True, False], [True]))
-def test_the_process_group_is_set_up_once_for_each_launcher(
-    rank: int, launcher: str, asked: bool, ddp_port: int
-) -> None:
+def test_the_process_group_is_set_up_once_for_each_launcher(rank: int, launcher: str, ddp_port: int) -> None:
     """Seed 3 (mmengine DDPStrategy), seed 5 (Lightning DDPPlugin): initialised once, from what the launcher says."""
     leave_the_world(variables_of(launcher, rank, str(ddp_port)))
     port = ddp_port if launcher == "pytorch" else None
-    device = init_dist(launcher if asked else None, timeout=30, port=port)
+    device = init_dist(launcher, timeout=30, port=port)
     assert get_dist_info() == (rank, 2) and torch.distributed.get_backend() == "gloo"
     assert device == torch.device("cpu")
     total = torch.ones(1) * rank
@@ -370,8 +336,7 @@ def test_the_process_group_is_set_up_once_for_each_launcher(
 @pytest.mark.ddp
 def test_what_ranks_are_asked_for_must_not_differ(rank: int, ddp_port: int) -> None:
     leave_the_world(variables_of("mpi", rank, str(ddp_port)))
-    words = "asked for different backends: rank 1 for none, rank 0 for gloo; pass the same"
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match="asked for different backends: rank 1 for none, rank 0 for gloo; pass the"):
         init_dist(backend=None if rank else "gloo", timeout=30)
     assert not torch.distributed.is_initialized() and "MASTER_PORT" not in os.environ
 
@@ -385,51 +350,18 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(rank: int, d
             init_dist(timeout=0.3)
 
 
-@pytest.mark.slow
 @pytest.mark.ddp
-@pytest.mark.parametrize("slow", [0, 1])
-def test_ranks_that_have_failed_meet_again(
-    rank: int, slow: int, ddp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever rank is the slower one: none goes back to the meeting of the attempt that has failed."""
-    leave_the_world(variables_of("mpi", rank, str(ddp_port)))
-    unlink, set_up = Path.unlink, torch.distributed.init_process_group
-    failing = True
-
-    def later(*args: Any, **options: Any) -> Any:
-        time.sleep(0.1)
-        return unlink(*args, **options)
-
-    def failed(*args: Any, **options: Any) -> Any:
-        if not failing:
-            return set_up(*args, **options)
-        time.sleep(0.3 * (rank == slow))
-        raise RuntimeError("no such luck\nframe #0: c10")
-
-    monkeypatch.setattr(torch.distributed, "init_process_group", failed)
-    if slow == 0:
-        monkeypatch.setattr(Path, "unlink", later)
-    for _ in range(2):
-        failing = True
-        with pytest.raises(DDPCheckError, match=r"^Rank [01] could not set up gloo: no such luck$"):
-            init_dist(timeout=30)
-        failing = False
-        init_dist(timeout=30)
-        assert get_dist_info() == (rank, 2)
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.ddp
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("has_port", [True, False])
 def test_a_rank_that_cannot_set_the_group_up_says_so_to_the_others(
-    rank: int, told: bool, ddp_port: int, monkeypatch: pytest.MonkeyPatch
+    rank: int, has_port: bool, ddp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None if rank else 1 / 0)
     leave_the_world(variables_of("mpi", rank, str(ddp_port)))
+    port = ddp_port if has_port else None
     with pytest.raises(DDPCheckError, match=r"^Rank 0 could not set up gloo: division by zero$"):
-        init_dist(timeout=30, port=ddp_port if told else None)
+        init_dist(timeout=30, port=port)
     monkeypatch.undo()
-    init_dist(timeout=30, port=ddp_port if told else None)
+    init_dist(timeout=30, port=port)
     assert get_dist_info() == (rank, 2)
 
 
@@ -438,7 +370,6 @@ def test_a_rank_that_cannot_set_the_group_up_says_so_to_the_others(
     [
         (["torch"], {}, "launcher must be 'pytorch' or 'mpi' or 'slurm', got 'torch'"),
         (["pytorch", "ncl"], {}, "backend must be one that this torch has: gloo"),
-        (["pytorch", "cpu:gloo,cuda:ncl"], {}, "backend must be one that this torch has: gloo"),
         (["mpi"], {"timeout": 0}, "timeout must be a number of seconds above 0"),
         (["slurm"], {"port": 70000}, "port must be a whole number from 1 to 65535"),
         (["slurm"], {"rank": 1, "store": None}, "init_dist sees to store, rank itself; leave that out"),
@@ -481,25 +412,21 @@ def seats(*gpus: str, local: bool = True, backend: str = "") -> list[RankDevices
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "backend"),
+    ("devices", "expected", "backend"),
     [
         (seats("a:012", "a:012", "a:012", "b:01"), [0, 1, 2, 0], "nccl"),  # rank 3 modulo 2 GPUs would be 1
-        (seats("a:01", "a:01", "b:01", "b:01"), [0, 1, 0, 1], "nccl"),
-        (seats("a:0123", "b:0123", "a:0123", "b:0123"), [0, 0, 1, 1], "nccl"),  # every other machine
         (seats("a:01", "a:01", "b:01", "b:01", local=False), [0, 1, 0, 1], "nccl"),
         (seats("a:0", "a:1", "b:0", "b:1"), [0, 0, 0, 0], "nccl"),  # SLURM has given each its own
         (seats("a:01", "a:01", "a:23", "a:23"), [0, 1, 0, 1], "nccl"),
         (seats("a:0", "a:0"), [0, 0], "gloo"),  # shared
-        (seats("a:01", "a:01", "a:01"), [0, 1, 0], "gloo"),
-        (seats("a:", "a:"), [None, None], "gloo"),
         (seats("a:0", "b:"), [0, None], "gloo"),  # one machine has none
     ],
 )
 def test_a_rank_gets_the_gpu_of_its_local_rank_and_all_of_them_one_backend(
-    given: list[RankDevices], expected: list[int | None], backend: str
+    devices: list[RankDevices], expected: list[int | None], backend: str
 ) -> None:
     """Seed 4 (mmcv dist_utils): `rank % num_gpus` instead of the local rank. Seed 5: nccl on GPUs, else gloo."""
-    assert choose_gpus(given) == expected and choose_backend(given) == backend
+    assert choose_gpus(devices) == expected and choose_backend(devices) == backend
 
 
 def test_nccl_is_refused_where_ranks_have_no_gpu_of_their_own() -> None:
@@ -508,39 +435,22 @@ def test_nccl_is_refused_where_ranks_have_no_gpu_of_their_own() -> None:
         with pytest.raises(UsageError, match=f"needs a GPU for every rank, and {words}; pass backend='gloo'"):
             choose_backend(seats(*gpus, backend="nccl"))
     assert choose_backend(seats("a:0", "a:0", backend="gloo")) == "gloo"
-    assert choose_backend(seats("a:0", "b:0", backend="cpu:gloo,cuda:nccl")) == "cpu:gloo,cuda:nccl"
-
-
-def test_local_ranks_are_counted_where_the_launcher_does_not_say_them() -> None:
-    assert local_ranks(seats("a:", "b:", "a:", "b:", local=False)) == [0, 0, 1, 1]
 
 
 # --- SLURM ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("rack[1-3,7]-gpu[01-16],login", "rack1-gpu01"),
-        ("node[003,005-010]", "node003"),
-        ("a.cluster.org,b", "a.cluster.org"),
-        ("single", "single"),
-        ("n[001-4", ""),
-        ("n[]", ""),
-        ("", ""),
-        ("a b", ""),
-    ],
-)
-def test_the_first_host_is_read_from_the_list(nodes: str, first: str) -> None:
+def test_the_first_host_is_read_from_the_list() -> None:
     """Seed 4 (mmcv dist_utils): slurm resolves the first host with scontrol; here it is read, without a process."""
-    if first:
-        assert detection.first_host(nodes) == first
-        return
-    with pytest.raises(UsageError, match="cannot be determined; export MASTER_ADDR"):
-        detection.first_host(nodes)
+    lists = {"rack[1-3,7]-gpu[01-16],login": "rack1-gpu01", "node[003,005-010]": "node003", "a.org,b": "a.org"}
+    assert {nodes: detection.first_host(nodes) for nodes in lists} == lists
+    for nodes in ("n[001-4", "n[]", "", "a b"):
+        with pytest.raises(UsageError, match="cannot be determined; export MASTER_ADDR"):
+            detection.first_host(nodes)
 
 
 def test_each_step_has_a_port_of_its_own_below_those_of_clients() -> None:
+    """Seed 4 (mmcv dist_utils): a fixed default port collides; here there is none."""
     steps = [detection.port_of_job(f"{job} {step}") for job in range(1000, 1090) for step in range(100)]
     assert len(set(steps)) == len(steps) and min(steps) >= 20_000 and max(steps) < 30_000
 
