@@ -146,7 +146,6 @@ SPARSE_LOOSE = WrapperFacts(find_unused_parameters=True, sparse=SPARSE)
 UNUSED_ON_ALL: dict[str, Any] = {"severity": ERROR, "subjects": EXTRA, "ranks": (), "steps": ()}
 BLOCK_CUTS = [PathEnd("cut", "torch.no_grad()", Location("model.py", number), "", HERE) for number in (8, 9)]
 IN_NO_GRAD = ended(extra_weight=BLOCK_CUTS[0], encoder_weight=BLOCK_CUTS[1])
-BY_TURNS = where("missing", WEIGHT, [(0, 0), (1, 1), (0, 2), (1, 3)], steps=4)
 LEAF_ON_RANK_1 = [step_evidence(0), step_evidence(1, unregistered=LEAVES[2:])]
 BY_CHANCE = blocks_missing((0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))
 CHANGES = ("replaced", "removed", "frozen", "unfrozen", "cast or moved")
