@@ -154,15 +154,6 @@ def test_gradients_for_an_input_and_a_rate_of_zero_are_no_loss() -> None:
         assert len(Ledger(found.events).lost) == lost
 
 
-def test_gradients_of_another_module_that_are_zeroed_are_no_loss() -> None:
-    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    block, _ = recorder(net)
-    with block as found:
-        net(torch.ones(3, 2)).sum().backward()
-        other.zero_grad()
-    assert kinds(found) == ["forward", "backward", "step"]
-
-
 def test_a_backward_inside_another_one_is_part_of_it() -> None:
     x = torch.ones(2, requires_grad=True)
     with count_backwards() as count, warnings.catch_warnings():

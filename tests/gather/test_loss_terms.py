@@ -81,11 +81,3 @@ def test_more_terms_than_can_be_kept_apart_are_one() -> None:
     with record_lines():
         runs = [split_loss(loss, [loss]) for loss in (looped(6), looped(6))]
     assert [len(PairedTerms(runs, most=most)) for most in (16, 3, 1)] == [7, 2, 1]
-
-
-def test_a_long_chain_of_sums_is_walked_without_recursion() -> None:
-    _, one, _ = parts()
-    total = one
-    for _ in range(5000):
-        total = total + 0.0
-    assert len(operations(total)) == 1

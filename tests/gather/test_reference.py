@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -63,14 +62,6 @@ def test_where_the_single_process_cannot_run_the_rest_is_still_checked() -> None
     assert {entry.reference for entry in report.parity} == {"local"}
 
 
-@pytest.mark.slow
-def test_uneven_shards_are_weighed_by_their_samples() -> None:
-    report = run(Net, batch=batch, shard=lambda batch, rank, world_size: batch.tensor_split(world_size)[rank])
-    (finding,) = report.findings
-    assert finding.code == "DDP305" and any("0.5556, 0.4444" in fact for fact in finding.evidence)
-    assert "samples a rank: 5, 4" in finding.evidence
-
-
 def test_a_batch_that_does_not_divide_is_checked_with_equal_shards_and_a_note_says_so() -> None:
     report = run(Net, batch=batch)
     assert report.findings == () and report.error is None
@@ -83,34 +74,3 @@ def test_a_batch_that_does_not_divide_is_checked_with_equal_shards_and_a_note_sa
         for name in ("head.bias", "head.weight")
     ]
     assert all(0 <= entry.relative_error <= entry.tolerance < 1e-3 for entry in report.parity)
-
-
-class InsistsOnFloat32(nn.Module):
-    """Sums that cancel: each sample's share of the gradient is a thousand times as large as the gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
-
-    def forward(self, x: Any) -> Any:
-        return torch.matmul(x.float(), torch.diag(self.weight) @ torch.eye(64, dtype=torch.float32))
-
-
-def cancelling(step: int) -> Any:
-    x = 1000 * torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-    return x - x.mean(0) + torch.randn(64, generator=torch.Generator().manual_seed(step))
-
-
-@pytest.mark.slow
-def test_without_float64_the_last_digits_of_parameters_and_batch_tell_what_is_rounding() -> None:
-    report = run(InsistsOnFloat32, lambda model, x: model(x).mean(), batch=cancelling)
-    assert report.findings == () and "no float64 run" in report.world["notes"][0]
-    unmeasured = 256 * torch.finfo(torch.float32).eps
-    of_single = [entry for entry in report.parity if entry.reference == "single-process"]
-    assert all(unmeasured < entry.tolerance < 1e-2 for entry in of_single), of_single
-
-    def last_digits_count(model: Any, x: Any) -> Any:
-        return model(x).mean() * (1 + (x != x.round()).float().mean())
-
-    other = run(InsistsOnFloat32, last_digits_count, batch=lambda step: cancelling(step).round())
-    assert {entry.tolerance for entry in other.parity if entry.reference == "single-process"} == {unmeasured}

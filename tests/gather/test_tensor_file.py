@@ -46,15 +46,6 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
         assert back[name].stride() == TENSORS[name].stride()
 
 
-def test_a_tensor_is_still_right_when_the_next_one_was_asked_for(tmp_path: Path) -> None:
-    save([("first", numbers(MANY)), ("second", torch.zeros(MANY))], tmp_path / "saved")
-    back = TensorFile(tmp_path / "saved")
-    first = back["first"]
-    assert torch.equal(first, numbers(MANY))
-    assert not back["second"].any()
-    assert torch.equal(first, numbers(MANY))
-
-
 def test_what_is_written_into_one_copy_is_in_no_other(tmp_path: Path) -> None:
     save([("weight", numbers(MANY)), ("other", numbers(MANY))], tmp_path / "saved")
     mine, theirs = (TensorFile(tmp_path / "saved", keep=True) for _ in range(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
@@ -27,11 +26,3 @@ def test_a_weak_reference_of_somebody_else_is_refused_as_ever_and_ours_stays() -
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(first, second)
     assert ours() is first and theirs() is second
-
-
-def test_a_reference_keeps_nothing_alive() -> None:
-    tensor = torch.zeros(2)
-    known = tensor_ref(tensor)
-    del tensor
-    gc.collect()
-    assert known() is None

@@ -62,10 +62,6 @@ def sized(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples) * torch.randint(4, ())
 
 
-def seed_alike(_worker: int) -> None:
-    torch.manual_seed(0)
-
-
 def drawn(dataset: Samples, **more: Any) -> list[Mapping[str, tuple[int, int]]]:
     loader = DataLoader(dataset, batch_size=2, **more)
     functions = loader.collate_fn, loader.worker_init_fn
@@ -102,10 +98,3 @@ def test_draws_for_samples(kind: str, workers: int) -> None:
 @pytest.mark.parametrize("dataset", [Samples(), Samples("own")])
 def test_what_is_drawn_for_a_batch_is_not_drawn_for_samples(dataset: Samples, workers: int) -> None:
     assert not any(drawn(dataset, num_workers=workers, collate_fn=sized))
-
-
-@pytest.mark.slow
-def test_workers_that_are_started_anew() -> None:
-    """Both begin with the seed that their function gives them."""
-    found = drawn(Samples("torch"), num_workers=2, worker_init_fn=seed_alike, multiprocessing_context="spawn")
-    assert found[0] == found[1] != {} and found[2] == found[3] != {}

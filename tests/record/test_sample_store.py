@@ -158,12 +158,3 @@ def test_samples_leave_room_for_logs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer.add("second", A)
     assert writer.why_full.endswith("MiB are free for temporary files")
     assert [SampleReader(tmp_path, 1).count(key) for key in ("first", "second")] == [1, 0]
-
-
-def test_a_file_that_is_cut_anywhere_is_read(tmp_path: Path) -> None:
-    writer = SampleWriter(tmp_path, 0)
-    writer.add("größe", A)
-    whole = (tmp_path / "samples-0").read_bytes()
-    for size in range(len(whole)):
-        (tmp_path / "samples-0").write_bytes(whole[:size])
-        assert SampleReader(tmp_path, 1).count("größe") == 0
