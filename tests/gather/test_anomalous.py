@@ -1,11 +1,14 @@
 """DDP1xx from hand-made evidence, each with a clean twin, and the same question asked in any loop."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from ddpcheck.anomalous import detect_anomalous_params
@@ -16,9 +19,14 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
+from ddpcheck.gather.autograd.autograd_graph import all_names
+from ddpcheck.gather.phases import local_step as local
+from ddpcheck.gather.phases import model_build, rank_state, repeated_step
+from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import parameters_with_zero_gradients
 from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
+from ddpcheck.testing.fixture import DDPWorld
 from tests.reports import codes, only
 
 PLAIN = WrapperFacts()
@@ -118,9 +126,11 @@ NO_TURN = on_both((0, 0), (0, 1), (0, 2))
 
 CLEAN: dict[str, tuple[list[StepEvidence], WrapperFacts]] = {
     "all contributes": (two_ranks(), PLAIN),
+    "all contributes, no DDP": (two_ranks(), NOT_DDP),
     "no evidence": ([], PLAIN),
     "on a rank, which is searched for": (ON_RANK_1_IN_STEP_2, FINDS_UNUSED),
     "in some steps, which is searched for": (in_steps(1), FINDS_UNUSED),
+    "some unused, which is searched for": ([step_evidence(0, missing=WEIGHT), step_evidence(1)], FINDS_UNUSED),
     "removed and not waited for": (changed("removed", missing=False), PLAIN),
     "frozen and not waited for": (changed("frozen", missing=False), PLAIN),
     "zero on a rank": ([step_evidence(0, zero=WEIGHT), step_evidence(1)], PLAIN),
@@ -146,6 +156,7 @@ SPARSE_LOOSE = WrapperFacts(find_unused_parameters=True, sparse=SPARSE)
 UNUSED_ON_ALL: dict[str, Any] = {"severity": ERROR, "subjects": EXTRA, "ranks": (), "steps": ()}
 BLOCK_CUTS = [PathEnd("cut", "torch.no_grad()", Location("model.py", number), "", HERE) for number in (8, 9)]
 IN_NO_GRAD = ended(extra_weight=BLOCK_CUTS[0], encoder_weight=BLOCK_CUTS[1])
+BY_TURNS = where("missing", WEIGHT, [(0, 0), (1, 1), (0, 2), (1, 3)], steps=4)
 LEAF_ON_RANK_1 = [step_evidence(0), step_evidence(1, unregistered=LEAVES[2:])]
 BY_CHANCE = blocks_missing((0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))
 CHANGES = ("replaced", "removed", "frozen", "unfrozen", "cast or moved")
@@ -154,10 +165,13 @@ HIDDEN_HEAD = two_ranks(hidden_from_ddp=HEAD)
 FOUND = {
     "never read": told(UNUSED, "DDP101", "Expected to have finished reduction", **UNUSED_ON_ALL),
     "never read, searched for": told(UNUSED, "DDP101", "find_unused_parameters=True", severity=WARNING, **LOOSE),
+    "never read, static": told(UNUSED, "DDP101", "static_graph=True", severity=WARNING, wrapper=STATIC),
     "cut": told(two_ranks(missing=ENCODER, end=CUT), "DDP103", CUT_IN_ENCODER, severity=ERROR),
     "cut in one block": told(IN_NO_GRAD, "DDP103", "\ntorch.no_grad() begins at model.py:7\n"),
     "on a rank in a step": told(ON_RANK_1_IN_STEP_2, "DDP104", "rank 1 in step 2", ranks=(1,), steps=(2,)),
+    "on each rank in turn": told(BY_TURNS, "DDP104", ranks=()),
     "in the first step": told(in_steps(0), "DDP105", severity=ERROR, ranks=(), steps=(0,)),
+    "in the last step": told(in_steps(2), "DDP105", "no forward follows step 2", steps=(2,)),
     "lost on a rank": told([step_evidence(0), step_evidence(1, lost=HEAD)], "DDP108", subjects=HEAD, ranks=(1,)),
     "a tensor on a rank": told(LEAF_ON_RANK_1, "DDP106", ranks=(1,)),
     "sparse, searched for": told(UNUSED_WEIGHT, "DDP101", "sparse=False", severity=ERROR, wrapper=SPARSE_LOOSE),
@@ -168,6 +182,7 @@ FOUND = {
     "replaced by another": told(
         changed("replaced", by="body.weight"), "DDP503", "replaced by body.weight in the forward"
     ),
+    "replaced on a rank": told(changed("replaced", ranks=(1,)), "DDP503", ranks=(1,)),
     "blocks that are skipped by chance": told(
         *(BY_CHANCE, "DDP104", "\nIn step 0 blocks.0.weight did not contribute on rank 0, and blocks.1.weight"),
         "\nstep 1: blocks.1.weight did not contribute on any rank\n",
@@ -318,3 +333,147 @@ def test_a_loss_without_grad_is_wrong_usage() -> None:
     for loss in (model(torch.ones(1, 3)).detach(), 3.0, []):
         with pytest.raises(UsageError, match="requires grad"):
             detect_anomalous_params(loss, model)
+
+
+ABSENT = {"unread": "DDP101", "dropped": "DDP102", "detached": "DDP103", "no_grad": "DDP103", "number": "DDP103"}
+HERE_OR_THERE = {"on_rank_0": lambda rank, step: rank == 0, "in_step_1": lambda rank, step: step == 1}
+MODES = (*ABSENT, *HERE_OR_THERE, "used", "zeroed", "lost", "frozen")
+STEPS = 2
+
+
+class Lose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, None
+
+
+class Patchwork(nn.Module):
+    """Blocks of which each takes part in its own way; `ties` gives a block the weight of an earlier one."""
+
+    def __init__(self, modes: tuple[str, ...], ties: tuple[int | None, ...]) -> None:
+        super().__init__()
+        self.modes = modes
+        self.blocks = nn.ModuleDict({"base": nn.Linear(3, 3)})
+        for index, (mode, tie) in enumerate(zip(modes, ties, strict=True)):
+            block = nn.Linear(3, 3, bias=False)
+            if tie is not None and tie < index:
+                block.weight = self.blocks[f"b{'abcdef'[tie]}"].weight
+            elif mode == "frozen":
+                block.requires_grad_(False)
+            self.blocks[f"b{'abcdef'[index]}"] = block
+
+    def forward(self, x: Any, step: int) -> Any:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        total = self.blocks["base"](x).tanh()
+        for mode, block in zip(self.modes, list(self.blocks.values())[1:], strict=True):
+            if mode == "unread" or (mode in HERE_OR_THERE and not HERE_OR_THERE[mode](rank, step)):
+                continue
+            if mode == "lost":
+                total = total + Lose.apply(x, block.weight)
+                continue
+            with torch.set_grad_enabled(mode != "no_grad"):
+                made = block(x)
+            if mode != "dropped":
+                made = made.detach() if mode == "detached" else made.sum().item() if mode == "number" else made
+                total = total + (0.0 * made if mode == "zeroed" else made)
+        return total
+
+
+def patchwork_recipe(modes: tuple[str, ...], ties: tuple[int | None, ...], seed: int, find_unused: bool) -> Recipe:
+    def batch(step: int) -> Any:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * seed + step))
+        return {"x": x, "step": torch.full((4,), step)}
+
+    def loss(model: Any, batch: Any) -> Any:
+        return (model(batch["x"], int(batch["step"][0])) - 1).square().mean()
+
+    kwargs = {"find_unused_parameters": True} if find_unused else {}
+    return Recipe(model=lambda: Patchwork(modes, ties), batch=batch, loss=loss, ddp_kwargs=kwargs)
+
+
+def truth_on_a_rank(recipe: Recipe) -> list[dict[str, str]]:
+    """What plain autograd says, step by step, of every parameter that requires grad, under its first name."""
+    model = recipe.model()
+    said = []
+    for step in range(STEPS):
+        model.zero_grad()
+        recipe.loss(model, recipe.local_batch(recipe.batch(step), dist.get_rank(), dist.get_world_size())).backward()
+        of_step = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                of_step[name] = "none" if gradient is None else "some" if bool(gradient.count_nonzero()) else "zero"
+        said.append(of_step)
+    return said
+
+
+def evidence_on_a_rank(recipe: Recipe) -> tuple[list[StepEvidence], WrapperFacts, dict[str, tuple[str, ...]]]:
+    """What the phases of a check gather on this rank."""
+    model_build.build(recipe, 0)
+    facts, gathered = model_build.wrap().facts, []
+    for step in range(STEPS):
+        local.begin_step(step, None)
+        gathered.append(local.local_step(step).explained(repeated_step.explain(step)).evidence)
+    rank_state.rank_state().stack.close()
+    return gathered, facts, model_build.aliases()
+
+
+def expected_codes(
+    truth: list[list[dict[str, str]]], users: dict[str, set[str]], find_unused: bool
+) -> dict[str, set[str]]:
+    """By parameter, the codes of which it must have one; parameters of which nothing must be said are left out."""
+    expected: dict[str, set[str]] = {}
+    for name in truth[0][0]:
+        table = [[of_rank[step][name] for of_rank in truth] for step in range(STEPS)]
+        seen = {state for row in table for state in row}
+        absent = {ABSENT[mode] for mode in users[name] if mode in ABSENT}
+        if "none" in seen and "lost" in users[name]:
+            expected[name] = {"DDP108"}
+        elif seen == {"none"}:
+            expected[name] = absent
+        elif "none" in seen and not find_unused:
+            expected[name] = {"DDP104"} if any(len(set(row)) > 1 for row in table) else {"DDP105"}
+        elif seen == {"zero"}:
+            expected[name] = {"DDP107"}
+    return expected
+
+
+modes_of_blocks = st.lists(st.tuples(st.sampled_from(MODES), st.none() | st.integers(0, 3)), min_size=1, max_size=5)
+
+
+def said_of(findings: Sequence[Finding]) -> dict[str, set[str]]:
+    said: dict[str, set[str]] = {}
+    for finding in findings:
+        for name in finding.subjects:
+            said.setdefault(name, set()).add(finding.code)
+    said.pop("find_unused_parameters", None)
+    return said
+
+
+@pytest.mark.ddp(timeout=60, reuse="module")
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(blocks=modes_of_blocks, seed=st.integers(0, 5), find_unused=st.booleans())
+@example(blocks=[(mode, None) for mode in MODES[:4]], seed=0, find_unused=False)
+@example(blocks=[(mode, None) for mode in MODES[4:8]], seed=1, find_unused=False)
+@example(blocks=[("used", None), ("in_step_1", 0), *((mode, None) for mode in MODES[8:])], seed=2, find_unused=True)
+def test_verdicts_agree_with_plain_autograd(
+    ddp_world: DDPWorld, blocks: list[tuple[str, int | None]], seed: int, find_unused: bool
+) -> None:
+    modes, ties = zip(*blocks, strict=True)
+    recipe = patchwork_recipe(modes, ties, seed, find_unused)
+    aliases = all_names(recipe.model())
+    ways = {f"blocks.b{'abcdef'[index]}.weight": mode for index, mode in enumerate(modes)}
+    users = {names[0]: {ways.get(name, "used") for name in names} for names in aliases.values()}
+    truth = ddp_world.run(truth_on_a_rank, recipe)
+    gathered = ddp_world.run(evidence_on_a_rank, recipe)
+    facts = gathered[0][1]
+    evidence = [item for of_rank, _, _ in gathered for item in of_rank]
+    assert gathered[0][2] == {names[0]: names for names in aliases.values() if len(names) > 1}
+    said, expected = said_of(judge(evidence, facts)), expected_codes(truth, users, find_unused)
+    assert set(said) == set(expected), (said, expected)
+    for name, said_codes in said.items():
+        assert len(said_codes) == 1 and said_codes <= expected[name], (name, said, expected)

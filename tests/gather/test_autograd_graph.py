@@ -2,8 +2,12 @@
 
 import gc
 import inspect
+import io
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,9 @@ from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.gather.autograd import autograd_graph as graph
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, engine_answers, reached_by, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, function_name
+
+ROOT = Path(__file__).parents[2]
+
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
@@ -103,6 +110,32 @@ def test_asking_leaves_the_hooks_and_the_graph_of_the_loss_as_they_were() -> Non
     assert len(calls) == 1 and weight.grad.tolist() == [2.0, 2.0]
 
 
+DEEP = """
+import torch
+from torch import nn
+from ddpcheck.anomalous import detect_anomalous_params
+from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT, reached_by, LossGraph
+
+model = nn.ParameterDict({"used": torch.ones(1), "unused": torch.ones(1)})
+y = model["used"]
+for _ in range(100_000):
+    y = y + 1
+loss = y.sum()
+del y
+assert reached_by(loss, [model["used"], model["unused"]]) == [True, False]
+walk = LossGraph([loss])
+assert not walk.is_complete
+found = detect_anomalous_params(loss, model)
+assert found.missing == ("unused",), found
+print("found")
+del walk, found
+if BACKWARD:
+    loss.backward()
+del loss
+print("freed")
+"""
+
+
 def test_following_a_path_makes_no_python_object_for_a_node_of_the_graph() -> None:
     """A chain of such objects is freed recursively: at some 50,000 the process ends."""
     model = nn.ParameterDict({"gate": torch.ones(1)})
@@ -115,6 +148,15 @@ def test_following_a_path_makes_no_python_object_for_a_node_of_the_graph() -> No
                 y = y * model["gate"]
             cut = y.detach() * 2
         assert nodes() <= of_other_tests and cut.grad_fn is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_chain_of_a_hundred_thousand_nodes_is_answered_and_freed(backward: bool) -> None:
+    program = DEEP.replace("BACKWARD", str(backward))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, ["found", "freed"]), done
 
 
 def test_a_walk_stops_at_its_limit() -> None:
@@ -166,11 +208,36 @@ def within(switch: Any) -> Callable[[Model, Any], Any]:
     return forward
 
 
+def sampled(m: Model, x: Any) -> Any:
+    of_other = m.inner.layer(x)
+    drawn = torch.distributions.Normal(of_other, m.layer(x).exp()).sample()  # <- here
+    return m.head(drawn + of_other)
+
+
 def written_through_a_view(m: Model, x: Any) -> Any:
     cache = torch.zeros(4, 3)
     with torch.no_grad():
         cache[1:3] = m.layer(x)  # <- here
     return m.head(cache)
+
+
+def written_through_data(m: Model, x: Any) -> Any:
+    cache = torch.zeros(2, 3)
+    cache.data.copy_(m.layer(x))
+    return m.head(cache)
+
+
+def through_shared_memory(m: Model, x: Any) -> Any:
+    weight = torch.empty(3, 3)
+    weight.data = m.layer.weight.data  # <- here
+    return m.head(x @ weight)
+
+
+def through_a_file(m: Model, x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(m.layer(x).detach(), file)  # <- here
+    file.seek(0)
+    return m.head(x * torch.load(file))
 
 
 def logged(m: Model, x: Any) -> Any:
@@ -194,8 +261,13 @@ CASES: dict[str, tuple[Callable[[Model, Any], Any], str, str]] = {
     "rebuilt": (lambda m, x: m.head(x @ nn.Parameter(m.layer.weight / 2)), "cut", "nn.Parameter(), a new leaf"),
     "leaf": (lambda m, x: m.head(x @ torch.tensor(m.layer.weight, requires_grad=True)), "cut", "tensor(), a new leaf"),
     "new_tensor": (lambda m, x: m.head(x * x.new_tensor(m.layer(x))), "cut", "new_tensor(), which has no derivative"),
+    "format": (lambda m, x: m.head(x * float(f"{m.layer(x).sum():.3f}")), "cut", "format(), which leaves torch"),
+    "shared memory": (through_shared_memory, "cut", "what follows .data"),
+    "file": (through_a_file, "cut", "what follows detach()"),
     "re-entrant": (lambda m, x: m.head(checkpoint(m.layer, x, use_reentrant=True)), "cut", REENTRANT),
     "detach": (detach, "cut", "detach()"),
+    "detached parameter": (lambda m, x: m.head(F.linear(x, m.layer.weight.detach())), "cut", "detach()"),
+    "detached after a function": (lambda m, x: m.head(Double.apply(m.layer(x)).detach()), "cut", "detach()"),
     "data": (lambda m, x: m.head(m.layer(x).data), "cut", ".data"),
     "no_grad": (within(torch.no_grad), "cut", "torch.no_grad()"),
     "argmax": (
@@ -204,8 +276,11 @@ CASES: dict[str, tuple[Callable[[Model, Any], Any], str, str]] = {
     ),
     "item": (lambda m, x: m.head(x * m.layer(x).sum().item()), "cut", "item(), which leaves torch"),
     "numpy": (lambda m, x: m.head(torch.from_numpy(m.layer(x).detach().numpy().copy())), "cut", BY_NUMPY),
+    "sampled": (sampled, "cut", "torch.no_grad()"),
     "written through a view": (written_through_a_view, "cut", "torch.no_grad()"),
+    "written through data": (written_through_data, "cut", ""),
     "logged": (logged, "unreachable", "item(), which leaves torch"),
+    "shape": (lambda m, x: m.head(torch.ones(m.layer(x).shape)), "unreachable", "linear()"),
     "output dropped": (output_dropped, "unreachable", "tanh()"),
     "never read": (never_read, "unused", ""),
 }

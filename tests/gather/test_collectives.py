@@ -24,6 +24,7 @@ from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.rules.collectives.first_divergence import ranks_in_complete_collective
 from ddpcheck.testing.fixture import DDPWorld
 from ddpcheck.trace.failures import FailureFacts
+from ddpcheck.worlds import failures
 from ddpcheck.worlds import rank as this_rank
 from tests.reports import only
 from tests.tiers import share
@@ -177,6 +178,11 @@ def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
     assert x.item() == 2.0 and len(log()) == 1
 
 
+class SlowToRead:
+    def __reduce__(self) -> Any:
+        return time.sleep, (1.0,)
+
+
 def record_and(what: str) -> None:
     import torch
     import torch.distributed as dist
@@ -185,6 +191,10 @@ def record_and(what: str) -> None:
     this_rank.set_status("step 0: forward")
     if what.startswith("skip") and dist.get_rank() == 1:
         return
+    if what == "come late" and dist.get_rank() == 1:
+        time.sleep(2.0)
+    if what == "take long to read what was gathered":
+        dist.gather_object(SlowToRead(), [None, None] if dist.get_rank() == 0 else None)
     if what == "skip an asynchronous one":
         dist.all_reduce(torch.zeros(3), async_op=True).wait()
     else:
@@ -210,6 +220,12 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_dea
     (stuck,) = [failure for failure in caught.value.failures if failure.kind == "stuck"]
     assert stuck.rank == 0 and stuck.place == "step 0: forward"
     assert what != "skip" or stuck.collective.startswith("all_reduce(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["come late", "take long to read what was gathered"])
+def test_a_rank_that_comes_late_is_waited_for(watched: DDPWorld, what: str) -> None:
+    assert watched.run(record_and, what) == [None, None]
 
 
 def test_who_is_in_a_collective_to_which_all_have_come_waits_for_nobody() -> None:
@@ -351,3 +367,18 @@ def test_a_mismatch_in_the_logs_is_the_cause_of_a_hang_or_of_a_broken_connection
     assert judge(failure(0, "stuck"), logs=logs).code == "DDP403"
     assert judge(failure(0, "raised", "gloo: connection closed by peer"), logs=logs).code == "DDP403"
     assert judge(failure(1, "raised", "rank 1 raised KeyError"), logs=logs).code == "DDP401"
+
+
+@pytest.mark.parametrize(
+    ("code", "one", "several"),
+    [
+        (-11, "rank 1 was killed by SIGSEGV", "ranks 1 and 2 were killed by SIGSEGV"),
+        (1, "rank 1 ended with exit code 1 before its", "ranks 1 and 2 ended with exit code 1 before their"),
+    ],
+)
+def test_what_happened_to_several_ranks_is_said_in_the_plural(code: int, one: str, several: str) -> None:
+    for ranks, words in (([1], one), ([1, 2], several)):
+        error = failures.rank_error([failures.failure_of_dead_rank(rank, code, 0.0) for rank in ranks])
+        assert str(error).startswith(words)
+        (finding,) = diagnose(FailureFacts(error.failures, [[]] * 4))
+        assert finding.message.startswith(words[0].upper() + words[1:])

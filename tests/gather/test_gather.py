@@ -23,6 +23,7 @@ from ddpcheck.gather.state.module_state import capture_state, copied_module
 from ddpcheck.gather.state.randomness import (
     QuietRandomness,
     generator_states,
+    mixed_seed,
     seed_everything,
     without_rnn_dropout,
 )
@@ -60,20 +61,46 @@ class Recurrent(nn.Module):
         return self.rnn(x.unsqueeze(1).expand(-1, 3, -1))[0].flatten(1)
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x.unsqueeze(1) * torch.arange(1.0, 5.0).view(1, 4, 1)).flatten(1)
+
+
+def attend(x: Any) -> Any:
+    tokens = (x.unsqueeze(1) * torch.arange(1.0, 5.0).view(1, 4, 1)).unsqueeze(1)
+    return F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.5).flatten(1)
+
+
 RANDOM: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "dropout": lambda: nn.Dropout(0.5),
     "fused dropout": lambda: lambda x: torch.native_dropout(x, 0.5, True)[0],
     "dropout of channels": lambda: lambda x: F.dropout2d(x.view(-1, 2, 3, 1), 0.5).flatten(1),
     "alpha dropout": lambda: nn.AlphaDropout(0.5),
+    "feature alpha dropout": lambda: nn.FeatureAlphaDropout(0.5),
     "rrelu": lambda: lambda x: F.rrelu(x - 0.7, training=True),
     "rand_like": lambda: lambda x: x * torch.rand_like(x),
+    "rand": lambda: lambda x: x * torch.rand(x.shape),
+    "randn_like": lambda: lambda x: x + x * torch.randn_like(x),
     "normal": lambda: lambda x: x * torch.normal(x.detach(), 1.0),
+    "uniform_": lambda: lambda x: x * torch.empty_like(x).uniform_(0.5, 2.0),
+    "exponential_": lambda: lambda x: x * torch.empty_like(x).exponential_(),
     "bernoulli of probabilities": lambda: lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "bernoulli_ of a number": lambda: lambda x: x * torch.empty_like(x).bernoulli_(0.5),
+    "bernoulli_ of a tensor": lambda: lambda x: x * torch.empty_like(x).bernoulli_(torch.full_like(x, 0.5)),
+    "drop path": lambda: lambda x: x * (torch.rand(x.shape[0], 1) < 0.8),
     "randperm of features": lambda: lambda x: x[:, torch.randperm(x.shape[1])],
     "randint": lambda: lambda x: x * torch.randint(1, 5, (x.shape[0], 1)),
     "multinomial": lambda: lambda x: x.gather(1, torch.multinomial(x.softmax(1), 2)),
+    "gumbel softmax": lambda: lambda x: F.gumbel_softmax(x, hard=False),
+    "scaled dot product attention": lambda: attend,
+    "encoder layer": Encoder,
     "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN),
     "checkpointed dropout": lambda: lambda x: checkpoint(F.dropout, x, 0.5, use_reentrant=False),
     "mixup": lambda: lambda x: 0.75 * x + 0.25 * x * torch.distributions.Beta(0.4, 0.4).sample((1,)),
 }
@@ -104,6 +131,18 @@ def test_silenced_random_layers_compute_the_same_on_shards_and_on_the_whole(name
         torch.testing.assert_close(torch.cat([shard[index] for shard in shards]), whole[index])
     assert float(whole[1].abs().sum()) > 0, "silence must not silence the gradient"
     assert is_random(layer, x), "again"
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.45])
+def test_a_layer_dropped_at_the_usual_rates_is_kept_in_silence(rate: float) -> None:
+    with QuietRandomness():
+        for kept in (
+            torch.rand(3, 1) < 1 - rate,
+            torch.rand(3, 1) > rate,
+            (1 - rate + torch.rand(3, 1)).floor(),
+            torch.empty(3, 1).bernoulli_(1 - rate),
+        ):
+            assert kept.float().tolist() == [[1.0]] * 3
 
 
 SEEDED_BUT_MADE_OF_OTHERS = {
@@ -162,6 +201,13 @@ def test_seeding_is_that_of_torch_with_and_without_other_devices(alone: bool, mo
     assert torch.equal(torch.get_rng_state(), expected)
 
 
+@quickly
+@given(st.integers(-(2**70), 2**70), st.integers(0, 1000), st.integers(0, 64))
+def test_seeds_for_different_purposes_differ(seed: int, step: int, rank: int) -> None:
+    seeds = [mixed_seed(seed, 3, s, r) for s, r in {(step, rank), (step + 1, rank), (step, rank + 1), (rank, step)}]
+    assert len(set(seeds)) == len(seeds) and all(0 <= value < 2**31 for value in seeds)
+
+
 def test_a_distance_is_relative_and_names_the_worst_element() -> None:
     want = torch.ones(2, 3)
     got = want.clone()
@@ -200,6 +246,12 @@ def test_a_difference_below_the_smallest_normal_number_is_none(dtype: torch.dtyp
     want = torch.full((64,), least * 0.75, dtype=dtype)  # which some devices flush to zero
     assert not difference("w", torch.zeros(64, dtype=dtype), want, scale=norm(want), tolerance=1e-6).bad
     assert difference("w", want * 100, want * 50, scale=norm(want) * 50, tolerance=1e-6).bad
+
+
+def test_float16_is_compared_below_its_smallest_normal_number_but_for_rounding() -> None:
+    want = torch.full((64,), 1e-5, dtype=torch.float16)
+    assert not difference("w", want + 2**-24, want, scale=norm(want), tolerance=10 * 2**-10).bad
+    assert difference("w", want * 2, want, scale=norm(want), tolerance=10 * 2**-10).bad
 
 
 def test_a_gradient_that_is_missing_counts_as_zeros() -> None:
@@ -261,6 +313,14 @@ def test_every_nest_of_scalars_is_a_loss() -> None:
     ):
         loss = compute_loss(recipe(lambda m, b, make=make: make(m(b).mean())), model, batch, step=0, seed=0)
         assert loss.value == pytest.approx(model(batch).mean().item()) and not loss.drew
+
+
+def test_a_loss_of_two_precisions_keeps_the_better_one() -> None:
+    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+    for order in (lambda low, high: (low, high), lambda low, high: (high, low)):
+        make = recipe(lambda m, b, order=order: order((m(b).mean() * 0).bfloat16(), m(b).mean() + 1 / 3))
+        loss = compute_loss(make, model, batch, step=0, seed=0)
+        assert loss.value == pytest.approx(model(batch).mean().item() + 1 / 3, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -397,3 +457,10 @@ def test_the_stand_in_keeps_to_half_precision_inputs_and_refuses_what_torch_refu
         assert nn.SyncBatchNorm(3)(torch.randn(4, 3).bfloat16()).dtype is torch.bfloat16
         with pytest.raises(ValueError, match="expected at least 2D input"):
             nn.SyncBatchNorm(3)(torch.randn(3))
+
+
+@pytest.mark.ddp(world_size=1)
+def test_the_stand_in_works_in_a_group_of_one() -> None:
+    x = filled(torch.float32, 6, 3)
+    with synchronised_on_cpu():
+        torch.testing.assert_close(nn.SyncBatchNorm(3)(x), nn.BatchNorm1d(3)(x))

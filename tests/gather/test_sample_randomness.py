@@ -1,6 +1,8 @@
 """Random numbers that belong to a sample: real ones, and the same in a shard as in the whole batch."""
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +65,23 @@ def test_the_numbers_are_distributed_as_those_of_torch() -> None:
         assert abs(float(ours.mean() - torchs.mean())) < allowed, draw
         assert abs(float(ours.std() - torchs.std())) < allowed, draw
         assert abs(float(ours.max() - torchs.max())) < float(torchs.std()) * 4, draw
+
+
+def test_along_the_second_dimension() -> None:
+    seed_everything(3)
+    with SampleRandomness(SAMPLES):
+        whole = torch.rand(7, 12, 3)
+    seed_everything(3)
+    with SampleRandomness(SAMPLES[4:8]):
+        shard = torch.rand(7, 4, 3)
+    assert torch.equal(whole[:, 4:8], shard)
+
+
+@given(shape=st.sampled_from([(), (7,), (5, 3), (1, 13)]))
+def test_what_has_no_part_for_each_sample_is_constant(shape: tuple[int, ...]) -> None:
+    with SampleRandomness(SAMPLES):
+        assert torch.rand(shape).unique().numel() == 1
+        assert torch.randperm(5).tolist() == list(range(5))
 
 
 class Masked(nn.Module):

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Location
 from ddpcheck.record.data.datasets import epoch_of, shuffles_by_epoch
+from ddpcheck.rules.data.loaders import judge_loaders
 
 
 class Own(Sampler[int]):
@@ -69,6 +72,17 @@ class Fixed(Sampler[int]):
         return iter(random.Random(0).sample(range(8), 8))
 
 
+class ByLength(Sampler[int]):
+    """No draws; it only says where it is."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        print(f"epoch {self.epoch}")
+        return iter(sorted(range(8), key=lambda n: n % 3))
+
+
 @pytest.mark.parametrize(
     ("sampler", "shuffles"),
     [
@@ -78,6 +92,7 @@ class Fixed(Sampler[int]):
         (ByMethod(False), False),
         (ByMethod([1]), True),
         (Fixed(), False),
+        (ByLength(), False),
         (DistributedSampler(range(8), 2, 0), True),  # type: ignore[arg-type]
         (DistributedSampler(range(8), 2, 0, shuffle=False), False),  # type: ignore[arg-type]
         (Global(), True),
@@ -93,3 +108,29 @@ def test_what_gives_another_order_in_another_epoch(sampler: object, shuffles: bo
 
 def test_the_epoch_of_a_sampler() -> None:
     assert [epoch_of(one) for one in (Own(), ByMethod(), [1], DistributedSampler(range(8), 2, 0))] == [0, -1, -1, 0]  # type: ignore[arg-type]
+
+
+def test_an_own_sampler_that_is_told_of_no_epoch() -> None:
+    def ranks(*epochs: int, has_epoch: bool = True) -> list[list[LoaderPass]]:
+        return [
+            [
+                LoaderPass(
+                    *(0, n, Location("train.py", 30), "Photos", 8, {"x": 7}, 4, 1, type(Own()).__name__, True, False),
+                    has_epoch=has_epoch,
+                    batches=4,
+                    exhausted=True,
+                    trains=True,
+                    order=rank + 1,
+                    indices=part,
+                    epoch=number,
+                )
+                for n, number in enumerate(epochs)
+            ]
+            for rank, part in enumerate([(4, 0, 6, 2), (7, 3, 1, 5)])
+        ]
+
+    (finding,) = judge_loaders(ranks(0, 0, 0))
+    assert finding.code == "DDP506" and not finding.fix
+    (finding,) = judge_loaders(ranks(0, 0, has_epoch=False))
+    assert finding.fix.startswith("Set the epoch of the sampler")
+    assert not judge_loaders(ranks(0, 1, 2))  # told, and it has few orders
