@@ -431,5 +431,19 @@ def rejecting_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return to_sum(model, batch + 0.01 * noise)
 
 
+def views_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    probe = batch.clone().requires_grad_()
+    inner = getattr(model, "module", model)
+    squares(inner(probe), probe).sum().backward()
+    nearby = (batch + 0.01 * probe.grad.sign()).detach()
+    inner.zero_grad()
+    left, right = model(torch.cat([batch, nearby])).chunk(2)
+    return (left - right).square().mean() + squares(left, batch).mean()
+
+
+# Two views in one batch, and a backward pass of the loss's own for the input.
+advantages_and_views = recipe(loss=views_loss)
+
+
 # Noise is drawn until it is small enough: with the numbers silenced this would go on for ever.
 rejection_sampling = recipe(loss=rejecting_loss)

@@ -91,6 +91,24 @@ transformer_tied_dropout = recipe(
 )
 
 
+class StatefulLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+        self.hidden: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, hidden = self.lstm(x, self.hidden)
+        self.hidden = tuple(t.detach() for t in hidden)
+        return self.head(y)
+
+
+# A recurrent model carries its detached hidden state from step to step in an attribute.
+stateful_rnn = recipe(
+    StatefulLSTM, batch=normal(12, 5, 4), loss=lambda model, b: (model(b)[..., 0] - b.sum(2)).square().mean()
+)
+
+
 def images_and_labels(size: int, *shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     def batch(step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
@@ -156,6 +174,14 @@ class Filter(nn.Module):
 complex_parameters = recipe(Filter)
 
 
+class DropPath(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        branch = super().forward(x).tanh()
+        return x + branch * (torch.rand(len(x), 1, device=x.device) < 0.8) / 0.8 if self.training else x + branch
+
+
+# Stochastic depth by `torch.rand`.
+drop_path = recipe(*[lambda: DropPath(8, 8)] * 2, linear(8, 1))
 # A randomised leaky ReLU draws a slope for each element.
 rrelu = recipe(linear(8, 16), nn.RReLU, linear(16, 1))
 
@@ -211,6 +237,10 @@ old_weight_norm = recipe(old_weight, nn.Tanh, ignoring_warnings(lambda: nn.utils
 # The same beside a parametrisation, whose classes torch makes anew for each module.
 old_weight_norm_beside_new = recipe(
     *(old_weight, nn.Tanh, lambda: parametrizations.orthogonal(nn.Linear(8, 8)), linear(8, 1))
+)
+# The old kind: a hook, two buffers and a plain attribute in place of the weight.
+old_spectral_norm = recipe(
+    *(ignoring_warnings(lambda: nn.utils.spectral_norm(nn.Linear(8, 8))), nn.Tanh, linear(8, 4)), loss=to_input
 )
 
 
