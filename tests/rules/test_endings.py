@@ -121,6 +121,13 @@ def folds():
         dist.all_reduce(x)
     dist.barrier()
 
+def rounds():
+    for client in range(3):
+        for x in clients[client]:
+            dist.all_reduce(x)
+        for p in parameters:
+            dist.broadcast(p)
+
 def scores():
     for task in tasks:
         try:
@@ -236,6 +243,7 @@ def case(id: str, ranks: str, finding: str, *words: str) -> Any:
         case("a branch below the break", "keeps_copies 1|1111| 1|1111r", "DDP403 1 # good", "`break`"),
         case("an inner loop in its last pass", "folds 111r1111 111r111|", "DDP405 1 for x"),
         case("an outer loop", "folds 111r111r1 111r111r|", "DDP405 1 for fold"),
+        case("a loop that begins again", "rounds rcrr rcrc", "DDP405 1 for x"),
         case("an exception ends a loop", "guarded 123 12|", "DDP405 1 except", "by the `except` at {place}"),
         case("an exception leaves out a call", "scores kkk kk|", "DDP403 1 except", "evidence: not known"),
         case("fewer passes of range", "steps bbbbbbbbb bbbbbbbb|", "DDP508 1 continue"),

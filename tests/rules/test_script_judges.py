@@ -444,6 +444,11 @@ def test_parameters_that_a_wrapper_does_not_know_of_are_told_by_their_names_in_i
     assert_says(unsynchronized(steps, wrapped=True), "DDP503 ... ('head.w',)")
 
 
+def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reduction() -> None:
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n, collectives=5) for n in (2, 3)]]
+    assert_says(unsynchronized(steps), "after the collectives of a step")
+
+
 def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that() -> None:
     def steps_of(*values: tuple[int, int]) -> list[list[OptimizerStep]]:
         return [[alone(n, at[rank], 2.0 + rank) for rank in range(2)] for n, at in enumerate(values)]

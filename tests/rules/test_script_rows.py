@@ -246,10 +246,12 @@ def test_the_order_of_every_epoch_is_told_at_the_head_of_its_loop() -> None:
 def test_a_framework_that_splits_what_a_sampler_has_split(more: dict[str, Any], code: str) -> None:
     def ranks(epochs: int) -> list[list[LoaderPass]]:
         given = {"size": 64, "replicas": 2, "num_samples": 32, "batches": 4, **more}
-        starts = [[number + rank for number in range(epochs)] for rank in range(2)]
-        return [
-            [epoch((), n, indices=tuple(order), **given) for n, order in enumerate(orders[rank])] for rank in (0, 1)
-        ]
+
+        def of_rank(rank: int) -> list[LoaderPass]:
+            orders = [tuple((number + rank + 2 * n) % 64 for n in range(16)) for number in range(epochs)]
+            return [epoch((), number, indices=order, **given) for number, order in enumerate(orders)]
+
+        return [of_rank(0), of_rank(1)]
 
     assert found(*ranks(3)) == [(code, MADE)] * bool(code)
     assert not found(*ranks(1))  # an epoch that is resumed
@@ -279,6 +281,7 @@ def test_an_epoch_that_is_resumed_in_another_order() -> None:
     assert not both(whole, broken, one(other, 2, 8, 1))  # that may have been copied to a device, and be in use
     again, then = one(first, 2, 8, 4), (one(second, 3, 8), one(other, 3, 8))
     assert not both(whole, broken, again) and not both(whole, broken, again, then[0])  # of a checkpoint before that
+    assert not both(whole, broken, one(second, 2, 8, 6))  # further than any has come: the run before it is not known
     assert not both(one(first, 0, 5, 2), one(second, 1, 5, 2))  # each epoch leaves out its first batches
     assert not both(whole, one(second, 1, 5, indices=()), one(other, 2, 8, 4))  # that may have been the epoch
     assert not both(whole, broken, one(other, 2, 8, 4, size=60))
