@@ -277,6 +277,7 @@ def test_an_epoch_that_is_resumed_in_another_order() -> None:
 
     whole, broken = one(first, 0, 8), one(second, 1, 5)
     assert both(whole, broken, one(other, 2, 8, 4)) == [("DDP506", MADE)]
+    assert both(whole, broken, one(other, 0, 8, 4, loader=1)) == [("DDP506", MADE)]  # in another loop
     assert not both(whole, broken, one(second, 2, 8, 4))
     assert not both(whole, broken, one(other, 2, 8, 1))  # that may have been copied to a device, and be in use
     again, then = one(first, 2, 8, 4), (one(second, 3, 8), one(other, 3, 8))
