@@ -126,6 +126,7 @@ EVEN, ODD, ALL = range(0, 64, 2), range(1, 64, 2), range(64)
 BACK = tuple(reversed(ALL))
 OTHER_DATA: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 1, 1: 2, 2: 3, 3: 4}}}
 SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 3: 6}}}
+HOLDS: dict[str, Any] = {"dataset_draws": (1, 1)}
 CUT: dict[str, Any] = {"exhausted": False, "batches": 4}
 
 
@@ -145,18 +146,12 @@ def in_order(*orders: int, **more: Any) -> list[list[LoaderPass]]:
 
 
 def endless(rank: int, seed: int) -> list[LoaderPass]:
-    """Three epochs and a half of a sampler without an end; the script took what it wanted."""
     random = Random(seed)
     order = [index for _ in range(7) for index in random.sample(range(64), 64)]
     return [epoch(order[rank::2][:112], exhausted=False, batches=28, expected=-1)]
 
 
-def redrawn(rank: int) -> list[LoaderPass]:
-    return [epoch(Random(rank).choices(range(64), k=112), exhausted=False, batches=28, expected=-1)]
-
-
 def own_rows(*orders: Sequence[int], drawn: bool = True, **more: Any) -> list[list[LoaderPass]]:
-    """Build passes of ranks whose augmentation changes the rows of the same samples."""
     more = {"samples": {"x.0": (1, 2)}, "holds_samples": True, **more}
     contents = [OTHER_DATA | {"draws": {1: 2} if drawn else {}}, SAME_ROWS | {"draws": {5: 6} if drawn else {}}]
     return [[epoch(order, **more, **of_rank)] for order, of_rank in zip(orders, contents, strict=True)]
@@ -177,9 +172,7 @@ SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
         ([[epoch(ALL, exhausted=False, expected=8)], [epoch(BACK, exhausted=False, expected=8)]], "DDP505"),
         ([[epoch(ALL, digest={"x": 1})], [epoch(ALL, digest={"x": 2})]], ""),  # a file of each rank's own
         ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **OTHER_DATA)]], ""),
-        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **SAME_ROWS)]], "DDP505"),
         ([[epoch(range(32))], [epoch((*range(32, 63), 0))]], ""),  # padded
-        ([[epoch((*range(30), 0, 1))], [epoch((*range(12, 42), 12, 13))]], "DDP505"),  # and drawn from other seeds
         ([[epoch((*range(26), *range(6)))], [epoch((*range(8, 34), *range(8, 14)))]], ""),  # each drawn anew
         (in_order(1, 1, 1, shuffles=True), "DDP506"),
         (in_order(1, 2, 3, shuffles=True), ""),
@@ -189,50 +182,29 @@ SHARED, OWN = {1: 2, 2: 3}, {7: 8, 8: 9}
         ([[epoch(THRICE[rank::4][:32])] for rank in range(4)], ""),  # each augmented on another rank
         ([epochs(EVEN, range(32), **CUT), epochs(ODD, range(16, 48))], ""),
         ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(EVEN, subset=tuple(range(16, 64)))]], "DDP516"),
-        ([[epoch(EVEN, subset=tuple(range(48)))], [epoch(ODD, subset=tuple(range(48)))]], ""),
         ([[epoch(EVEN, subset=tuple(EVEN))], [epoch(ODD, subset=tuple(ODD))]], ""),  # a shard each
         ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=SHARED)]], "DDP510"),
         ([[epoch(EVEN, draws=SHARED)], [epoch(ODD, draws=OWN)]], ""),
-        (
-            [[epoch(EVEN, draws={1: 2}, dataset_draws=(1, 1))], [epoch(ODD, draws={1: 3}, dataset_draws=(1, 1))]],
-            "",
-        ),  # seeded by sample
-        ([[epoch(EVEN, draws=SHARED, **held)] for held in (OTHER_DATA, SAME_ROWS)], "DDP510"),  # places of own parts
+        ([[epoch(part, draws={1: n}, **HOLDS)] for part, n in ((EVEN, 2), (ODD, 3))], ""),  # seeded by sample
         (own_rows(ALL, ALL), "DDP505"),
         (own_rows(ALL, ALL, drawn=False), ""),
+        ([[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)], "of ranks () ... likewise ranks 2 and 3, with different"),
         (
-            [[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)],
-            "of ranks () ... Ranks 0 and 1 take ... likewise ranks 2 and 3, with different samples",
-        ),
-        (
-            [[epoch(ALL, epoch=3, epoch_set_at=OTHER_LINE)], [epoch(BACK, epoch=0, epoch_set_at=OTHER_LINE)]],
-            "bar.py:4 ... in other epochs ... sampler: rank 0: 3; rank 1: 0 ... Tell the sampler the same epoch on",
+            [[epoch(order, epoch=n, epoch_set_at=OTHER_LINE)] for order, n in ((ALL, 3), (BACK, 0))],
+            "at bar.py:4 ... in other epochs ... rank 0: 3; rank 1: 0 ... Tell the sampler the same epoch on",
         ),
         ([endless(0, 0), endless(1, 1)], "DDP505 warning ... of the first 32 samples that each takes"),
-        (
-            [epochs(EVEN, range(32)), epochs(ODD, range(16, 48))],
-            "DDP505 warning ... share 16 of the 32 samples ... 16 of 64 are on no rank",
-        ),
-        (  # copies in two workers
-            [[epoch(part, draws={1: 2}, dataset_draws=(1, 1))] for part in (EVEN, ODD)],
-            "DDP510 ... 2 of 2 states of random generators that the dataset holds",
-        ),
+        ([epochs(EVEN, range(32)), epochs(ODD, range(16, 48))], "DDP505 warning ... share 16 of the 32 samples"),
+        ([[epoch(part, draws={1: 2}, **HOLDS)] for part in (EVEN, ODD)], "DDP510 ... that the dataset holds"),
         (  # samples of other sizes take more or fewer numbers, from the same state on
             [[epoch(part, draws={1: n, 2: n + 1}, worker_seed=7, workers=2)] for part, n in ((EVEN, 5), (ODD, 6))],
-            "DDP510 ... , in workers, and ... 2 of 2 states of global random generators ... generator that is",
+            "DDP510 ... 2 of 2 states of global random generators",
         ),
-        (
-            [[epoch(part, draws={1: 5, 2: 6}, worker_seed=-1, workers=2)] for part in (EVEN, ODD)],
-            "DDP510 ... before and after the batches ... worker_init_fn",
-        ),
-        ([[epoch(part)] for part in (EVEN, ODD, ODD)], "DDP505 error ... of ranks (1, 2) ... not likewise"),
-        ([[epoch(order, epoch=3)] for order in (ALL, BACK)], "DDP505 ... not epoch of"),
+        ([[epoch(part, draws=SHARED, worker_seed=-1, workers=2)] for part in (EVEN, ODD)], "DDP510 ... worker_init_fn"),
+        ([[epoch(part)] for part in (EVEN, ODD, ODD)], "DDP505 error ... of ranks (1, 2)"),
         ([[epoch(EVEN, location=OTHER_LINE)], [epoch(EVEN)]], "DDP505"),  # one rank shows its progress
-        ([[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)], "DDP505"),
         ([epochs(EVEN, range(32)), epochs(ODD, range(32, 64))], ""),
-        ([epochs(EVEN, range(32), replaces=True), epochs(ODD, range(16, 48), replaces=True)], ""),
         ([epochs(EVEN, range(32), EVEN), epochs(ODD, range(16, 48), ODD)], ""),
-        (own_rows(EVEN, ODD), ""),
         (own_rows(ALL, ALL, holds_samples=False), ""),  # numbers from which each rank makes its own
     ],
 )
@@ -241,7 +213,6 @@ def test_samples_that_ranks_share(passes: list[list[LoaderPass]], words: str) ->
 
 
 def test_loaders_that_one_rank_alone_goes_through_do_not_shift_those_of_training() -> None:
-    """A loader is made anew for each epoch, of more samples each time; rank 0 validates between them."""
     first, second = (
         [epoch(range(rank, 64 * (n + 1), 2), size=64 * (n + 1), loader=n) for n in range(2)] for rank in range(2)
     )
@@ -263,37 +234,29 @@ def inputs(*samples: Any) -> list[Inputs]:
         ([inputs((1, 2), (3, 4), (5, 6)), inputs((1, 2), (3, 4), (5, 7))], ""),
         ([inputs((1,), (1,), (1,))] * 2, ""),  # a grid that is always the same
         ([inputs(1, 2, 8, 9), inputs(1, 2, 3, 4)], ""),  # too few to tell
-        ([inputs(7, 8, 1, 1, 1), inputs(5, 6, 1, 1, 1)], ""),  # one batch, again and again
-        (  # the first rank alone evaluates, and draws more random numbers than the others
-            [inputs(7, 8, 9, 10), *[inputs(1, 2, 3, 4)] * 3],
-            "error ... of ranks (1, 2, 3) ... The forward passes of ranks 1 to 3 are given",
-        ),
-        (
-            [*[inputs(1, 2, 3), inputs(7, 8, 9)] * 2, inputs(4, 5, 6)],
-            "error ... of ranks (0, 1, 2, 3) ... likewise ranks 1 and 3, with different samples",
-        ),
-        (
-            [inputs(1, 2, 3, 8), inputs(1, 2, 3, 4)],
-            "warning ... of ranks () ... in the first 3 steps ... from step 3 on they differ",
-        ),
-        (
-            [inputs(7, 8, 1, 2, 3), inputs(5, 6, 1, 2, 3)],
-            "warning ... the last 3 steps ... until step 1 they differ ... checkpoint",
-        ),
+        ([inputs(7, 8, 9, 10), *[inputs(1, 2, 3, 4)] * 3], "error ... of ranks (1, 2, 3)"),  # the first evaluates
+        ([*[inputs(1, 2, 3), inputs(7, 8, 9)] * 2, inputs(4, 5, 6)], "(0, 1, 2, 3) ... likewise ranks 1 and 3"),
+        ([inputs(1, 2, 3, 8), inputs(1, 2, 3, 4)], "warning ... of ranks () ... from step 3 on they differ"),
+        ([inputs(7, 8, 1, 2, 3), inputs(5, 6, 1, 2, 3)], "warning ... until step 1 they differ ... checkpoint"),
         ([inputs(1, 2, 3), inputs(7, 8, 9)], ""),
-        ([inputs(7, 8, 9, 2, 3), inputs(5, 6, 1, 2, 3)], ""),
-        ([inputs(5, 6, 7, 8), inputs(1, 2, 3, 4), inputs(9, 2, 3, 8)], ""),
+        ([inputs(7, 8, 1, 1, 1), inputs(5, 6, 1, 1, 1)], ""),  # one batch, again and again
     ],
 )
 def test_the_inputs_of_a_wrapper(ranks: list[list[Inputs]], words: str) -> None:
     assert_says(judge_inputs(dict(enumerate(ranks))), words)
 
 
+def tables(name: str, *ranks: dict[str, str]) -> list[list[DerivedTable]]:
+    return [[DerivedTable(name, values, LINE)] for values in ranks]
+
+
+SWAPPED = {"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs", "found"),
     [
         ({"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}, ["DDP516"]),
-        ({"'a'": "-100", "'b'": "0", "'c'": "1"}, {"'a'": "-100", "'b'": "1", "'c'": "0"}, ["DDP516"]),
         ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "1"}, []),
         ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'c'": "1"}, []),  # the files of each rank
         ({"0": "41", "1": "43"}, {"0": "43", "1": "41"}, []),  # counts of what two ranks share
@@ -308,14 +271,7 @@ def test_the_inputs_of_a_wrapper(ranks: list[list[Inputs]], words: str) -> None:
     ],
 )
 def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], found: list[str]) -> None:
-    assert codes(judge_tables([[DerivedTable("numbers", one, LINE)] for one in (mine, theirs)])) == found
-
-
-def tables(name: str, *ranks: dict[str, str]) -> list[list[DerivedTable]]:
-    return [[DerivedTable(name, values, LINE)] for values in ranks]
-
-
-SWAPPED = {"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}
+    assert codes(judge_tables(tables("numbers", mine, theirs))) == found
 
 
 def test_a_table_of_ranks_is_known_by_its_name_and_one_that_has_two_names_is_told_once() -> None:
@@ -327,14 +283,12 @@ def test_a_table_of_ranks_is_known_by_its_name_and_one_that_has_two_names_is_tol
 def test_a_list_of_texts_in_the_order_of_a_set() -> None:
     ranks = {"'a'": "0", "'b'": "1", "'c'": "2"}, {"'a'": "1", "'b'": "2", "'c'": "0"}
     held = tables("Photos.classes.index()", *ranks)
-    (finding,) = judge_tables(held)
-    assert finding.code == "DDP516" and finding.message.startswith("Photos.classes has the same 3 texts")
+    assert_says(judge_tables(held), "DDP516 ... Photos.classes has the same 3 texts")
     rows, labels = tuple(range(50, 66)), (0, 1, 2, 1) * 4
     same = [[epoch(ALL, rows=rows, labels=labels)]] * 2
     assert not judge_tables(held, same)  # no label is made of it
     assert judge_tables(held, [same[0], [epoch(ALL, rows=rows, labels=(*labels[1:], 0))]])
     assert judge_tables(held, [same[0], [epoch(ALL, rows=tuple(range(16)), labels=labels)]])  # other samples
-    assert judge_tables(tables("Photos.classes", *ranks), same)  # as before
 
 
 # Optimizers
@@ -362,10 +316,7 @@ RESUMED = step(initial_rates="a", restored_at=LOADS, options=LOWER)
         ([[RESUMED, step(initial_rates="a")]], "DDP507", LOADS, (0,)),
         ([[step(), replace(step(options=LOWER), reductions=2)]], "", None, ()),  # it is its second batch
         ([NUMBERED], "", None, ()),
-        ([NUMBERED[::-1]], "DDP223", LINE, (1, 2)),
         ([[step(), step()], BY_HAND], "DDP508", LINE, ()),  # ranks in other steps of a loop that reduces by hand
-        ([[step(), step()], [replace(one, collectives=9) for one in BY_HAND]], "DDP507", LINE, (1,)),
-        ([[step(initial_rates="a"), step(options=LOWER, initial_rates="a")]], "DDP507", LINE, (1,)),
         ([[step(), step()], [step(4, options=LOWER), step(4, options=LOWER)]], "", None, ()),
     ],
 )
@@ -377,12 +328,8 @@ def test_options_of_optimizers(steps: Any, code: str, line: Location | None, ran
 
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
-    findings = judge_param_sets(
-        [step(wrapped_params=("0/a", "0/b"), constructed_at=LINE), step(wrapped_params=("0/b", "0/c"))]
-    )
-    assert_says(
-        findings, "DDP223 ... ('its parameters',) ... at train.py:30 ... | its parameters: rank 0: a; rank 1: c |"
-    )
+    apart = [step(wrapped_params=("0/a", "0/b"), constructed_at=LINE), step(wrapped_params=("0/b", "0/c"))]
+    assert_says(judge_param_sets(apart), "DDP223 ... at train.py:30 ... its parameters: rank 0: a; rank 1: c")
     assert judge_param_sets([step(wrapped_params=("0/a", "0/b")), step(wrapped_params=("0/b", "0/a"))]) == []
     assert judge_param_sets([step(wrapped_params=("0/a",)), step(wrapped_params=())]) == []
 
@@ -411,7 +358,6 @@ def test_gradients_that_a_rank_changes_before_the_step() -> None:
 
 
 def clips(*norms: float, steps: int = 1, limits: tuple[float, ...] = (0.5, 0.5), **more: Any) -> Any:
-    """Build, for each rank, clips of a gradient of a norm to a limit."""
     return [
         [GradientsClipped(count, norm, LINE, count, limit=limit, **more) for count in range(steps)]
         for norm, limit in zip(norms, limits, strict=True)
@@ -427,7 +373,6 @@ def clips(*norms: float, steps: int = 1, limits: tuple[float, ...] = (0.5, 0.5),
         (clips(0.3, 0.3, limits=(0.5, 0.7)), False),  # nothing is clipped
         (clips(3.0, 4.0, steps=3, of_parts=True), True),  # by a norm of what each rank has of its own
         (clips(3.0, 3.0, steps=3, of_parts=True), False),
-        (clips(0.3, 0.4, steps=3, of_parts=True), False),
         (clips(3.0, 3.0, limits=(0.0, 0.0)), False),  # not known
     ],
 )
@@ -457,15 +402,8 @@ def test_optimizer_state_that_differs() -> None:
 
 
 def alone(count: int, value: int, gradient: float, name: str = "Head.w", **more: Any) -> OptimizerStep:
-    plain = step(
-        count,
-        wrapped_params=(),
-        reductions=-1,
-        unwrapped_params={name: value},
-        gradients={name: [gradient]},
-        marks=(value,),
-    )
-    return replace(plain, **more)
+    plain = step(count, wrapped_params=(), reductions=-1, unwrapped_params={name: value}, gradients={name: [gradient]})
+    return replace(plain, **{"marks": (value,), **more})
 
 
 def unsynchronized(steps: Any, *, wrapped: bool = False, **more: Any) -> list[Finding]:
@@ -482,7 +420,6 @@ APART = [[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]]
         (APART, ["DDP501"]),
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 2.0), (1, 2, 3.0)]], []),  # averaged by hand
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 2.0), (1, 8, 3.0)]], ["DDP208"]),
-        ([[(0, 1, 0.0), (1, 2, 3.0)], [(0, 9, 0.0), (1, 8, 3.0)]], ["DDP208"]),  # in front of a layer of zeros
         ([[(0, 1, 0.0), (1, 2, 0.0)], [(0, 9, 0.0), (1, 8, 0.0)]], []),  # it has none at all
         ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 4.0), (1, 8, 7.0)]], []),  # a model of each rank's own
         ([[*APART[0], (2, 4, 1.0), (3, 5, 1.0)], [*APART[1], (2, 4, 2.0), (3, 6, 2.0)]], []),
@@ -508,10 +445,8 @@ def test_parameters_that_a_wrapper_does_not_know_of_are_told_by_their_names_in_i
 
 
 def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reduction() -> None:
-    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n) for n in (2, 3)]]
-    assert_says(unsynchronized(steps), "by nothing")
-    reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
-    assert_says(unsynchronized(reduced), "after the collectives of a step")
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n, collectives=5) for n in (2, 3)]]
+    assert_says(unsynchronized(steps), "after the collectives of a step")
 
 
 def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that() -> None:
@@ -564,28 +499,6 @@ def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
     assert not judge_scaled_by_hand([of_ranks(1.0)]) and not judge_scaled_by_hand([of_ranks(0.2, turned=3.0)])
 
 
-def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it() -> None:
-    """All gradients differ then; those that are averaged are the same but for one factor of each rank."""
-    own = {name: index + 2.0 for index, name in enumerate(("never", "body", "head"))}
-    gradients = ({name: [2.0, -n] for name, n in own.items()}, {name: [3.0, -1.5 * n] for name, n in own.items()})
-    gradients[1]["never"] = [5.0, 1.0]
-    steps = [
-        [
-            alone(
-                count,
-                rank * count,
-                0.0,
-                unwrapped_params=dict.fromkeys(own, rank * count),
-                gradients=of_rank,
-                collectives=count,
-            )
-            for rank, of_rank in enumerate(gradients)
-        ]
-        for count in range(2)
-    ]
-    assert_says(unsynchronized(steps), "('never',)")
-
-
 def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() -> None:
     def looks_at(rank: int) -> list[OptimizerStep]:
         values = enumerate([(0, 0), (1 + rank, 1 + rank), (3, 4 + rank), (5 + rank, 7 + rank)])
@@ -607,10 +520,8 @@ def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
 
 
 def test_an_optimizer_of_tensors_that_no_module_has() -> None:
-    steps = [[step(unregistered_params=("? 0 (4,)",)), step()]]
-    assert codes(judge_foreign_optimizer(steps, {"0/w": False}, set())) == ["DDP504"]
-    made = [[replace(one, constructed_at=Location("train.py", 12)) for one in of_ranks] for of_ranks in steps]
-    assert judge_foreign_optimizer(made, {"0/w": False}, set())[0].location == Location("train.py", 12)
+    steps = [[step(unregistered_params=("? 0 (4,)",), constructed_at=OTHER_LINE), step(constructed_at=OTHER_LINE)]]
+    assert_says(judge_foreign_optimizer(steps, {"0/w": False}, set()), "DDP504 ... at bar.py:4")
     assert not judge_foreign_optimizer(steps, {"0/w": True}, set())  # master copies, written back
     assert not judge_foreign_optimizer([[step(), step()]], {"0/w": False}, set())
 
@@ -635,54 +546,39 @@ def test_metrics_zeroing_and_reductions() -> None:
     assert not judge_metrics(Metrics([[saves], [replace(saves, value=0.500001)]]))  # another device
     assert not judge_metrics(Metrics([[saves], [replace(saves, metric="val_acc", value=0.6)]]))
     assert codes(judge_zeroed(Loop(2, [[GradientsZeroed(0, 3, LINE)]]))) == ["DDP517"]
-    assert not judge_zeroed(Loop(2, [[], []]))
     in_a_row = [GradientsZeroed(0, 3, LINE, number) for number in (1, MIN_REPEATS)]
     assert not judge_zeroed(Loop(2, [in_a_row[:1]])) and codes(judge_zeroed(Loop(2, [in_a_row]))) == ["DDP517"]
 
 
 @pytest.mark.parametrize(
-    ("use", "accumulates", "found"),
+    ("uses", "accumulates", "severity"),
     [
-        ((1, 0.5), False, ["DDP309"]),
-        ((1, 0.5), True, []),  # it may be divided by its micro-batches
-        ((1, 1.0), False, []),  # logged before backward
-        ((16,), True, ["DDP309"]),  # activations
+        ([(1, 0.5)] * 2, False, Severity.ERROR),
+        ([(1, 0.5)] * 2, True, None),  # it may be divided by its micro-batches
+        ([(1, 1.0)] * 2, False, None),  # logged before backward
+        ([(16,)] * 2, True, Severity.ERROR),  # activations
+        ([(16, None, 7, False)] * 2, False, Severity.WARNING),  # the loss of Barlow Twins: a factor is all
+        ([(16, None, 7, True)] * 2, False, None),
+        ([(16, None, 7, True), (16, None, 8, True)], False, Severity.ERROR),
+        ([(16, None, 0, False)] * 2, False, Severity.ERROR),  # a broadcast
+        ([(16, None, 7, False)], False, Severity.ERROR),  # the other rank has no such pass
     ],
 )
-def test_backward_through_what_a_collective_has_overwritten(use: Any, accumulates: bool, found: list[str]) -> None:
-    uses = [[ReducedInPlace("all_reduce", LINE, *use)]] * 2
-    assert codes(judge_reduced_in_place(Loop(2, (), uses, accumulates))) == found
+def test_backward_through_what_a_collective_has_overwritten(uses: Any, accumulates: bool, severity: Any) -> None:
+    ranks = [[ReducedInPlace("all_reduce", LINE, *use)] for use in uses] + [[]] * (2 - len(uses))
+    findings = judge_reduced_in_place(Loop(2, (), ranks, accumulates))
+    assert [(one.code, one.severity) for one in findings] == [("DDP309", severity)] * bool(severity)
 
 
-@pytest.mark.parametrize(
-    ("gradients", "average", "severity"),
-    [
-        ((7, 7), False, Severity.WARNING),  # the loss of Barlow Twins: a factor is all
-        ((7, 7), True, None),
-        ((7, 8), True, Severity.ERROR),
-        ((0, 0), False, Severity.ERROR),  # a broadcast
-        ((7,), False, Severity.ERROR),  # the other rank has no such pass
-        ((7, 8), False, Severity.ERROR),
-    ],
-)
-def test_a_sum_that_all_ranks_use_is_off_by_a_factor(gradients: Any, average: bool, severity: Severity | None) -> None:
-    uses = [[ReducedInPlace("all_reduce", LINE, 16, None, gradient, average)] for gradient in gradients]
-    found = judge_reduced_in_place(Loop(2, (), [*uses, *[[]] * (2 - len(uses))]))
-    assert [one.severity for one in found] == ([severity] if severity else [])
-
-
-@pytest.mark.parametrize(
-    ("norms", "gradient", "found"),
-    [
-        ((1.0, 2.0), 3.0, ["DDP310"]),
-        ((1.0, 1.0), 3.0, []),
-        ((1.0, 2.0), None, []),  # averaged by nothing: DDP501
-    ],
-)
-def test_clipping_before_gradients_are_averaged(norms: Any, gradient: float | None, found: list[str]) -> None:
-    clips = [[GradientsClipped(count, norm, LINE, count) for count in range(3)] for norm in norms]
-    steps = [[alone(count, 1, gradient or 1.0), alone(count, 1, gradient or 2.0)] for count in range(2)]
-    assert codes(judge_clips(GradientChanges(clips, steps=[steps]))) == found
+def test_clipping_before_gradients_are_averaged() -> None:
+    for norms, gradients, found in (
+        ((1.0, 2.0), (3.0, 3.0), ["DDP310"]),
+        ((1.0, 1.0), (3.0, 3.0), []),
+        ((1.0, 2.0), (1.0, 2.0), []),  # averaged by nothing: DDP501
+    ):
+        clips = [[GradientsClipped(count, norm, LINE, count) for count in range(3)] for norm in norms]
+        steps = [[alone(count, 1, gradient) for gradient in gradients] for count in range(2)]
+        assert codes(judge_clips(GradientChanges(clips, steps=[steps]))) == found
 
 
 # Losses
@@ -701,6 +597,7 @@ def losses(*by_rank: Sequence[ScaledTerm], **more: Any) -> list[list[LossDiffere
 
 
 MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5))
+SELECTED = ScaledTerm("mean", 1.0, 9, is_selected=True)
 DIVIDED = replace(HALF, divisors=(2.0,))
 
 
@@ -713,7 +610,6 @@ def heads(*counts: int) -> list[ScaledTerm]:
     ("given", "found"),
     [
         (losses(heads(7, 3), heads(5, 5)), []),
-        (losses(heads(7, 7), heads(5, 5)), ["DDP305"]),
         (losses([TWICE], [TWICE], scaled_at=LINE), ["DDP303"]),
         (losses([HALF], [HALF], scaled_at=LINE), ["DDP303"]),
         (losses([HALF], [HALF]), []),  # half of the squared error
@@ -721,27 +617,15 @@ def heads(*counts: int) -> list[ScaledTerm]:
         (losses([MEAN], [MEAN], scaled_at=LINE, number=1), []),  # not divided, or by the micro-batches
         (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], scaled_at=LINE), []),
         (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 8, 9, divisors=(4, 2))]] * 2, scaled_at=LINE), ["DDP303"]),
-        (
-            losses(*[[DIVIDED, ScaledTerm("sum", 1 / 4, 9, divisors=(4,))]] * 2, scaled_at=LINE),
-            [],
-        ),  # not the whole loss
+        (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 4, 9, divisors=(4,))]] * 2, scaled_at=LINE), []),  # not the whole
         (losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)]), ["DDP305"]),
         (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
         (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers
         (losses([ScaledTerm("sum", 1 / 1269287, 48)], [ScaledTerm("sum", 1 / 1069, 48)]), []),  # not known
-        (
-            losses([ScaledTerm("mean", 1.0, 9, is_selected=True)], [ScaledTerm("mean", 1.0, 7, is_selected=True)]),
-            ["DDP305"],
-        ),
-        (
-            losses([ScaledTerm("mean", 9 / 8, 9, is_selected=True)], [ScaledTerm("mean", 7 / 8, 7, is_selected=True)]),
-            [],
-        ),
+        (losses([SELECTED], [replace(SELECTED, count=7)]), ["DDP305"]),
+        (losses([replace(SELECTED, factor=9 / 8)], [replace(SELECTED, factor=7 / 8, count=7)]), []),
         (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
-        (losses([HALF], [HALF], scaled_at=LINE, number=3), ["DDP303"]),  # of four: 2 / 4
         (losses([MEAN, HALF], [MEAN, HALF], scaled_at=LINE), []),
-        (losses([ScaledTerm("sum", 1 / 569.31, 48)], [ScaledTerm("sum", 1 / 945.47, 48)]), []),
-        (losses([ScaledTerm("sum", 1 / 20011, 30000)], [ScaledTerm("sum", 1 / 24001, 30000)]), ["DDP305"]),
     ],
 )
 def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str]) -> None:
@@ -751,14 +635,9 @@ def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str
 
 
 def test_the_line_of_the_term_that_is_divided_by_own_counts() -> None:
-    other = Location("train.py", 5)
-
-    def judged(*lines: Location | None) -> Location | None:
+    for lines, where in (((OTHER_LINE,), OTHER_LINE), ((None,), LINE), ((OTHER_LINE, LINE), LINE)):
         terms = [[MEAN, *(ScaledTerm("sum", 1 / count, 9, location=line) for line in lines)] for count in (7, 5)]
-        (finding,) = judge_losses(losses(*terms))
-        return finding.location
-
-    assert judged(other) == other and judged(None) == judged(other, LINE) != other
+        assert [finding.location for finding in judge_losses(losses(*terms))] == [where]
 
 
 @pytest.mark.parametrize(("weights", "found"), [((5.0, 2.0), ["DDP305"]), ((0.37, 1.9), [])])
@@ -768,9 +647,6 @@ def test_terms_of_several_that_are_divided_by_own_counts(weights: tuple[float, f
         for counts in ((24, 31, 17, 40), (19, 33, 25, 11))
     ]
     assert codes(judge_losses(ranks)) == found
-    if found:
-        (finding,) = judge_losses(ranks)
-        assert any("by 24 on rank 0, by 19 on rank 1" in line for line in finding.evidence)
 
 
 def test_each_loss_of_a_script_is_judged_by_itself() -> None:
@@ -785,21 +661,18 @@ def test_each_loss_of_a_script_is_judged_by_itself() -> None:
 @pytest.mark.parametrize(
     ("weights", "found"),
     [
-        ([(0.5, 0.5)] * 3, []),
         ([(0.5 * 1.05**n, 0.5 * 0.97**n) for n in range(1, 9)], ["DDP305"]),  # adapted to a rank's own samples
         ([(0.5 * 1.05**n, 0.5 * 0.97**n) for n in range(1, 8)], []),  # too few
         ([(0.5 * 1.05**n, 0.5 * 1.05**n * (1 + n / 2000)) for n in range(9)], []),  # of hardly any effect
-        ([(0.3, 0.7), (0.9, 0.2), (0.4, 0.6), (0.1, 0.8)] * 3, []),  # drawn for each batch
-        ([(0.1, 0.9), (0.6, 0.7), (0.2, 0.8), (0.5, 0.6)] * 3, []),  # likewise, and always more on one rank
+        ([(0.1, 0.9), (0.6, 0.7), (0.2, 0.8), (0.5, 0.6)] * 3, []),  # drawn for each batch, always more on one rank
         ([(0.5, 0.8)] * 3, ["DDP305"]),  # of each rank's own part of the data
     ],
 )
 def test_a_number_by_which_each_rank_multiplies_its_loss(weights: list[tuple[float, float]], found: list[str]) -> None:
     def of_rank(rank: int, *, known: bool = True, size: bool = False) -> list[LossDifferentiated]:
-        rows = [round(1e6 * own[rank]) if size else 4 for own in weights]
         terms = [
-            ScaledTerm("mean", own[rank], count, multipliers=(own[rank],) * known)
-            for own, count in zip(weights, rows, strict=True)
+            ScaledTerm("mean", own[rank], round(1e6 * own[rank]) if size else 4, multipliers=(own[rank],) * known)
+            for own in weights
         ]
         return [loss(n, MEAN, term) for n, term in enumerate(terms)]
 
@@ -825,22 +698,22 @@ def weighed(count: int, *own: float, more: tuple[float, ...] = ()) -> list[LossD
 NUMBERS = (30, 34), (20, 11), (9, 40)
 
 
+def thrice(passes: Any, **more: Any) -> list[list[LossDifferentiated]]:
+    return [passes(count, *own, **more) for count, own in enumerate(NUMBERS)]
+
+
 @pytest.mark.parametrize(
     ("passes", "found"),
     [
-        ([weighed(0, 30, 34), weighed(1, 20, 11), weighed(2, 9, 40)], ["DDP303"]),
-        ([weighed(n, *own, more=(2.0,)) for n, own in enumerate(NUMBERS)], []),
-        (
-            [weighed(0, 30, 34), weighed(1, 20, 11), [replace(one, allreduce_inputs=()) for one in weighed(2, 9, 40)]],
-            [],
-        ),
-        ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
-        ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
-        ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
-        ([shared(0, 30, 34, has_hooks=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
+        (thrice(weighed), ["DDP303"]),
+        (thrice(weighed, more=(2.0,)), []),
+        ([*thrice(weighed)[:2], [replace(one, allreduce_inputs=()) for one in weighed(2, 9, 40)]], []),
+        (thrice(shared), ["DDP303"]),
+        ([*thrice(shared)[:2], shared(2, 9, 40, total=32)], []),  # another number by then
+        (thrice(shared)[:2], []),  # too few
+        ([shared(0, 30, 34, has_hooks=True), *thrice(shared)[1:]], []),  # a hook may multiply gradients
         ([shared(0, 0.5, 0.5), shared(1, 0.25, 0.5), shared(2, 0.5, 0.25)], []),  # no number of elements
-        ([shared(n, *own, weight=2) for n, own in enumerate(NUMBERS)], []),  # the world size
-        ([shared(n, *own, weight=5) for n, own in enumerate(NUMBERS)], ["DDP303"]),
+        (thrice(shared, weight=2), []),  # the world size
     ],
 )
 def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferentiated]], found: list[str]) -> None:
@@ -856,17 +729,12 @@ def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferenti
         (2.0, {}, []),  # another number
         (0.5, {"ranks_per_model": 2}, []),  # right, for an average of two
         (1.0, {"ranks_per_model": 2, "is_for_sums": True}, []),  # right, for a sum
-        (2.0, {"ranks_per_model": 2, "is_for_sums": True}, ["DDP303"]),
         (1.0, {"ranks_per_model": 3}, ["DDP303"]),  # averaged once more
-        (1.7, {"ranks_per_model": 2}, []),
     ],
 )
 def test_a_sum_that_counts_elements_for_each_rank_of_a_model(times: float, options: Any, found: list[str]) -> None:
-    counts = ((24, 31), (17, 40), (19, 33))
-    passes = [
-        [loss(number, ScaledTerm("sum", 1 / (times * sum(each)), n)) for n in each]
-        for number, each in enumerate(counts)
-    ]
+    counts = enumerate(((24, 31), (17, 40), (19, 33)))
+    passes = [[loss(step, ScaledTerm("sum", 1 / (times * sum(both)), n)) for n in both] for step, both in counts]
     assert codes(judge_losses(list(zip(*passes, strict=True)), **options)) == found
 
 
@@ -878,17 +746,16 @@ def test_a_mean_that_is_divided_by_the_ranks_of_a_model() -> None:
     assert not judge_losses(losses([MEAN], scaled_at=LINE))  # one rank
 
 
-def test_gradients_that_are_summed_by_hand() -> None:
-    def steps(**more: Any) -> list[list[OptimizerStep]]:
-        return [[step(count, **{"summed": ("w",), **more}) for _ in range(2)] for count in range(3)]
+def summed(*names: str, **more: Any) -> list[list[OptimizerStep]]:
+    return [[step(count, summed=names, **more) for _ in range(2)] for count in range(3)]
 
+
+def test_gradients_that_are_summed_by_hand() -> None:
     means = losses([MEAN], [MEAN], wrappers=())
-    assert codes(judge_sums(steps(), means)) == ["DDP303"]
-    assert not judge_sums(steps(summed=()), means)
-    assert not judge_sums(steps(), losses([HALF], [HALF], wrappers=()))
-    several = [ScaledTerm("mean", -1.0, 4), HALF]
-    assert codes(judge_sums(steps(), losses(several, several, wrappers=()))) == ["DDP303"]
-    assert not judge_sums(steps(options={"class": "AdamW"}), means)  # the scale does not matter
+    assert codes(judge_sums(summed("w"), means)) == ["DDP303"]
+    assert not judge_sums(summed(), means)
+    assert not judge_sums(summed("w"), losses([HALF], [HALF], wrappers=()))
+    assert not judge_sums(summed("w", options={"class": "AdamW"}), means)  # the scale does not matter
 
 
 @pytest.mark.parametrize(
@@ -902,7 +769,6 @@ def test_gradients_that_are_summed_by_hand() -> None:
         ((0.1, 0.3), (2.0, 6.0), "Adam", [Severity.WARNING]),  # but for the clip
         ((2.0, 5.0), None, "SGD", []),  # another direction
         ((0.1, 0.3), None, "SGD", []),  # something else: less of the average, or clipped by hand
-        ((0.1, 0.3), (1.0, 3.0), "Adam", []),
     ],
 )
 def test_gradients_that_are_summed_in_one_buffer(used: Any, unclipped: Any, kind: str, found: list[Severity]) -> None:
@@ -918,20 +784,16 @@ def test_gradients_that_are_summed_in_one_buffer(used: Any, unclipped: Any, kind
 
 
 def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
-    def steps(**more: Any) -> list[list[OptimizerStep]]:
-        return [[step(count, **{"summed": ("0/w",), **more}) for _ in range(2)] for count in range(3)]
-
-    assert codes(judge_second_sum(steps(), 2)) == ["DDP303"]
-    assert not judge_second_sum(steps(averaged=False), 2)  # by hand alone
-    assert not judge_second_sum(steps(summed=("criterion.w",)), 2)  # of what no wrapper averages
-    assert not judge_second_sum([*steps(), [step(3), step(3)]], 2)  # now and then
+    assert codes(judge_second_sum(summed("0/w"), 2)) == ["DDP303"]
+    assert not judge_second_sum(summed("0/w", averaged=False), 2)  # by hand alone
+    assert not judge_second_sum(summed("criterion.w"), 2)  # of what no wrapper averages
+    assert not judge_second_sum([*summed("0/w"), [step(3), step(3)]], 2)  # now and then
 
 
 @pytest.mark.parametrize(
     ("factors", "more", "found"),
     [
         ((0.5, 0.5, 0.5), {}, ["DDP303"]),
-        ((2.0, 2.0, 2.0), {}, ["DDP303"]),
         ((1.0, 1.0, 1.0), {}, []),
         ((0.5, 0.5, 0.4), {}, []),  # a clip
         ((0.5, 0.5), {}, []),  # too few
@@ -946,15 +808,9 @@ def test_averaged_gradients_that_are_divided_once_more(factors: Sequence[float],
     numbers, options = [1.0] * more.get("elements", 9), {"class": more.get("name", "SGD")}
     of_loss = {name: value for name, value in more.items() if name == "scaled_at"}
     state = ReplicaState(ModuleDescription(), DdpStepEvidence(0, 0))
-    used = [
-        (
-            step(
-                count, options=options, rescaled_at=more.get("line", LINE), norms={"0/w": factor * math.hypot(*numbers)}
-            ),
-            ReplicaCaptured(0, count, state, averaged={"w": numbers}),
-        )
-        for count, factor in enumerate(factors)
-    ]
+    norm, line = math.hypot(*numbers), more.get("line", LINE)
+    steps = [step(n, options=options, rescaled_at=line, norms={"0/w": by * norm}) for n, by in enumerate(factors)]
+    used = [(one, ReplicaCaptured(0, n, state, averaged={"w": numbers})) for n, one in enumerate(steps)]
     assert codes(judge_rescaled([used, used], losses([MEAN], [MEAN], **of_loss), 2)) == found
 
 
@@ -985,9 +841,8 @@ def test_models_that_are_held_beside_the_wrappers(ranks: list[list[UnwrappedMode
 def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
     ranks = [looks(1, 2, 3, 4), looks(1, 5, 6, 7)]
     assert codes(judge_copied_states(ranks)) == ["DDP306"]
-    assert not judge_copied_states(
-        [[replace(one, synchronisations=one.count // 2) for one in of_rank] for of_rank in ranks]
-    )
+    merged = [[replace(one, synchronisations=one.count // 2) for one in of_rank] for of_rank in ranks]
+    assert not judge_copied_states(merged)
 
 
 # Files
@@ -1026,11 +881,9 @@ def test_states_that_ranks_have_loaded_from_other_files() -> None:
         ([[write(5)], [write(5)]], ["DDP512"]),
         ([[write(5)], [write(6)]], []),  # a collective is between
         ([[write(5)], [read(5)]], ["DDP512"]),
-        ([[write(5)], [read(6)]], []),
         ([[write(5)], [replace(read(5), path="/data/other.pt")]], []),
         ([[write(5), write(9)], [write(5), write(9)]], ["DDP512"]),  # once a line
         ([[write(5), OPENED], [write(6), OPENED]], []),  # opened for torch.save
-        ([[OPENED], [OPENED]], ["DDP512"]),
         ([[read(0), write(5)], [read(0)]], []),  # what was left by the last run
         ([[write(5), read(6)], []], []),
     ],
@@ -1055,10 +908,8 @@ CACHE = opened("x.npy", 2, writes=True)
         ([CACHE, opened("x.npy", 2)], [], []),
         ([CACHE, opened("done", 2, writes=True)], [opened("x.npy", 2)], []),  # for which the reader may have waited
         ([CACHE, opened("y.npy", 2, writes=True)], [opened("x.npy", 2), opened("y.npy", 2)], ["DDP512"]),
-        ([CACHE, opened("x.npy", 2)], [opened("x.npy", 2)], ["DDP512"]),  # the writer reads it, too
         ([opened("x.tmp", 2, writes=True)], [opened("x.npy", 2)], []),  # put in its place when it is complete
         ([CACHE, opened("done", 2, has_waited=True)], [opened("x.npy", 2)], []),  # likewise: it is touched
-        ([CACHE, opened("log.txt", 9, writes=True)], [opened("x.npy", 2)], ["DDP512"]),  # later
     ],
 )
 def test_files_that_one_rank_makes_and_another_reads(writer: Any, reader: Any, found: list[str]) -> None:
@@ -1069,7 +920,6 @@ def test_a_file_that_is_only_touched_is_no_race() -> None:
     for touched in ([opened("done", 2, writes=True)], [opened("done", 2)]):
         assert codes(judge_files(Program([[opened("done", 2, writes=True)], touched]))) == ["DDP512"]
         assert not judge_files(Program([[opened("done", 2, writes=True)], touched], {"/data/done"}))
-        assert codes(judge_files(Program([[CACHE], [CACHE]], {"/data/done"}))) == ["DDP512"]
 
 
 def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
@@ -1087,7 +937,6 @@ def saved(*shards: int) -> list[list[FileUsed]]:
 
 def test_shards_that_some_ranks_alone_save() -> None:
     assert_says(judge_shards_saved(Program([*saved(0, -1), []])), "DDP521 ... of ranks (0,) at train.py:30")
-    assert codes(judge_shards_saved(Program(saved(1, 1, -1)))) == ["DDP521"]
     assert judge_shards_saved(Program(saved(0, 1, -1))) == judge_shards_saved(Program(saved(-1, -1, -1))) == []
     with pytest.raises(NotRecorded, match="has not reached its end"):
         judge_shards_saved(Program([*saved(0, -1), []], ended=False))
@@ -1099,20 +948,17 @@ def test_parameters_in_no_group_of_shards() -> None:
     for changes, words in (
         ([], "DDP111 ... at train.py:30 ... not DistributedDataParallel"),
         ([assigned], "DDP111 ... at train.py:77 ... and replaces a sharded module"),
-        ([replace(assigned, names=("other",))], "DDP111 ... at train.py:30"),
     ):
         assert_says(unsynchronized(steps, wrapped=True, sharded_at=LINE, assigned=changes), words)
 
 
 ADAM = {"0/w: step": 12.0, "0/w: exp_avg": 0.5, "0/w: exp_avg_sq": 0.1}
-FRESH: dict[str, float] = {}
 
 
 @pytest.mark.parametrize(
     ("states", "restored", "code"),
     [
-        ([ADAM, FRESH], [LINE, None], "DDP306"),
-        ([ADAM, {**ADAM, "0/w: step": 1.0}], [LINE, None], "DDP306"),
+        ([ADAM, {}], [LINE, None], "DDP306"),
         ([ADAM, ADAM], [LINE, LINE], "DDP521"),
         ([ADAM, {**ADAM, "0/w: exp_avg": 0.4}], [LINE, LINE], ""),
         ([ADAM, {**ADAM, "0/w: exp_avg": 0.4}], [LINE, None], ""),  # steps were counted alike
