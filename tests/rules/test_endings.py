@@ -89,6 +89,18 @@ def keeps_best():
             break
     dist.barrier()  # last
 
+def by_tokens():
+    while tokens < limit:
+        model(x).backward()
+    dist.barrier()
+
+def players():
+    for step in range(9):
+        D(x).backward()
+        if strong(x):
+            continue
+        G(z).backward()
+
 def generated():
     for x in batches():
         loss = model(x)
@@ -103,6 +115,12 @@ def until_told():
             model(x).backward()
     dist.barrier()
 
+def finishes():
+    for x in stream():
+        model(x).backward()
+    if dist.is_available():
+        dist.barrier()
+
 def keeps_copies():
     for step in range(40):
         if enough(step):
@@ -114,11 +132,34 @@ def keeps_copies():
             dist.barrier()
     dist.all_reduce(x)
 
+def asks_first():
+    for step in range(40):
+        if enough(step):
+            break
+        dist.all_reduce(x)
+        if noisy(x):
+            dist.barrier()
+    dist.broadcast(x)
+
+def patient():
+    while patience < 2:
+        for x in data:
+            model(x).backward()
+        patience += worse(x)
+    dist.barrier()
+
 def folds():
     for fold in parts:
         for x in fold:
             model(x).backward()
         dist.all_reduce(x)
+    dist.barrier()
+
+def streams():
+    for x in numbered():
+        model(x).backward()
+        if tired():
+            break
     dist.barrier()
 
 def rounds():
@@ -127,6 +168,11 @@ def rounds():
             dist.all_reduce(x)
         for p in parameters:
             dist.broadcast(p)
+
+def numbered():
+    for part in parts:
+        dist.broadcast(part)
+        yield from part
 
 def scores():
     for task in tasks:
@@ -140,6 +186,13 @@ def score():
     rows = read()
     dist.gather(rows)
 
+def tidies():
+    for task in tasks:
+        with contextlib.suppress(ValueError):
+            dist.all_reduce(task)
+        dist.broadcast(task)
+    dist.barrier()
+
 main()
 """
 LINES = PROGRAM.splitlines()
@@ -150,7 +203,7 @@ BLOCKS = {f"train.py:{line}": blocks_around(str(FILE), "train.py", line) for lin
 CODES = {"b": DDP_BACKWARD, "f": DDP_FORWARD, "|": "barrier", "r": "all_reduce", "c": "broadcast", "g": "gather"}
 TEXTS = CODES | {"b": ".backward()", "f": "model(", "e": "# last", "D": "D(", "G": "G(z).b", "L": "G_loss(", "H": "H("}
 CODES |= {"e": "barrier", "S": SHARD_FORWARD} | dict.fromkeys("DGLH", DDP_BACKWARD)
-IN_CALLEE = {"s": ("save", "|"), "k": ("score", "g")}
+IN_CALLEE = {"s": ("save", "|"), "n": ("numbered", "c"), "k": ("score", "g")}
 
 
 def line_of(function: str, text: str) -> int:
@@ -222,8 +275,11 @@ def assert_finding(
 
 
 IF = at("main", "if rank == 0")
+INNER = at("keeps_best", "for x")
 IN_BRANCH = (f"in the branch at {IF}", "fix: take it out of the branch")
+IN_SAME_PASS = ("in the branch at {place}, and rank 1 does not in the same pass", "fix: all_reduce its input")
 BY_METRIC = ("fix: the metric", "fix: take barrier out of the branch")
+BY_CONDITION = ("evidence: while tokens < limit", "fix: the values that its condition reads")
 
 
 def case(id: str, ranks: str, finding: str, *words: str) -> Any:
@@ -235,21 +291,42 @@ def case(id: str, ranks: str, finding: str, *words: str) -> Any:
     ("ranks", "finding", "words"),
     [
         case("break", "main 123 12|", "DDP405 1 break", "after 2 backward passes and waits in barrier"),
+        case("no pass skipped by a forward pass more", "main 12| 13c", "DDP403 1"),
         case("a call of one rank of four", "main 12s| 12| 12| 12|", "DDP403 0 save/barrier", *IN_BRANCH),
         case("a forward pass of one rank", "main f1F| f1|", "DDP403 0 save(", "fix: model.module(x)"),
         case("branches of one if", "main 1R 1c", "DDP403 1", f"in the other branch of the `if` at {IF}"),
+        case("another order in the same line", "main RCRC RCCR", "DDP403 1", "reaches"),
         case("a forward pass waits", "main 1f 1|", "DDP405 1", "after 1 backward pass and waits"),
         case("the end before the others", "main 12 1.", "DDP405 1", "has run to its end"),
+        case("a branch behind the loop is not the place", "finishes 1111 111|", "DDP405 1 for x"),
+        case("a branch behind the loop is the place", "finishes 111 111|", "DDP403 1 dist.barrier"),
         case("a branch below the break", "keeps_copies 1|1111| 1|1111r", "DDP403 1 # good", "`break`"),
+        case("a break above the last common call", "asks_first r|rrrr| r|rrrrc", "DDP403 0 if noisy"),
+        case("the outermost loop that is left", "patient 1111111 111111|", "DDP405 1 while patience"),
         case("an inner loop in its last pass", "folds 111r1111 111r111|", "DDP405 1 for x"),
         case("an outer loop", "folds 111r111r1 111r111r|", "DDP405 1 for fold"),
         case("a loop that begins again", "rounds rcrr rcrc", "DDP405 1 for x"),
+        case("the consumer of a generator stops", "streams n1111n1111n n1111n1111|", "DDP405 1 break"),
         case("an exception ends a loop", "guarded 123 12|", "DDP405 1 except", "by the `except` at {place}"),
-        case("an exception leaves out a call", "scores kkk kk|", "DDP403 1 except", "evidence: not known"),
+        case(
+            "an exception leaves out a call",
+            "scores kkk kk|",
+            "DDP403 1 except",
+            "evidence: not known",
+            "fix: torchrun",
+        ),
+        case("contextlib.suppress leaves out a call", "tidies rcr rcc", "DDP403 1 suppress"),
         case("fewer passes of range", "steps bbbbbbbbb bbbbbbbb|", "DDP508 1 continue"),
+        case("fewer passes, and a caught failure", "steps bbbbbbbbb. bbbbbbbb.", "DDP508 1 continue"),
+        case("two wrappers", "adversaries DHD DHH", "DDP403 0 if fooled", *IN_SAME_PASS),
         case("the second branch after the last common call", "adversaries DLHDD DLHDL", "DDP403 1 if weak"),
         case("a barrier decided by a metric", "keeps_best bbb|bbb| bbb|bbbb", "DDP403 0 if score", *BY_METRIC),
+        case("an inner loop left early", "keeps_best bbb|bb| bbb|bbb", "DDP405 0", f"left the loop at {INNER}"),
+        case("a branch in the last pass, and the end", "keeps_best b|b| b|b.", "DDP403 0 if score"),
         case("a branch in the last pass", "keeps_best b|b|e b|be", "DDP403 0 if score"),
+        case("a count of each rank ends a loop", "by_tokens bbb| bbbb", "DDP405 0 while", *BY_CONDITION),
+        case("the second of two continues", "players DGDG DGDD", "DDP403 1 continue"),
+        case("the first of two continues", "players DGDD DGDG", "DDP403 0 continue"),
     ],
 )
 def test_the_rank_and_the_line_that_ranks_diverge_at(ranks: str, finding: str, words: Sequence[str]) -> None:
@@ -270,6 +347,12 @@ def test_the_rank_and_the_line_that_ranks_diverge_at(ranks: str, finding: str, w
 def test_a_pass_under_no_sync_on_one_rank() -> None:
     rank_0 = [backward(1), backward(3, unsynced=1), call("|", 16)]
     assert_finding(judge(rank_0, *calls_of("main 123")), "DDP502", 0, words="under no_sync")
+
+
+def test_a_generator_expression_is_in_the_branch_of_its_line_once() -> None:
+    findings = judge([backward(1), call("f", 13, 13), call("|", 16)], *calls_of("main 1|"))
+    assert_says(findings, "in the branch at train.py:12")
+    assert "branch" not in str(findings[0].evidence)
 
 
 def test_a_rank_that_has_returned_before_the_call() -> None:
@@ -362,6 +445,7 @@ def test_the_batches_tell_whether_a_loop_has_begun_again() -> None:
 @pytest.mark.parametrize(
     ("exit_at", "code", "place", "words"),
     [
+        ("sys.exit at train.py:13", "DDP404", Location("train.py", 13), ""),
         (f"sys.exit at train.py:{MAIN}", "DDP405", None, ""),  # sys.exit(main())
         ("SystemExit", "DDP404", None, "raises SystemExit while rank 0"),
     ],
@@ -415,6 +499,11 @@ def test_a_rank_at_work_for_which_the_others_wait() -> None:
 # Process groups
 
 
+def test_a_collective_of_a_group_that_a_member_misses() -> None:
+    ranks = [backward(1), call("r", 13, group="1"), call("|", 16)], [backward(1), call("|", 16)]
+    assert_finding(judge(*ranks), "DDP403", 0, Location("train.py", 13))
+
+
 def test_collectives_of_two_groups_in_another_order_are_told_with_their_groups() -> None:
     first, second = (call("|", 16, group=name, group_words=f"the group {name}") for name in ("eval", "train"))
     words = "DDP403 ... in the group eval, and rank 1 ... in the group train. | ... in the same order"
@@ -448,15 +537,31 @@ def waiting(rank: int, operation: str, peer: int, line: int, tag: int = 0) -> Ra
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("ranks", "message", "fix"),
     [
-        ([waiting(0, "send", 1, 10), waiting(1, "send", 0, 20)], "rank 1 waits in send to rank 0 ... receive first"),
-        ([waiting(0, "isend", 1, 10), waiting(1, "irecv", 0, 20, tag=4)], "from rank 0 with tag 4 ... group and tag"),
-        ([waiting(0, "recv", 1, 10), at_end(1, [], waits=False)], "recv from rank 1 at a.py:10 and rank 1 has run"),
+        (
+            [waiting(0, "send", 1, 10), waiting(1, "send", 0, 20)],
+            "Rank 0 waits in send to rank 1 at a.py:10 and rank 1 waits in send to rank 0 at a.py:20: each waits for "
+            "the next one.",
+            "receive first",
+        ),
+        (
+            [waiting(0, "isend", 1, 10), waiting(1, "irecv", 0, 20, tag=4)],
+            "Rank 0 waits in isend to rank 1 at a.py:10 and rank 1 waits in irecv from rank 0 with tag 4 at a.py:20: "
+            "each waits for the next one.",
+            "group and tag",
+        ),
+        (
+            [waiting(0, "recv", 1, 10), at_end(1, [], waits=False)],
+            "Rank 0 waits in recv from rank 1 at a.py:10 and rank 1 has run",
+            "send",
+        ),
     ],
 )
-def test_ranks_that_wait_for_each_other_in_point_to_point_calls(ranks: list[RankAtEnd], words: str) -> None:
-    assert_says(judge_positions(EndingFacts(ranks, {})), f"DDP402 ... at a.py:10 ... {words}")
+def test_ranks_that_wait_for_each_other_in_point_to_point_calls(ranks: list[RankAtEnd], message: str, fix: str) -> None:
+    finding = only(judge_positions(EndingFacts(ranks, {})))
+    assert (finding.code, finding.location) == ("DDP402", Location("a.py", 10))
+    assert finding.message.startswith(message) and fix in finding.fix
 
 
 def test_a_circle_of_some_ranks_is_told_and_who_waits_for_one_of_them_is_not() -> None:
@@ -485,20 +590,35 @@ BEHIND = call("|", 16)
 @pytest.mark.parametrize(
     ("numbers", "line", "words"),
     [((1, 2, 4), 8, "backward pass of batch 3"), ((1, 2, 3), 5, "forward pass of batch 3")],
+    ids=["after forward", "before forward"],
 )
 def test_a_batch_that_a_rank_skips(numbers: Sequence[int], line: int, words: str) -> None:
     findings = judge(epoch(4), [*map(backward, numbers, (1, 2, 4)), BEHIND])
-    assert_finding(findings, "DDP508", 1, Location("train.py", line), f"{words} ... (`continue` at train.py:{line})")
+    words = f"{words} ... (`continue` at train.py:{line})"
+    assert_finding(findings, "DDP508", 1, Location("train.py", line), words)
 
 
 @pytest.mark.parametrize(
-    ("forwards", "line", "words"), [({6: 3}, 8, "backward"), ({6: 2}, 5, "forward"), ({}, 9, "backward")]
+    ("forwards", "line", "words"),
+    [
+        ({6: 3}, 8, "the backward pass of batch 3"),
+        ({6: 2}, 5, "the forward pass of batch 3"),
+        ({}, 9, "the backward pass of batch 3"),
+    ],
+    ids=["after forward", "before forward", "unknown"],
 )
 def test_the_last_batch_that_a_rank_skips(forwards: dict[int, int], line: int, words: str) -> None:
     """Rank 1 has had all three batches, and stands behind the loop: it has not left it earlier."""
-    ended = {"lines": BEHIND.callers, "passes": [taken(3, exhausted=True)], "forwards": forwards}
-    findings = judge(epoch(3), RankAtEnd(1, [*epoch(2), BEHIND], doing="waits", **ended), passes={0: [taken(3)]})
-    words = f"Rank 1 skipped the {words} pass of batch 3 ... not Join ... | rank 1: 3 batches |"
+    rank_1 = RankAtEnd(
+        1,
+        [*epoch(2), BEHIND],
+        doing="waits in barrier",
+        lines=BEHIND.callers,
+        passes=[taken(3, exhausted=True)],
+        forwards=forwards,
+    )
+    words = f"Rank 1 skipped {words} ... not Join ... | rank 1: 3 batches |"
+    findings = judge(epoch(3), rank_1, passes={0: [taken(3)]})
     assert_finding(findings, "DDP508", 1, Location("train.py", line), words)
 
 
@@ -527,9 +647,10 @@ def test_a_forward_pass_of_one_rank_over_another_loader_in_the_same_loop_is_no_s
     assert only(judge(rank_0, rank_1, passes={0: [taken(1, 1)]})).code == "DDP508"  # both went through this loader
 
 
-def test_what_one_rank_calls_before_the_loop_is_no_pass_of_it_that_was_skipped() -> None:
+@pytest.mark.parametrize("forwards", [{6: 3}, {}])
+def test_what_one_rank_calls_before_the_loop_is_no_pass_of_it_that_was_skipped(forwards: dict[int, int]) -> None:
     """Both ranks have made all backward passes in the end; only one has made the first collective."""
-    ended = {"passes": [taken(3, exhausted=True)], "forwards": {6: 3}}
+    ended = {"passes": [taken(3, exhausted=True)], "forwards": forwards}
     findings = judge(at_end(0, [call("c", 20), *epoch(3)], **ended), at_end(1, epoch(3), **ended))
     assert_finding(findings, "DDP403", 0, Location("train.py", 20))
 
@@ -539,11 +660,30 @@ def test_a_loop_that_a_rank_comes_to_later_is_none_that_it_has_left() -> None:
     assert only(judge(at_end(0, [call("c", 20), *calls]), at_end(1, calls))).code == "DDP403"
 
 
+def of_shards(number: int, batch: int) -> Call:
+    place = place_of_backward(number, Location("train.py", 6), 0, f"batch {batch} of pass 0 over loader 0")
+    return call("S", 6, place=place)
+
+
 def test_a_batch_that_a_rank_skips_under_fully_shard() -> None:
     """The others wait in the gathering of their last forward pass, before its backward pass."""
-    rank_0 = [replace(call("S", 6), place=backward(n, n).place) for n in (1, 2, 3, 4)]
-    skips = replace(rank_0[2], place=backward(3, 4).place)
-    findings = judge(rank_0, [*rank_0[:2], skips, BEHIND])
+    rank_0 = [of_shards(n, n) for n in (1, 2, 3, 4)]
+    findings = judge(rank_0, [*rank_0[:2], of_shards(3, 4), BEHIND])
     assert_finding(findings, "DDP508", 1, Location("train.py", 5), "the forward pass of batch 3")
     findings = judge(rank_0, [*rank_0[:3], BEHIND], passes={0: [taken(4)], 1: [taken(3, exhausted=True)]})
     assert_says(findings, "DDP405 ... at train.py:3 ... not Join")
+
+
+@pytest.mark.parametrize(
+    ("batches", "code", "line"), [((2, 3), "DDP508", 5), ((1, 2), "DDP405", 11)], ids=["skipped", "left"]
+)
+def test_a_rank_that_skips_and_then_meets_another_collective(batches: tuple[int, int], code: str, line: int) -> None:
+    """Rank 0 is done with the loop, and in a function with an exit; rank 1 is in the forward pass of its last batch."""
+
+    def rank(number: int, batches: tuple[int, int], last: Call, count: int, forwards: int) -> RankAtEnd:
+        calls = [call("r", 6), backward(1, batches[0]), call("r", 6), backward(2, batches[1]), last]
+        passes, doing = [taken(count, exhausted=count == 4)], f"waits in {last.operation}"
+        return RankAtEnd(number, calls, doing=doing, lines=last.callers, passes=passes, forwards={6: forwards})
+
+    findings = judge(rank(0, batches, call("|", 21, 13), 4, 2), rank(1, (1, 2), call("r", 6), 3, 3))
+    assert_says(findings, f"{code} ... at train.py:{line} in")
