@@ -1,13 +1,10 @@
-"""A healthy training script that ends in several ways; it prints a digest of its weights and random state."""
+"""A healthy training script; it prints a digest of its weights and random state."""
 
 from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 import pickle
-import signal
-import socket
 import sys
 
 import torch
@@ -38,15 +35,14 @@ def late() -> None:
     say("late", pickle.loads(pickle.dumps(Settings())).rate, sys.modules["__main__"].__name__, sys.argv[1:])
 
 
-def train(how: str) -> None:
+def train() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 1)
     net = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(net.parameters(), Settings.rate)
     sampler: DistributedSampler[tuple[torch.Tensor, torch.Tensor]] = DistributedSampler(Data(), world_size, rank)
-    workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if how == "workers" else {}
-    loader = DataLoader(Data(), batch_size=4, sampler=sampler, **workers)
+    loader = DataLoader(Data(), batch_size=4, sampler=sampler)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         for x, y in loader:
@@ -58,38 +54,11 @@ def train(how: str) -> None:
     say("rank", rank, *net.state_dict(), digest)
 
 
-def spawned(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo")
-    train("spawn")
-    dist.destroy_process_group()
-
-
 def main() -> None:
-    how = sys.argv[1]
     atexit.register(late)
-    if how == "spawn":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):  # of the one that spawns
-            os.environ.pop(name, None)
-        torch.multiprocessing.spawn(spawned, (port,), 2)
-        return
-    if how == "restarted" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        raise ValueError("before gloo, which now and then does not connect anew")
     dist.init_process_group("gloo")
-    train(how)
+    train()
     dist.barrier()
-    if how == "exit":
-        raise SystemExit(3)
-    if how == "raises":
-        raise ValueError("of the script")
-    if how == "hard":
-        os._exit(5)
-    if how == "terminated":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-        os.kill(os.getpid(), signal.SIGTERM)
     dist.destroy_process_group()
 
 
