@@ -80,7 +80,12 @@ CASES: dict[str, tuple[ModuleDescription, str, tuple[str, ...]]] = {
     "other dtype": (with_parameters(A, B, replace(C, dtype="float64")), "DDP204", ("c",)),
     "other stride": (with_parameters(replace(A, stride=(1, 2)), B, C), "DDP205", ("a",)),
     "frozen": (with_parameters(replace(A, requires_grad=False), B, C), "DDP206", ("a",)),
+    "other device": (with_parameters(A, replace(B, device="cuda"), C), "DDP207", ("b",)),
     "not tied": (replace(WHOLE, ties=()), "DDP209", ("a", "head.a")),
+    "not tied, and so one more": (
+        replace(WHOLE, ties=(), parameters=(A, B, C, record("head.a"))),
+        *("DDP209", ("a", "head.a")),
+    ),
     "one buffer fewer": (with_buffers(MEAN), "DDP211", ("var",)),
     "buffers in another order": (with_buffers(VAR, MEAN), "DDP212", ("mean", "var")),
     "other buffer shape": (with_buffers(MEAN, record("var", (1,))), "DDP213", ("var",)),

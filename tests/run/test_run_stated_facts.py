@@ -105,8 +105,8 @@ def test_rank_parameters_are_not_compared_in_a_recipe(tmp_path: Path, monkeypatc
 
 def test_patterns_are_for_whole_names() -> None:
     params = RankParams(("adapter.*", "adapter.weight", "head.*"))
-    assert not params.has("Net.adapter.weight") and not params.has("0/adapters.weight")
     assert (params.unmatched, params.left_out) == ([], "")  # nothing was compared
+    assert not params.has("Net.adapter.weight") and not params.has("0/adapters.weight")
     assert params.has("0/adapter.weight: exp_avg") and params.has("optimizer adapter.weight exp_avg")
     assert params.left_out == "; left out by rank-parameters: adapter.weight"
     assert params.unmatched == ["rank-parameters: no parameter has a name like 'head.*'"]
