@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.evaluation import (
     ShownNumber,
 )
 from ddpcheck.findings.evidence.script import LoaderPass
-from ddpcheck.trace.evaluation import RankEvaluation, is_close, is_exact, shows, significant_digits
+from ddpcheck.trace.evaluation import RankEvaluation, exchanged_numbers, is_close, is_exact, shows, significant_digits
 from ddpcheck.trace.replicas import common_values
 
 Row = tuple[float, ...]
@@ -180,6 +180,17 @@ class RankMetric:
             return 0.0
         of_number = _FLOAT_BITS if is_exact(number, value) else _DIGIT_BITS * significant_digits(number.text)
         return max(0.0, min(of_number, bits) - math.log2(self.tries))
+
+    def is_combined(self, rank: int, evals: Sequence[RankEvaluation]) -> bool:
+        """Return True if only `rank` accumulated the numbers of all ranks, as by `reduce`."""
+        counts = [ev.results.numbers.get(self.key, value) for ev, value in zip(evals, self.values, strict=True)]
+        sums = [numbers for call in exchanged_numbers(evals) if call.first.during for numbers in call.values]
+        cases = itertools.product(sums, range(len(evals)), (1, len(evals)))  # a sum, or a mean over the ranks
+        return any(
+            is_close(counts[rank] * numbers[peer], counts[peer] * math.fsum(numbers) / divisor)
+            for numbers, peer, divisor in cases
+            if numbers[peer] and peer != rank
+        )
 
 
 @dataclass(frozen=True)

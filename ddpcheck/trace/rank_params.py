@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
-from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.script import OptimizerStep, UnwrappedModel
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
@@ -47,10 +46,10 @@ class RankParams:
         """Return copies of logs without values, gradients and optimizer state of matching parameters."""
         if not self.patterns:
             return ranks
-        return [replace(rank, entries=[*map(self._left_out_of_entry, rank.entries)]) for rank in ranks]
-
-    def _left_out_of_entry(self, entry: Entry) -> Entry:
-        return self.without(entry) if isinstance(entry, _COMPARED) else entry
+        return [
+            replace(rank, entries=[self.without(e) if isinstance(e, _COMPARED) else e for e in rank.entries])
+            for rank in ranks
+        ]
 
     def without(self, facts: _Facts) -> _Facts:
         """Return a copy of `facts` without the values of matching parameters and buffers."""

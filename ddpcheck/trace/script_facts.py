@@ -48,7 +48,10 @@ class WrapperTrace:
 
     def events(self, kind: type[_Kind]) -> list[list[_Kind]]:
         """Return log entries of type `kind` about this wrapper, by rank of its group."""
-        return [[entry for entry in entries_of(rank, kind) if _belongs_to(entry, self.number)] for rank in self.ranks]
+        return [
+            [entry for entry in entries_of(rank, kind) if getattr(entry, "wrapper", None) == self.number]
+            for rank in self.ranks
+        ]
 
     @property
     def captured(self) -> dict[int, list[ReplicaCaptured]]:
@@ -75,10 +78,6 @@ class WrapperTrace:
         """Line that computes a loss of the wrapper, else line that calls backward."""
         losses = (loss for rank_losses in self.losses for loss in rank_losses if self.number in loss.wrappers)
         return next((line for loss in losses if (line := loss.computed_at or loss.location)), None)
-
-
-def _belongs_to(entry: Any, number: int) -> bool:
-    return bool(entry.wrapper == number)
 
 
 @dataclass(frozen=True, slots=True)

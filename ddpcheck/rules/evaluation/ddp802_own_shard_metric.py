@@ -31,7 +31,6 @@ Example:
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.evidence.evaluation import MetricShown, ResultExchanged, ShownNumber
@@ -40,15 +39,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, make_finding, new_finding, plural
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.evaluation import (
-    RankEvaluation,
-    exchange_line,
-    exchanged_numbers,
-    gathered_labels,
-    is_close,
-    numbers_shown,
-    shows,
-)
+from ddpcheck.trace.evaluation import RankEvaluation, exchange_line, gathered_labels, is_close, numbers_shown, shows
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, RankMetric
 
@@ -157,20 +148,7 @@ def _is_metric_shared(evals: Sequence[RankEvaluation], rank: int, shown: MetricS
         return True
     numbers = [number for _, number in numbers_shown(ev)]
     all_shown = all(any(shows(number, value) for number in numbers) for value in metric.values)  # e.g. by broadcasts
-    return all_shown or any(shows(number, metric.pooled) for number in numbers) or _is_combined(evals, rank, metric)
-
-
-def _is_combined(evals: Sequence[RankEvaluation], rank: int, metric: RankMetric) -> bool:
-    """Return True if only `rank` accumulated the numbers of all ranks, as by `reduce`."""
-    counts = [ev.results.numbers.get(metric.key, value) for ev, value in zip(evals, metric.values, strict=True)]
-    return any(
-        is_close(counts[rank] * own, counts[peer] * math.fsum(sums) / divisor)
-        for exchanged in exchanged_numbers(evals)
-        for sums in (exchanged.values if exchanged.first.during else ())
-        for peer, own in enumerate(sums)
-        for divisor in (1, len(evals))  # a sum, or a mean over the ranks
-        if own and peer != rank
-    )
+    return all_shown or any(shows(number, metric.pooled) for number in numbers) or metric.is_combined(rank, evals)
 
 
 def _exchanges_metric(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:

@@ -69,7 +69,7 @@ def _judge_order(evaluation: Evaluation) -> list[Finding]:
     for call in gathered:
         classes = [[(float(row),) for row in rank_rows] for rank_rows in call.rows]
         kinds = [
-            (classes, labels, {"accuracy": _accuracy}, 0),
+            (classes, labels, {"accuracy": lambda pairs: sum(a == b for a, b in pairs) / len(pairs)}, 0),
             (call.values, labels, OF_SCORES, FEWEST_DIGITS),
             (call.values, numbers, OF_NUMBERS, FEWEST_DIGITS),
         ]
@@ -182,10 +182,6 @@ def _find_wrong_pairs(
                 f"they are compared at {line}",
             )
     return None
-
-
-def _accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
-    return sum(row == label for row, label in pairs) / len(pairs)
 
 
 def _comparison_line(evals: Sequence[RankEvaluation], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
