@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,16 +45,14 @@ def steps(values: Any, gradients: Any, **more: Any) -> list[list[OptimizerStep]]
 def test_gradients_that_are_reduced_by_hand_are_told_at_the_reduction() -> None:
     for more, where in (({}, REDUCES), ({"collectives": 0}, MAKES)):
         apart = steps(lambda n, rank: n * (rank + 1), lambda n, rank: (1.0, rank + n), **more)
-        (found,) = judge_unsynchronized(apart, [], wrapped=False)
-        assert (found.code, found.location) == ("DDP501", where)
-        assert [*map(str, found.related)] == [f"optimizer steps at {STEP}"]
+        findings = judge_unsynchronized(apart, [], wrapped=False)
+        assert_says(findings, f"DDP501 ... at {where} ... optimizer steps at {STEP}")
 
 
-@pytest.mark.parametrize(("more", "where"), [({"broadcast_at": SENDS}, SENDS), ({}, MAKES)])
-def test_values_that_differ_from_the_start_are_told_at_the_broadcast(more: dict[str, Any], where: Location) -> None:
-    unequal = steps(lambda n, rank: 10 * n + rank + 1, lambda n, _: (1.0, n + 1.0), **more)
-    (found,) = judge_unsynchronized(unequal, [], wrapped=False)
-    assert (found.code, found.location) == ("DDP208", where)
+def test_values_that_differ_from_the_start_are_told_at_the_broadcast() -> None:
+    for more, where in (({"broadcast_at": SENDS}, SENDS), ({}, MAKES)):
+        unequal = steps(lambda n, rank: 10 * n + rank + 1, lambda n, _: (1.0, n + 1.0), **more)
+        assert_says(judge_unsynchronized(unequal, [], wrapped=False), f"DDP208 ... at {where}")
 
 
 def test_values_that_differ_from_the_start_are_told_at_the_seed_if_that_differs() -> None:
@@ -84,8 +81,7 @@ def test_gradients_that_are_scaled_after_a_reduction_by_hand_are_told_there() ->
     of_ranks = [
         step(0, r, unwrapped_params=alone, gradients=dict.fromkeys(alone, (1.0 + r, 2.0 + 2 * r))) for r in (0, 1)
     ]
-    (found,) = judge_scaled_by_hand([of_ranks])
-    assert (found.code, found.location) == ("DDP301", REDUCES)
+    assert_says(judge_scaled_by_hand([of_ranks]), f"DDP301 ... at {REDUCES}")
 
 
 def test_an_optimizer_that_a_hook_steps_in_backward_is_told_at_the_line_that_registers_the_hook() -> None:
@@ -97,31 +93,28 @@ def test_an_optimizer_that_a_hook_steps_in_backward_is_told_at_the_line_that_reg
 
 
 def missing(end: PathEnd, *ranks: int) -> list[Finding]:
-    names = Names(locations={"head.weight": MAKES})
-    states: list[dict[str, Any]] = [
-        {"head.weight": "missing" if rank in ranks else "contributes", "body.weight": "contributes"} for rank in (0, 1)
-    ]
-    return judge_parameters(
-        [StepEvidence(r, 0, states[r], {"head.weight": end}) for r in (0, 1)], WrapperFacts(), names
-    )
+    states = [{"head.weight": "missing" if n in ranks else "contributes", "body.weight": "contributes"} for n in (0, 1)]
+    evidence = [StepEvidence(n, 0, states[n], {"head.weight": end}) for n in (0, 1)]  # type: ignore[arg-type]
+    return judge_parameters(evidence, WrapperFacts(), Names(locations={"head.weight": MAKES}))
 
 
-def ends() -> Iterator[tuple[str, PathEnd, tuple[int, ...], Location]]:
-    line, region = Location("net.py", 40), Location("net.py", 38)
-    yield "DDP103", PathEnd("cut", "detach()", line, steps=(PathStep("linear()"),)), (0, 1), line
-    yield "DDP103", PathEnd("cut", "torch.no_grad()", line, no_grad_location=region), (0, 1), region
-    yield "DDP102", PathEnd("unreachable", "linear()", line), (0, 1), line
-    yield "DDP101", PathEnd("unused"), (0, 1), MAKES
-    yield "DDP101", PathEnd("unused", location=line), (0, 1), line
-    yield "DDP104", PathEnd("unused", location=line), (1,), line
-    yield "DDP104", PathEnd("unused"), (1,), MAKES
+LINE, REGION = Location("net.py", 40), Location("net.py", 38)
 
 
-@pytest.mark.parametrize(("code", "end", "ranks", "where"), list(ends()))
+@pytest.mark.parametrize(
+    ("code", "end", "ranks", "where"),
+    [
+        ("DDP103", PathEnd("cut", "detach()", LINE, steps=(PathStep("linear()"),)), (0, 1), LINE),
+        ("DDP103", PathEnd("cut", "torch.no_grad()", LINE, no_grad_location=REGION), (0, 1), REGION),
+        ("DDP102", PathEnd("unreachable", "linear()", LINE), (0, 1), LINE),
+        ("DDP101", PathEnd("unused"), (0, 1), MAKES),
+        ("DDP101", PathEnd("unused", location=LINE), (0, 1), LINE),
+        ("DDP104", PathEnd("unused", location=LINE), (1,), LINE),
+    ],
+)
 def test_a_missing_parameter_is_told_where_its_path_ends(code: str, end: PathEnd, ranks: Any, where: Location) -> None:
-    (found,) = missing(end, *ranks)
-    assert (found.code, found.location) == (code, where)
-    assert [*map(str, found.related)] == ([f"parameter made at {MAKES}"] if where != MAKES else [])
+    made = f"{'not ' if where == MAKES else ''}parameter made at {MAKES}"
+    assert_says(missing(end, *ranks), f"{code} ... at {where} ... {made}")
 
 
 # What a cause is advised
@@ -137,8 +130,7 @@ def test_a_missing_parameter_is_told_where_its_path_ends(code: str, end: PathEnd
     ],
 )
 def test_a_cut_is_mended_by_what_it_is(reason: str, advice: str) -> None:
-    (found,) = missing(PathEnd("cut", reason, Location("net.py", 40)), 0, 1)
-    assert found.code == "DDP103" and advice in found.what_to_do and "requires_grad_(False)" in found.what_to_do
+    assert_says(missing(PathEnd("cut", reason, LINE), 0, 1), f"DDP103 ... {advice} ... requires_grad_(False)")
 
 
 @pytest.mark.parametrize("assigned", [True, False])

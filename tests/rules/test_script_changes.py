@@ -37,8 +37,8 @@ HOOKED = ModuleChanged(0, "hook", "register_comm_hook", ("body.weight",), HOOKS)
 THAWED = ModuleChanged(0, "requires_grad", "requires_grad_", ("head.weight",), THAWS)
 
 
-def finding(code: str, subject: str = "head.weight") -> Finding:
-    return replace(make_finding(code, (subject,), "changed"), location=NOTICED)
+def finding(code: str, *subjects: str) -> Finding:
+    return replace(make_finding(code, subjects or ("head.weight",), "changed"), location=NOTICED)
 
 
 @pytest.mark.parametrize(
@@ -54,41 +54,32 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
         ("DDP503", [[LOADED], [LOADED]], LOADS, ()),  # with assign=True
         ("DDP503", [[replace(THAWED, names=())], []], THAWS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
-        ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], NOTICED, ()),
-        *((code, [[LOADED, HOOKED]] * 2, HOOKS, ()) for code in ("DDP301", "DDP302", "DDP303")),
-        ("DDP306", [[HOOKED]] * 2, NOTICED, ()),
+        ("DDP302", [[LOADED, HOOKED]] * 2, HOOKS, ()),
         ("DDP214", [[WRITTEN], []], WRITES, (0,)),
-        ("DDP214", [[WRITTEN], [WRITTEN]], WRITES, ()),
         ("DDP215", [[WRITTEN], []], WRITES, ()),  # the broadcast changes those of the others
         ("DDP214", [[replace(WRITTEN, location=None)], [LOADED]], NOTICED, (0,)),
-        ("DDP214", [[replace(WRITTEN, names=("body.mean",))], []], NOTICED, ()),
         ("DDP306", [[MULTIPLIED], []], THAWS, (0,)),
         ("DDP306", [[MULTIPLIED, replace(LOADED, forwards=3)], []], LOADS, (0,)),  # which writes each of them
-        ("DDP306", [[MULTIPLIED, replace(MULTIPLIED, location=RESETS)], [MULTIPLIED]], RESETS, (0,)),
         ("DDP306", [[MULTIPLIED], [MULTIPLIED]], THAWS, ()),  # by values of each rank's own
         ("DDP306", [[replace(MULTIPLIED, names=("head.bias",))]] * 2, NOTICED, ()),
         ("DDP306", [[MULTIPLIED, replace(MULTIPLIED, location=RESETS)]] * 2, NOTICED, ()),  # which of them?
-        ("DDP306", [[replace(MULTIPLIED, forwards=0)], []], NOTICED, ()),
-        ("DDP515", [[], [RESET, LOADED]], LOADS, (1,)),
-        ("DDP515", [[replace(LOADED, names=("body.weight",))], []], WRAPS, ()),
-        ("DDP503", [[LOADED, THAWED], [THAWED]], THAWS, ()),
         ("DDP301", [[LOADED], []], NOTICED, ()),
     ],
 )
 def test_the_line_of_a_change(code: str, changes: Any, where: Location, ranks: Any) -> None:
-    found = locate_change(finding(code), changes, WRAPS)
-    assert (found.location, found.ranks) == (where, ranks)
+    located = locate_change(finding(code), changes, WRAPS)
+    assert (located.location, located.ranks) == (where, ranks)
 
 
 def test_parameters_that_are_written_at_several_lines() -> None:
-    def written(name: str, line: int) -> ModuleChanged:
-        return ModuleChanged(0, "written", "copy_", (name,), Location("train.py", line), forwards=1)
-
-    apart = replace(finding("DDP306"), subjects=("body.weight", "head.weight"))
-    both = [[written("body.weight", 8), written("head.weight", 9)]] * 2
-    found = locate_change(apart, both, WRAPS)
-    assert found.location == Location("train.py", 8) and "others are written at train.py:9" in found.evidence
-    assert locate_change(apart, [one[:1] for one in both], WRAPS) == apart  # what parts the other is not known
+    several = finding("DDP306", "body.weight", "head.weight")
+    both = [
+        ModuleChanged(0, "written", "copy_", (name,), line, forwards=1)
+        for name, line in (("body.weight", LOADS), ("head.weight", RESETS))
+    ]
+    located = locate_change(several, [both] * 2, WRAPS)
+    assert located.location == LOADS and f"others are written at {RESETS}" in located.evidence
+    assert locate_change(several, [both[:1]] * 2, WRAPS) == several  # why the second differs is not known
 
 
 SCHEDULE = ScheduleState(WRAPS, 48, LOADS, turns=24, ends=(24, 24))
@@ -103,17 +94,13 @@ ENDLESS = replace(SCHEDULE, ends=(48, 48), by_world=True, numbers=(0.05, 1.0))
         (replace(SCHEDULE, ends=(48, 48)), False),  # as long as the steps of all ranks
         (replace(SCHEDULE, ends=(8, 1)), False),  # a warm-up
         (replace(SCHEDULE, turns=48), False),  # after each of two backward passes
-        (replace(SCHEDULE, steps=6, turns=3, ends=(3, 3)), True),  # of epochs
         (ENDLESS, True),
-        (replace(ENDLESS, by_world=False), False),
         (replace(ENDLESS, numbers=(0.05, 2.0)), False),
-        (replace(SCHEDULE, steps=24), False),
-        (replace(ENDLESS, numbers=(0.05, 48.0)), False),
     ],
 )
 def test_a_schedule_that_steps_once_for_each_rank(schedule: ScheduleState, found: bool) -> None:
     findings = judge_schedule([OptimizerEnd(0, 24, 24, schedule=schedule)] * 2, 2)
-    assert [(one.code, one.location) for one in findings] == ([("DDP507", LOADS)] if found else [])
+    assert_says(findings, "DDP507 ... at train.py:9" if found else "")
     assert not judge_schedule([OptimizerEnd(0, 24, 24, schedule=schedule)] * 3, 3)
 
 
@@ -130,24 +117,23 @@ def test_the_line_of_a_learning_rate_that_only_one_rank_lowers() -> None:
 
 def test_the_writes_of_wrapped_parameters_are_followed() -> None:
     before = dict(vars(nn.Parameter))
-    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    found: list[ModuleChanged] = []
-    written: list[bool] = []
+    layer, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    changes: list[ModuleChanged] = []
+    written: list[int] = []
     watch: Any = SimpleNamespace(number=0, module_parameters=layer.named_parameters, forwards=1, step=1)
-    watch.parameters_written = lambda: written.append(True)
+    watch.parameters_written = lambda: written.append(1)
     try:
-        run: Any = Recording(found.append)
+        run: Any = Recording(changes.append)
         run.watches = [watch]
         recorder = WriteRecorder(run)
         recorder.follow_wrapper(watch)
         copy.deepcopy(layer)
-        other.weight.data.copy_(layer.weight.data)
-        other.weight.data.zero_()
+        second.weight.data.copy_(layer.weight.data)
         recorder.patch_for_step(begins=True)
         layer.weight.data.zero_()
         recorder.patch_for_step(begins=False)
         recorder.write()
-        assert not found
+        assert not changes
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.mul_(0.5)
@@ -160,10 +146,9 @@ def test_the_writes_of_wrapped_parameters_are_followed() -> None:
     finally:
         for name in set(vars(nn.Parameter)) - set(before):
             delattr(nn.Parameter, name)
-    assert [one.how for one in found] == ["mul_", "__setitem__", "__iadd__", "clamp_", ".data", "fill_"]
-    assert found[0].names == ("weight", "bias")
-    assert len({one.location for one in found}) == len(found)
-    assert written
+    assert [change.how for change in changes] == ["mul_", "__setitem__", "__iadd__", "clamp_", ".data", "fill_"]
+    assert changes[0].names == ("weight", "bias") and written
+    assert len({change.location for change in changes}) == len(changes)
 
 
 EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)
@@ -172,7 +157,6 @@ EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ([[EVALUATES], []], RESETS),
         ([[EVALUATES, replace(EVALUATES, location=LOADS)], [replace(EVALUATES, location=LOADS)]], RESETS),
         ([[replace(EVALUATES, location=LOADS, step=4), EVALUATES], []], RESETS),  # the last one
         ([[EVALUATES], [EVALUATES]], RESETS),  # after which another rank alone has come to train()
@@ -180,7 +164,6 @@ EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)
         ([[replace(EVALUATES, step=20)], []], WRAPS),  # later
         ([[replace(EVALUATES, names=("head",))], []], WRAPS),  # of a part of it
         ([[], [EVALUATES]], WRAPS),  # by a rank that trains
-        ([[], []], WRAPS),
     ],
 )
 def test_the_line_since_which_a_rank_evaluates(changes: list[list[ModuleChanged]], where: Location) -> None:
@@ -208,19 +191,13 @@ def test_the_calls_of_eval_that_are_written_down() -> None:
     assert [one.names for one in made if one is not EVALUATES] == [("",), ("0",)]
 
 
-def test_an_assignment_to_data_of_a_shard_is_told_and_other_changes_are_not() -> None:
+def test_an_assignment_to_data_of_a_shard_or_in_its_place() -> None:
     ignored = replace(LOADED, what="ignored", how=".data")
     assert_says(judge_data_assignments([[ignored], [ignored]]), "DDP503 ... ('head.weight',) ... at train.py:9 in")
-    assert judge_data_assignments([[LOADED, THAWED], [RESET]]) == []
-
-
-@pytest.mark.parametrize(("forwards", "words"), [(0, "the first forward pass fails"), (3, "puts it back")])
-def test_a_parameter_that_takes_the_place_of_a_shard(forwards: int, words: str) -> None:
-    replaced = ModuleChanged(0, "replaced", "head.weight", ("head.weight",), LOADS, forwards)
-    assert_says(
-        judge_replaced([[replaced], [replaced]]), f"DDP503 ... ('head.weight',) ... at train.py:9 in ... {words}"
-    )
-    assert judge_replaced([[LOADED, THAWED], [RESET]]) == []
+    for forwards, words in ((0, "the first forward pass fails"), (3, "puts it back")):
+        replaced = [ModuleChanged(0, "replaced", "head.weight", ("head.weight",), LOADS, forwards)]
+        assert_says(judge_replaced([replaced] * 2), f"DDP503 ... ('head.weight',) ... at train.py:9 in ... {words}")
+    assert judge_data_assignments([[LOADED, THAWED], [RESET]]) == judge_replaced([[LOADED, THAWED], [RESET]]) == []
 
 
 def test_gradients_that_are_scaled_are_told_where_the_divisor_was_set() -> None:
@@ -235,7 +212,6 @@ def test_shards_that_one_rank_alone_writes_before_the_first_forward_pass() -> No
     kept = {"head.weight": 1, "head.bias": 2, "body.weight": 3}
     findings = judge_local_writes([[], [written]], [kept, {"body.weight": 3}])
     assert_says(findings, f"DDP515 ... {written.names} of ranks (1,) at train.py:9 in")
-    assert judge_local_writes([[written], [written]], [{}, {}]) == []
     assert judge_local_writes([[written], []], [{}, {}]) == []  # which was on meta, and gets other parameters
     assert judge_local_writes([[], [replace(written, forwards=1)]], [kept, kept]) == []
     others = replace(written, names=("body.weight",))
