@@ -45,8 +45,6 @@ def under_wrapper(*evidence: DdpStepEvidence, **known: Any) -> ReducerFacts:
     return ReducerFacts.from_evidence(evidence, replace(KNOWN, **known))
 
 
-# --- The reducer -----------------------------------------------------------------------------------------------------
-
 MISMATCH = tuple(step(rank, against_local=(WRONG,)) for rank in (0, 1))
 HOOK = GradientHook("a tensor hook (clip)", Location("model.py", 7))
 
@@ -61,9 +59,6 @@ def test_one_factor_on_every_gradient_is_told_before_hooks_and_buffers_that_are_
     assert codes(first_explanation(FROM_AVERAGE, twice)) == ["DDP310"]
 
 
-# --- State after the steps -------------------------------------------------------------------------------------------
-
-
 def test_a_buffer_that_a_checkpoint_leaves_out_is_told_without_the_checkpoint() -> None:
     by_step = {0: [step(rank, buffers={"n": rank}) for rank in (0, 1)]}
     (saved,) = judge_drifted_buffers(ReplicaFacts(by_step, (), KNOWN))
@@ -73,8 +68,6 @@ def test_a_buffer_that_a_checkpoint_leaves_out_is_told_without_the_checkpoint() 
     assert "checkpoint" in saved.message and "checkpoint" not in unsaved.message
     assert "leaves out n" in str(unsaved.evidence)
 
-
-# --- Errors of the wrapper, and of ranks -----------------------------------------------------------------------------
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
@@ -127,9 +120,6 @@ def test_a_process_that_has_ended_is_advised_by_its_exit_code(code: int, advice:
     assert_says(explain_by_death(died), advice)
 
 
-# --- Parameters ------------------------------------------------------------------------------------------------------
-
-
 def facts_of(*evidence: StepEvidence, **options: Any) -> ParameterFacts:
     return ParameterFacts.from_evidence(evidence, WrapperFacts(**options), Names())
 
@@ -165,8 +155,6 @@ def test_what_is_judged_under_the_search_for_unused_parameters(judge: Any, evide
 def test_a_gradient_that_arrives_twice() -> None:
     assert codes(judge_repeated_arrival(facts_of(seen(0, arrivals={"a": 2})))) == ["DDP406"]
 
-
-# --- Under torch.compile ---------------------------------------------------------------------------------------------
 
 EQUAL = CompiledStep(0, 0, {"a": 1, "b": 2}, (Difference("a", 1e-6, 0.1), Difference("b", 1e-7, 0.1)))
 UNEQUAL = replace(EQUAL, rank=1, gradients={"a": 1, "b": 3})

@@ -98,9 +98,6 @@ def test_each_optimizer_has_curves_of_its_own() -> None:
     ]
 
 
-# Shown numbers
-
-
 def shows(*values: str, text: str = "auc = #", steps: Sequence[int] = (1, 2, 3)) -> Run:
     return Run(shown=[(step, text, (value,)) for step, value in zip(steps, values, strict=False)])
 
@@ -139,12 +136,6 @@ def test_the_mark_of_a_curve(ranks: Run, single: Run, name: str, mark: int | Non
     assert drawn(ranks, replace(ranks, shown=()), single)[name].diverges_at == mark
 
 
-def test_several_after_one_step_are_in_their_order() -> None:
-    one = shows("0.4", "0.6", "0.5", steps=(3, 3, 3))
-    curve = drawn(one, Run(), one)["printed: auc"]
-    assert (curve.x_label, curve.x, curve.ranks) == ("time shown", (1, 2, 3), (0.4, 0.6, 0.5))
-
-
 LONG = "a long list of words that say what it is"
 
 
@@ -163,9 +154,6 @@ def test_other_samples_leave_only_the_steps_before() -> None:
     of_single = RankTrace(of_single.started, [*other, *of_single.entries[3:]], [])
     found = curves(Parity([of_ranks, started(1, 2, Run())], of_single))
     assert [(one.name, one.x) for one in found] == [(GRADIENTS, (0, 1)), (MEAN_LOSS, (0, 1))]
-
-
-# Limits
 
 
 def test_at_most_six_and_those_that_differ_before_the_others() -> None:

@@ -34,6 +34,7 @@ MULTIPLIED = ModuleChanged(0, "written", "mul_", ("head.weight", "head.bias"), T
 WRITTEN = ModuleChanged(0, "buffer", "", ("head.weight",), WRITES)
 HOOKS = Location("train.py", 7)
 HOOKED = ModuleChanged(0, "hook", "register_comm_hook", ("body.weight",), HOOKS)
+DIVIDED = ModuleChanged(0, "scale", "set_gradient_divide_factor", ("head.weight",), LOADS)
 THAWED = ModuleChanged(0, "requires_grad", "requires_grad_", ("head.weight",), THAWS)
 
 
@@ -54,8 +55,10 @@ def finding(code: str, *subjects: str) -> Finding:
         ("DDP503", [[LOADED], [LOADED]], LOADS, ()),  # with assign=True
         ("DDP503", [[replace(THAWED, names=())], []], THAWS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
+        ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], NOTICED, ()),
         ("DDP302", [[LOADED, HOOKED]] * 2, HOOKS, ()),
         ("DDP214", [[WRITTEN], []], WRITES, (0,)),
+        ("DDP214", [[WRITTEN], [WRITTEN]], WRITES, ()),
         ("DDP215", [[WRITTEN], []], WRITES, ()),  # the broadcast changes those of the others
         ("DDP214", [[replace(WRITTEN, location=None)], [LOADED]], NOTICED, (0,)),
         ("DDP306", [[MULTIPLIED], []], THAWS, (0,)),
@@ -64,6 +67,8 @@ def finding(code: str, *subjects: str) -> Finding:
         ("DDP306", [[replace(MULTIPLIED, names=("head.bias",))]] * 2, NOTICED, ()),
         ("DDP306", [[MULTIPLIED, replace(MULTIPLIED, location=RESETS)]] * 2, NOTICED, ()),  # which of them?
         ("DDP301", [[LOADED], []], NOTICED, ()),
+        ("DDP303", [[DIVIDED], [DIVIDED]], LOADS, ()),
+        ("DDP303", [[replace(DIVIDED, names=("body.weight",))]] * 2, NOTICED, ()),
     ],
 )
 def test_the_line_of_a_change(code: str, changes: Any, where: Location, ranks: Any) -> None:
@@ -198,13 +203,6 @@ def test_an_assignment_to_data_of_a_shard_or_in_its_place() -> None:
         replaced = [ModuleChanged(0, "replaced", "head.weight", ("head.weight",), LOADS, forwards)]
         assert_says(judge_replaced([replaced] * 2), f"DDP503 ... ('head.weight',) ... at train.py:9 in ... {words}")
     assert judge_data_assignments([[LOADED, THAWED], [RESET]]) == judge_replaced([[LOADED, THAWED], [RESET]]) == []
-
-
-def test_gradients_that_are_scaled_are_told_where_the_divisor_was_set() -> None:
-    set_there = ModuleChanged(0, "scale", "set_gradient_divide_factor", ("head.weight",), LOADS)
-    assert locate_change(finding("DDP303"), [[set_there], [set_there]], None).location == LOADS
-    others = replace(set_there, names=("body.weight",))
-    assert locate_change(finding("DDP303"), [[others], [others]], None) == finding("DDP303")
 
 
 def test_shards_that_one_rank_alone_writes_before_the_first_forward_pass() -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, normalize
 from ddpcheck.findings.evidence.loop import GatheredConstant, OwnRowsReinserted
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Location
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.record.loss.gather_recorder import (
     GatherRecorder,
@@ -28,6 +28,7 @@ from ddpcheck.record.recording import Recording
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.trace.losses import Losses
+from tests.reports import assert_says, codes
 
 LINE = Location("train.py", 8)
 
@@ -53,23 +54,20 @@ def record(
     return recorded
 
 
-def test_it_takes_every_rank_in_several_steps() -> None:
-    one, other = (GatheredConstant(step, "all_gather", LINE, 8) for step in (1, 2))
-    (finding,) = judge_view(Losses([[], []], constants=[[one, other], [one, other]]))
-    assert (finding.code, finding.location) == ("DDP309", LINE)
-    assert not judge_view(Losses([[], []], constants=[[one, other], []]))
-    assert not judge_view(Losses([[], []], constants=[[one], [one]]))
+def test_it_takes_every_rank_in_several_steps_or_parameters_that_get_no_gradient() -> None:
+    def judged(*constants: list[GatheredConstant]) -> list[Finding]:
+        return judge_view(Losses([[], []], constants=[*constants]))
 
-
-def test_parameters_that_get_no_gradient_are_told_after_one_step() -> None:
-    one = GatheredConstant(0, "all_gather", LINE, 8, ("0/head.weight", "0/head.bias"))
-    (finding,) = judge_view(Losses([[], []], constants=[[one], [one]]))
-    assert (finding.code, finding.subjects, finding.location) == ("DDP309", ("head.weight", "head.bias"), LINE)
-    missing = make_finding("DDP102", ["head.weight", "head.bias"], "The result of head does not reach the loss.")
-    other = make_finding("DDP102", ["body.weight"], "The result of body.weight does not reach the loss.")
-    assert [one.code for one in find_causes([missing, finding]).findings] == ["DDP309"]
-    assert [one.code for one in find_causes([other, finding]).findings] == ["DDP102", "DDP309"]
-    assert not judge_view(Losses([[], []], constants=[[one], []]))
+    first, second = (GatheredConstant(step, "all_gather", LINE, 8) for step in (1, 2))
+    assert_says(judged([first, second], [first, second]), f"DDP309 ... at {LINE}")
+    assert not judged([first, second], []) and not judged([first], [first])
+    named = [replace(first, names=("0/head.weight", "0/head.bias"))]
+    findings = judged(named, named)
+    assert_says(findings, f"DDP309 ... ('head.weight', 'head.bias') ... at {LINE}")
+    assert not judged(named, [])
+    for name, kept in (("head.weight", ["DDP309"]), ("body.weight", ["DDP102", "DDP309"])):
+        missing = make_finding("DDP102", [name], "The result does not reach the loss.")
+        assert codes(find_causes([missing, *findings]).findings) == kept
 
 
 @pytest.mark.parametrize(

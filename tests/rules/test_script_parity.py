@@ -29,7 +29,8 @@ from ddpcheck.stream.rank_log import RankTrace
 from ddpcheck.trace.divergences import Parity
 from tests.reports import assert_says
 
-LOSS, SHOWS, SAVES = (Location("train.py", line) for line in (30, 40, 50))
+LOSS, STEPS, SHOWS, SAVES = (Location("train.py", line) for line in (30, 33, 40, 50))
+LOADER = "DataLoader train.py:9#0 pass 0"
 
 
 def rank(entries: Sequence[Entry], number: int = 0, size: int = 2, made: int = 4, **more: Any) -> RankTrace:
@@ -41,7 +42,7 @@ def steps(*norms: float, samples: float = 8.0) -> list[ParityStep]:
     first = {"names": ("weight", "bias"), "elements": (4, 1)}
     known = {"values": (1.0, 1.0), "rates": (0.1,), "loss_at": LOSS, "samples": (samples / 2, samples)}
     made = [
-        ParityStep(0, n, LOSS, norms=(0.6 * x, 0.8 * x), gradient=(x, 0.0), losses=(0.5 / (n + 1),), **known)
+        ParityStep(0, n, STEPS, norms=(0.6 * x, 0.8 * x), gradient=(x, 0.0), losses=(0.5 / (n + 1),), **known)
         for n, x in enumerate(norms)
     ]
     return [replace(step, **({} if step.count else first)) for step in made]
@@ -59,10 +60,8 @@ def compared(of_ranks: Sequence[Entry], single: Sequence[Entry], noise: Sequence
 ALIKE, ALONE = steps(3, 2, 1, 1), steps(3, 2, 1, 1, samples=16.0)
 
 
-def of_two(
-    first: Sequence[Entry], second: Sequence[Entry], single: RankTrace, noise: RankTrace | None = None
-) -> Parity:
-    return Parity([rank(first), rank(second, 1)], single, noise)
+def of_two(first: Sequence[Entry], second: Sequence[Entry], *single: RankTrace) -> Parity:
+    return Parity([rank(first), rank(second, 1)], *single)
 
 
 def after(of_ranks: Entry, alone: Entry, noise: Entry | None = None) -> Parity:
@@ -74,22 +73,15 @@ def scaled(factor: float, **more: Any) -> list[ParityStep]:
     return steps(*(factor * norm for norm in (3, 2, 1, 1)), **more)
 
 
-def epochs(made: list[ParityStep], *numbers: str) -> list[Entry]:
-    return [*made, *(shown(number, 2 * epoch) for epoch, number in enumerate(numbers, 1))]
-
-
-def every(*numbers: str) -> list[NumbersShown]:
-    return [shown(number, after + 1, evaluates=False) for after, number in enumerate(numbers)]
-
-
-def evaluated(rows: int, *shows: Entry) -> list[Entry]:
-    return [ParityPass("DataLoader train.py:9#0 pass 0", rows, 24, trains=False), *shows]
+def epochs(made: list[ParityStep], *numbers: str, **more: Any) -> list[Entry]:
+    return [*made, *(shown(number, 2 * epoch, **more) for epoch, number in enumerate(numbers, 1))]
 
 
 def repeated(rows: int) -> Parity:
     """A set of 24 samples of which the ranks evaluate `rows`."""
-    first, second, alone = evaluated(12, shown("0.2575", 4)), evaluated(rows - 12), evaluated(24, shown("0.2500", 4))
-    return of_two([*ALIKE, *first], [*ALIKE, *second], rank([*ALONE, *alone], 0, 1))
+    first, second, whole = (ParityPass(LOADER, taken, 24, trains=False) for taken in (12, rows - 12, 24))
+    single = rank([*ALONE, whole, shown("0.2500", 4)], 0, 1)
+    return of_two([*ALIKE, first, shown("0.2575", 4)], [*ALIKE, second], single)
 
 
 def saved(shapes: dict[str, tuple[int, ...]], *norms: float) -> TensorsSaved:
@@ -98,9 +90,7 @@ def saved(shapes: dict[str, tuple[int, ...]], *norms: float) -> TensorsSaved:
 
 def taking(*rows: int, chosen: Sequence[int] = (), trains: bool = True) -> Parity:
     """Passes of two ranks and of a single process over so many samples, of which a sampler chose so many."""
-    passes = [
-        ParityPass(*("DataLoader train.py:9#0 pass 0", n, m, trains)) for n, m in zip(rows, chosen or rows, strict=True)
-    ]
+    passes = [ParityPass(LOADER, n, m, trains) for n, m in zip(rows, chosen or rows, strict=True)]
     return of_two([*ALIKE, passes[0]], [*ALIKE, passes[1]], rank([*ALONE, passes[2]], 0, 1))
 
 
@@ -141,6 +131,7 @@ UNNAMED = [replace(step, names=("parameter 0", "parameter 1")[: 2 * (not step.co
 WIDER = [replace(step, elements=(9, 1)) for step in steps(6, 2, samples=16.0)]
 NOT_SAMPLED, NOT_SAMPLED_ALONE = steps(6, 4, samples=0.0), steps(3, 2, samples=0.0)
 NOISY = ("0.5100", "0.4000"), ("0.5300", "0.4200")
+TRAINS = {"evaluates": False}
 FULL = [rank(ALIKE, n, full_at=3, why_full="No space left on device") for n in (0, 1)]
 LEFT_OUT = NotReplayed("train.py:9", "their shapes differ")
 OF_ACCELERATE = rank(rated(ALONE, 0.8, 0.7, 0.6, 0.4), 0, 1, steps_schedules=True)
@@ -164,7 +155,7 @@ FALLS, PLATEAU = (0.4, 0.3, 0.2, 0.1), (0.4, 0.1, 0.1, 0.1)
         (repeated(24), "0.2575"),
         (repeated(25), ""),
         (repeated(48), "0.2575"),
-        (compared([*ALIKE, *every("2.00", "1.80")], [*ALONE, *every("1.00", "0.90")], ALONE), "(factor 2)"),
+        (compared(epochs(ALIKE, "2.0", "1.8", **TRAINS), epochs(ALONE, "1.0", "0.9", **TRAINS), ALONE), "(factor 2)"),
         (after(saved({"bank": (8, 2), "head": (4,)}), BANK), "warning ... at train.py:50 ... bank (different shapes)"),
         (after(saved({"head": (4,)}), BANK), "bank (missing)"),
         (after(BANK, BANK), ""),
@@ -179,6 +170,7 @@ FALLS, PLATEAU = (0.4, 0.3, 0.2, 0.1), (0.4, 0.1, 0.1, 0.1)
         (at_rates(FALLS, (0.2, 0.15, 0.1, 0.05)), ""),
         (at_rates((0.4, 0.3, 0.2, 0.049), (0.2, 0.15, 0.1, 0.029)), ""),  # scaled, and fall to one that is not: 0.01
         (at_rates((0.2, 0.3, 0.4, 0.2), (0.2, 0.2, 0.2, 0.1)), ""),  # a warm-up from the rate of one process
+        (at_rates((0.2, 0.4, 0.4, 0.4), (0.1, 0.15, 0.175, 0.2)), "learning rate"),  # a warm-up that is over too soon
         (at_rates(PLATEAU, FALLS), "At step 1, the learning rate on the ranks is at 0.25 of its highest value"),
         (at_rates((0.4, 0.2, 0.2, 0.1), (0.4, 0.4, 0.4, 0.1), PLATEAU), ""),  # by a metric that noise changes
         (of_two(RISING, RISING, OF_ACCELERATE), ""),  # which steps a schedule for each rank
@@ -217,7 +209,7 @@ def test_what_is_not_compared_has_its_reason_and_no_finding(parity: Parity, word
 
 @pytest.mark.parametrize(("noise", "finds"), [(1.002, True), (1.005, False)])
 def test_parameters_that_differ_after_equal_gradients_are_those_of_the_update(noise: float, finds: bool) -> None:
-    built = OptimizerStep(0, 0, {}, Location("train.py", 33), constructed_at=Location("train.py", 12))
+    built = OptimizerStep(0, 0, {}, STEPS, constructed_at=Location("train.py", 12))
     on_ranks = with_values(steps(3, 2, 1.1, 1.2), 1.0, 1.0, 1.01, 1.02)
     parity = compared([built, *on_ranks], *(with_values(ALONE, 1.0, 1.0, size, size) for size in (1.0, noise)))
     update = [finding for finding in judge_view(parity) if finding.subjects == ("update",)]
@@ -262,6 +254,7 @@ COUNTS = "20 world 2, 20 n 3, 20 n 7, 21 share 0.4", "20 world 2, 20 n 9, 21 sha
         (("20 share 0.25, 22 return 0.25",) * 2, "20 share 0.5, 22 return 0.5", 20),  # alike: no part of a sum
         (COUNTS, "20 world 1, 20 n 8, 20 n 12, 20 n 16, 21 share 0.5", 21),  # counts change in other batches
         (("20 value 0.4375, 30 best 0.4375", "20 value 0.5625"), "20 value 0.5, 30 best 0.5", 20),  # a copy
+        (("20 value 0.4375", "20 value 0.5625"), "20 value 0.5", 20),  # the shown one
     ],
 )
 def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differs(

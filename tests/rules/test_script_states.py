@@ -60,9 +60,14 @@ def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_i
 
 
 def use(digest: int, **more: Any) -> EvaluationCall:
-    return replace(
-        EvaluationCall(12, "ema", ("train.py:60",), digest, wrapped=False, loaded=False, location=MADE), **more
-    )
+    known: dict[str, Any] = {
+        "name": "ema",
+        "lines": ("train.py:60",),
+        "wrapped": False,
+        "loaded": False,
+        "location": MADE,
+    }
+    return EvaluationCall(12, digest=digest, **known | more)
 
 
 def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
@@ -107,17 +112,14 @@ def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
     assert str(written[2].estimated_at).rpartition(":")[0].endswith("test_script_states.py")
 
 
-@pytest.mark.parametrize(
-    ("here", "there"),
-    [
+def test_uses_that_are_no_fault() -> None:
+    for here, there in (
         ([use(3)], []),  # on rank 0 only
         ([use(3)], [use(3)]),  # broadcast before, or updated alike
         ([use(3)], [use(1, lines=("train.py:70",))]),  # from a line of its own
         ([use(3, wrapped=True)], [use(1, wrapped=True)]),  # training has left it so: another finding, if any
-    ],
-)
-def test_uses_that_are_no_fault(here: list[EvaluationCall], there: list[EvaluationCall]) -> None:
-    assert not judge_evaluations([here, there], [[], []])
+    ):
+        assert not judge_evaluations([here, there], [[], []])
 
 
 def test_a_wrapped_module_into_which_what_was_kept_is_put_back() -> None:
@@ -138,26 +140,24 @@ def test_the_uses_of_a_copy_that_are_written_down() -> None:
         with torch.no_grad():
             copy(torch.ones(1, 2))
 
-    evaluate()
-    assert not written  # nothing has been trained
+    evaluate()  # nothing has been trained
     run.steps = 3
-    copy(torch.ones(1, 2))
-    assert not written  # it trains
+    copy(torch.ones(1, 2))  # it trains
+    assert not written
     for _ in range(3):
         evaluate()
-    assert [one.step for one in written] == [3]  # one from this line
     run.steps, held[:] = 4, list(copy.parameters())
-    evaluate()
-    assert len(written) == 1  # an optimizer of its own has it
+    evaluate()  # an optimizer of its own has it
+    assert [call.step for call in written] == [3]  # one from this line
 
 
 @pytest.mark.parametrize(
-    ("loads", "ranks", "words"),
+    ("loads", "words"),
     [
-        ([[], []], "", ""),
-        ([[NothingLoaded("Net", LOADED, "module.", True, 4)]] * 2, "()", "keys of the state begin with 'module.'"),
-        ([[], [NothingLoaded("Net", LOADED, "_orig_mod.", False, 4)]], "(1,)", "module begin with '_orig_mod.'"),
+        ([[], []], ""),
+        ([[NothingLoaded("Net", LOADED, "module.", True, 4)]] * 2, "() at {} ... of the state begin with 'module.'"),
+        ([[], [NothingLoaded("Net", LOADED, "_orig_mod.", False, 4)]], "(1,) at {} ... module begin with '_orig_mod.'"),
     ],
 )
-def test_states_that_load_nothing(loads: list[list[NothingLoaded]], ranks: str, words: str) -> None:
-    assert_says(judge_loads(Program(loads=loads)), f"of ranks {ranks} at train.py:50 ... {words}" if words else "")
+def test_states_that_load_nothing(loads: list[list[NothingLoaded]], words: str) -> None:
+    assert_says(judge_loads(Program(loads=loads)), words.format(LOADED))

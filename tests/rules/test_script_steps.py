@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,14 +37,13 @@ BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 
 def passes(
     weight: float, *, batches: Sequence[int] = (0,) * 4, kind: str = "mean", put_off: bool = True, again: bool = True
 ) -> list[LossDifferentiated]:
-    found = []
-    for step in (0, 1, 2):
-        for number, taken in enumerate(batches):
-            last = number == len(batches) - 1
-            one = LossDifferentiated(step, number, (ScaledTerm(kind, weight, 4),), BACKWARD, MADE, batches=taken)
-            one = replace(one, wrappers=(0,)) if last or not put_off else replace(one, deferred_wrappers=(0,))
-            found.append(one if again or last else replace(one, location=OTHER))
-    return found
+    waits = {"deferred_wrappers" if put_off else "wrappers": (0,), "location": BACKWARD if again else OTHER}
+    return [
+        replace(loss, **(waits if loss.number < len(batches) - 1 else {"wrappers": (0,)}))
+        for step in (0, 1, 2)
+        for number, taken in enumerate(batches)
+        for loss in [LossDifferentiated(step, number, (ScaledTerm(kind, weight, 4),), BACKWARD, MADE, batches=taken)]
+    ]
 
 
 KD = [ScaledTerm("mean", 0.3, 24, multipliers=(0.3,)), ScaledTerm("sum", 0.7 / 8, 80, False, (8.0,), (0.7,))]
@@ -65,6 +65,7 @@ def windows(terms: Sequence[ScaledTerm], batches: Sequence[int] = (0, 0, 0)) -> 
         ([replace(one, target_weights=(0.25,)) for one in passes(1.0)], []),  # with a penalty of another weight
         (passes(1.0, batches=(1,)), []),
         (windows(KD, batches=(5, 9, 13)), ["DDP514"]),  # a trainer takes all batches of a step before the first pass
+        (windows([replace(one, divisors=(4.0, *one.divisors), factor=one.factor / 4) for one in KD]), []),
         (passes(0.25), []),
         (passes(1.0, put_off=False), []),  # losses one after the other; nobody says that these are micro-batches
         (passes(0.25, kind="sum"), ["DDP514"]),  # divided by its four elements by hand
@@ -73,8 +74,7 @@ def windows(terms: Sequence[ScaledTerm], batches: Sequence[int] = (0, 0, 0)) -> 
 )
 def test_means_over_micro_batches_that_are_added_up(of_rank: list[LossDifferentiated], found: list[str]) -> None:
     findings = judge_view(Losses([of_rank, of_rank]))
-    assert [one.code for one in findings] == found
-    assert all(one.location == MADE for one in findings)
+    assert [(finding.code, finding.location) for finding in findings] == [(code, MADE) for code in found]
 
 
 def changed(*factors: float, by: str = "", put_off: bool = True) -> list[GradientsChanged]:
@@ -103,6 +103,15 @@ def scaled(*factors: float) -> list[GradientsHooked]:
     return hooked(*(HookedGradient("scaled", factor) for factor in factors))
 
 
+def of_both(*factors: tuple[float, float]) -> list[GradientsHooked]:
+    both = [dict(zip("ab", map(partial(HookedGradient, "scaled"), each), strict=True)) for each in factors]
+    return [GradientsHooked(0, step, CLIPS, changes) for step, changes in enumerate(both)]
+
+
+def of_module(*factors: float) -> list[GradientsHooked]:
+    return [GradientsHooked(0, step, CLIPS, {}, {"head": factor}) for step, factor in enumerate(factors)]
+
+
 OTHERWISE, CUT = HookedGradient(), HookedGradient("limited", 0.05)
 ONE_MASK, OTHER_MASK = HookedGradient("masked", 1.0, 17), HookedGradient("masked", 1.0, 18)
 
@@ -119,64 +128,36 @@ ONE_MASK, OTHER_MASK = HookedGradient("masked", 1.0, 17), HookedGradient("masked
         ([hooked(CUT, None, CUT), hooked(None, CUT)], [Severity.WARNING]),
         ([hooked(OTHERWISE, OTHERWISE), scaled(0.5, 0.5)], []),  # not known
         ([hooked(ONE_MASK, ONE_MASK)] * 2, []),
+        ([of_both((3.0, 3.0), (5.0, 5.0)), of_both((8.0, 8.0), (2.0, 2.0))], []),  # by samples, divided out later
+        ([of_both((3.0, 3.0), (5.0, 5.0)), of_both((8.0, 8.0))], []),  # of one sample: as it was
+        ([of_both((0.2, 0.4), (0.3, 0.1)), of_both((0.5, 0.3), (0.1, 0.2))], [Severity.ERROR]),  # by each norm
+        ([[], of_module(0.1, 0.1)], [Severity.ERROR]),
+        ([of_module(0.5, 0.5), of_module(1.5, 1.5)], []),  # a weighted average
+        ([[], of_module(0.1, 0.3)], []),  # of the samples, perhaps
+        ([[], of_module(0.1)], []),  # once
     ],
 )
 def test_hooks_that_change_gradients_before_their_average(ranks: Any, found: list[Severity]) -> None:
-    findings = judge_hooked(ranks, range(3))
-    assert [(one.code, one.severity) for one in findings] == [("DDP310", severity) for severity in found]
-    assert all(finding.location == CLIPS for finding in findings)
+    findings = [(finding.code, finding.severity, finding.location) for finding in judge_hooked(ranks, range(3))]
+    assert findings == [("DDP310", severity, CLIPS) for severity in found]
     assert not judge_hooked(ranks, [0])  # one step in which every rank was looked at
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "found"),
-    [
-        ([(3.0, 3.0), (5.0, 5.0)], [(8.0, 8.0), (2.0, 2.0)], False),  # by the number of samples, divided out later
-        ([(3.0, 3.0), (5.0, 5.0)], [(8.0, 8.0), ()], False),  # of one sample: as it was
-        ([(0.2, 0.4), (0.3, 0.1)], [(0.5, 0.3), (0.1, 0.2)], True),  # by the norm of each gradient
-    ],
-)
-def test_weights_of_batches_are_no_change(first: Any, second: Any, found: bool) -> None:
-    def of(step: int, a: float, b: float) -> GradientsHooked:
-        return GradientsHooked(0, step, CLIPS, {"a": HookedGradient("scaled", a), "b": HookedGradient("scaled", b)})
-
-    ranks = [[of(step, *both) for step, both in enumerate(of_rank) if both] for of_rank in (first, second)]
-    assert bool(judge_hooked(ranks, range(2))) is found
-
-
-@pytest.mark.parametrize(
-    ("ranks", "found"),
-    [
-        ([[], [0.1, 0.1]], True),
-        ([[0.5, 0.5], [1.5, 1.5]], False),  # a weighted average
-        ([[], [0.1, 0.3]], False),  # of the samples, perhaps
-        ([[], [0.1]], False),  # once
-    ],
-)
-def test_backward_hooks_of_modules_that_scale_by_rank(ranks: list[list[float]], found: bool) -> None:
-    of_ranks = [
-        [GradientsHooked(0, n, CLIPS, {}, {"head": factor}) for n, factor in enumerate(of_rank)] for of_rank in ranks
-    ]
-    findings = judge_hooked(of_ranks, range(3))
-    assert [(one.code, one.subjects, one.location) for one in findings] == [("DDP310", ("head",), CLIPS)] * found
 
 
 @pytest.mark.parametrize(
     ("weight", "bias", "steps", "found"),
     [
-        (2.0, 2.0, 3, True),
-        (2.0, None, 3, True),  # a bias of one element: no kind of change is known
-        (1.0, 2.0, 3, False),  # biases learn twice as fast
-        (2.0, 2.0, 4, False),  # not in every step
+        (2.0, HookedGradient("scaled", 2.0), 3, True),
+        (2.0, HookedGradient(), 3, True),  # a bias of one element: no kind of change is known
+        (1.0, HookedGradient("scaled", 2.0), 3, False),  # biases learn twice as fast
+        (2.0, HookedGradient("scaled", 2.0), 4, False),  # not in every step
     ],
 )
-def test_hooks_that_scale_by_the_world_size(weight: float, bias: float | None, steps: int, found: bool) -> None:
-    small = HookedGradient() if bias is None else HookedGradient("scaled", bias)
-    changed = {"weight": HookedGradient("scaled", weight), "bias": small}
-    hooked = [[GradientsHooked(0, step, CLIPS, changed) for step in range(3)]] * 2
-    findings = judge_scaled_by_hooks(hooked, range(steps), {"weight", "bias"})
-    assert [(one.code, one.location) for one in findings] == [("DDP303", CLIPS)] * found
-    assert not judge_scaled_by_hooks(hooked, range(steps), {"weight", "bias", "head"})  # which no hook changes
+def test_hooks_that_scale_by_the_world_size(weight: float, bias: HookedGradient, steps: int, found: bool) -> None:
+    changes = {"weight": HookedGradient("scaled", weight), "bias": bias}
+    ranks = [[GradientsHooked(0, step, CLIPS, changes) for step in range(3)]] * 2
+    words = "DDP303 ... at train.py:32" if found else ""
+    assert_says(judge_scaled_by_hooks(ranks, range(steps), {"weight", "bias"}), words)
+    assert not judge_scaled_by_hooks(ranks, range(steps), {"weight", "bias", "head"})  # which no hook changes
 
 
 def pace(*runs: tuple[int, int, int], reductions: int = 24) -> WrapperPace:
