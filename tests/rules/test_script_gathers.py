@@ -14,16 +14,7 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.record.loss.gather_recorder import (
-    GatherRecorder,
-    _constants,
-    _contains_rows,
-    _distinct_rows,
-    _find_put_back_parts,
-    _GatheredParts,
-    _nodes_between,
-    _SampledGather,
-)
+from ddpcheck.record.loss.gather_recorder import GatherRecorder, _distinct_rows, _GatheredParts, _SampledGather
 from ddpcheck.record.recording import Recording
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.registry import judge_view
@@ -50,7 +41,7 @@ def record(
     run.watches = [*watches]
     recorder._gathered, recorder._parts = gathered, parts
     recorder.note_backward(loss)
-    loss.backward()
+    loss.backward(retain_graph=True)
     return recorded
 
 
@@ -101,14 +92,13 @@ def _features() -> torch.Tensor:
 )
 def test_the_distinct_rows_among_the_constants_of_a_loss(logits: Any) -> None:
     torch.manual_seed(0)
-    features = _features()
-    rows = _gathered(features).rows
+    features, others = _features(), torch.randn(4, 3)
 
     def constants(everything: torch.Tensor) -> int:
-        root = logits(features, everything).logsumexp(1).mean().grad_fn
-        return sum(_contains_rows(one, rows) for one in _constants(_nodes_between(root, {features.grad_fn}), (8, 3)))
+        loss = logits(features, everything).logsumexp(1).mean()
+        recorded = record(loss, [_gathered(features)], [_GatheredParts(2, 0, (8, 3), "all_gather", LINE)])
+        return sum(isinstance(entry, GatheredConstant) for entry in recorded)
 
-    others = torch.randn(4, 3)
     assert constants(torch.cat([features.detach(), others])) == 1
     assert constants(torch.cat([features, others])) == 0  # put back
     assert constants(torch.randn(8, 3)) == 0  # a queue
@@ -133,25 +123,21 @@ def test_rows_that_are_all_alike_are_no_mark() -> None:
 
 def test_what_hooks_have_packed_is_left_alone() -> None:
     features = _features()
-    unpacked = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpacked.append):
-        root = (features @ torch.randn(8, 3).T).mean().grad_fn
-    assert not list(_constants(_nodes_between(root, {features.grad_fn}), (8, 3))) and not unpacked
+    unpacked: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: unpacked.append(kept) or kept):
+        loss = (features @ torch.randn(8, 3).T).mean()
+    assert not record(loss, [_gathered(features)], [_GatheredParts(2, 0, (8, 3))])
+    assert len(unpacked) == 1  # by the backward pass
 
 
 def test_the_own_part_that_is_put_back() -> None:
-    features = _features()
-    parts = [_GatheredParts(2, 1, (8, 3))]
+    features, others, whole = _features(), torch.randn(4, 3), torch.randn(8, 3)
 
     def joined(everything: torch.Tensor) -> bool:
-        root = (features @ everything.T).logsumexp(1).mean().grad_fn
-        return any(
-            _find_put_back_parts(node, parts, {features.grad_fn}) for node in _nodes_between(root, {features.grad_fn})
-        )
+        loss = (features @ everything.T).logsumexp(1).mean()
+        return bool(record(loss, [_gathered(features)], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE)]))
 
-    others = torch.randn(4, 3)
     assert joined(torch.cat([others, features]))
-    whole = torch.randn(8, 3)
     assert not joined(whole)
     whole[4:] = features
     assert joined(whole)
