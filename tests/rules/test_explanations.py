@@ -61,12 +61,9 @@ def test_one_factor_on_every_gradient_is_told_before_hooks_and_buffers_that_are_
 
 def test_a_buffer_that_a_checkpoint_leaves_out_is_told_without_the_checkpoint() -> None:
     by_step = {0: [step(rank, buffers={"n": rank}) for rank in (0, 1)]}
-    (saved,) = judge_drifted_buffers(ReplicaFacts(by_step, (), KNOWN))
+    assert_says(judge_drifted_buffers(ReplicaFacts(by_step, (), KNOWN)), "DDP214 ... checkpoint")
     known = replace(KNOWN, wrapper=replace(KNOWN.wrapper, not_saved=frozenset({"n", "m"})))
-    (unsaved,) = judge_drifted_buffers(ReplicaFacts(by_step, (), known))
-    assert saved.code == unsaved.code == "DDP214"
-    assert "checkpoint" in saved.message and "checkpoint" not in unsaved.message
-    assert "leaves out n" in str(unsaved.evidence)
+    assert_says(judge_drifted_buffers(ReplicaFacts(by_step, (), known)), "DDP214 ... not a checkpoint ... leaves out n")
 
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -96,28 +93,26 @@ def test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_
         assert codes(first_explanation(ERROR_EXPLANATIONS, facts)) == ["DDP406"]
 
 
-REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")
+LOGS = [[Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")], []]
+CLOSED, OWN = (failure(f"rank 1 raised {error}") for error in ("RuntimeError: Connection closed", "ValueError: no"))
+STUCK = failure("", kind="stuck", place="step 0: forward")
+DIED, KILLED = (failure("rank 1 ended", kind="died", exit_code=code, location="train.py:3") for code in (3, -9))
 
 
-def test_collectives_that_do_not_match_are_the_cause_of_errors_of_communication_only() -> None:
-    logs = [[REDUCE], []]
-    closed = FailureFacts([failure("rank 1 raised RuntimeError: Connection closed")], logs)
-    assert codes(explain_by_mismatch(closed)) == ["DDP403"]
-    own = FailureFacts([failure("rank 1 raised ValueError: no")], logs)
-    assert explain_by_mismatch(own) == [] and codes(diagnose(own)) == ["DDP401"]
-
-
-def test_ranks_that_hang_are_told_where_no_rank_failed() -> None:
-    stuck = FailureFacts([failure("", kind="stuck", place="step 0: forward")], [[], []])
-    assert codes(explain_by_hang(stuck)) == ["DDP402"]
-    died = FailureFacts([failure("rank 1 was killed", kind="died")], [[], []])
-    assert explain_by_hang(died) == []
-
-
-@pytest.mark.parametrize(("code", "advice"), [(3, "DDP404 ... os._exit"), (-9, "DDP404 ... Use less memory")])
-def test_a_process_that_has_ended_is_advised_by_its_exit_code(code: int, advice: str) -> None:
-    died = FailureFacts([failure("rank 1 ended", kind="died", exit_code=code, location="train.py:3")], [[], []])
-    assert_says(explain_by_death(died), advice)
+@pytest.mark.parametrize(
+    ("explain", "cause", "words"),
+    [
+        (explain_by_mismatch, CLOSED, "DDP403"),
+        (explain_by_mismatch, OWN, ""),  # no error of communication
+        (diagnose, OWN, "DDP401"),
+        (explain_by_hang, STUCK, "DDP402"),
+        (explain_by_hang, DIED, ""),
+        (explain_by_death, DIED, "DDP404 ... os._exit"),
+        (explain_by_death, KILLED, "DDP404 ... Use less memory"),
+    ],
+)
+def test_the_cause_of_a_failure(explain: Any, cause: RankFailure, words: str) -> None:
+    assert_says(explain(FailureFacts([cause], LOGS)), words)
 
 
 def facts_of(*evidence: StepEvidence, **options: Any) -> ParameterFacts:

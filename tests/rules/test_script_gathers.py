@@ -199,9 +199,8 @@ def test_the_own_part_that_is_put_back_into_what_torch_has_gathered() -> None:
     mean, total = ScaledTerm("mean", 1.0, 8), ScaledTerm("sum", 0.25, 8)
 
     def judged(*arrived: tuple[float, ...], besides: bool = False, **more: Any) -> list[str]:
-        parts = [
-            [replace(p, by_function=False, uses_own_rows=besides) for p in of_rank] for of_rank in _parts(*arrived)
-        ]
+        change = {"by_function": False, "uses_own_rows": besides}
+        parts = [[replace(part, **change) for part in of_rank] for of_rank in _parts(*arrived)]
         return _judged(parts, mean, total, **more) if besides else _judged(parts, mean, **more)
 
     assert judged((1.0, 2.0), (2.0, -1.0)) == judged((1.0, 2.0), (1.0, 2.0)) == ["DDP309"]

@@ -39,8 +39,8 @@ def rank(entries: Sequence[Entry], number: int = 0, size: int = 2, made: int = 4
 
 def steps(*norms: float, samples: float = 8.0) -> list[ParityStep]:
     """Steps with a gradient of these norms, of two parameters."""
-    first = {"names": ("weight", "bias"), "elements": (4, 1)}
-    known = {"values": (1.0, 1.0), "rates": (0.1,), "loss_at": LOSS, "samples": (samples / 2, samples)}
+    first: dict[str, Any] = {"names": ("weight", "bias"), "elements": (4, 1)}
+    known: dict[str, Any] = {"values": (1.0, 1.0), "rates": (0.1,), "loss_at": LOSS, "samples": (samples / 2, samples)}
     made = [
         ParityStep(0, n, STEPS, norms=(0.6 * x, 0.8 * x), gradient=(x, 0.0), losses=(0.5 / (n + 1),), **known)
         for n, x in enumerate(norms)

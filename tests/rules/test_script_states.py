@@ -20,11 +20,8 @@ from ddpcheck.rules.replicas.copies import judge_copied_states, judge_evaluation
 from ddpcheck.trace.program import Program
 from tests.reports import assert_says
 
-MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
+MADE, LOADED, WRITTEN = (Location("train.py", line) for line in (9, 50, 20))
 HELD = UnwrappedModel(0, 4, "ema", "Net", {"w": 1}, is_copy=True, is_called=False, location=MADE)
-
-
-WRITTEN = Location("train.py", 20)
 WRITES = ModuleChanged(OF_A_COPY, "written", "lerp_", ("ema",), WRITTEN)
 
 
@@ -52,22 +49,13 @@ def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_i
     def teacher(*values: int) -> list[UnwrappedModel]:
         return [replace(one, is_copy=False, is_independent=True) for one in looks(*values)]
 
-    assert_says(
-        judge_copied_states([teacher(1, 1), teacher(2, 2)]), "DDP306 ... ('ema',) ... at train.py:9 ... no wrapper"
-    )
+    assert_says(judge_copied_states([teacher(1, 1), teacher(2, 2)]), "DDP306 ... at train.py:9 ... no wrapper")
     assert not judge_copied_states([teacher(1, 1), teacher(1, 1)])
     assert not judge_copied_states([teacher(1, 3), teacher(2, 4)])  # trained by hand
 
 
 def use(digest: int, **more: Any) -> EvaluationCall:
-    known: dict[str, Any] = {
-        "name": "ema",
-        "lines": ("train.py:60",),
-        "wrapped": False,
-        "loaded": False,
-        "location": MADE,
-    }
-    return EvaluationCall(12, digest=digest, **known | more)
+    return replace(EvaluationCall(12, "ema", ("train.py:60",), digest, False, False, MADE), **more)
 
 
 def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
@@ -151,13 +139,9 @@ def test_the_uses_of_a_copy_that_are_written_down() -> None:
     assert [call.step for call in written] == [3]  # one from this line
 
 
-@pytest.mark.parametrize(
-    ("loads", "words"),
-    [
-        ([[], []], ""),
-        ([[NothingLoaded("Net", LOADED, "module.", True, 4)]] * 2, "() at {} ... of the state begin with 'module.'"),
-        ([[], [NothingLoaded("Net", LOADED, "_orig_mod.", False, 4)]], "(1,) at {} ... module begin with '_orig_mod.'"),
-    ],
-)
-def test_states_that_load_nothing(loads: list[list[NothingLoaded]], words: str) -> None:
-    assert_says(judge_loads(Program(loads=loads)), words.format(LOADED))
+def test_states_that_load_nothing() -> None:
+    plain = NothingLoaded("Net", LOADED, "module.", True, 4)
+    compiled = NothingLoaded("Net", LOADED, "_orig_mod.", False, 4)
+    assert_says(judge_loads(Program(loads=[[], []])), "")
+    assert_says(judge_loads(Program(loads=[[plain]] * 2)), f"() at {LOADED} ... of the state begin with 'module.'")
+    assert_says(judge_loads(Program(loads=[[], [compiled]])), f"(1,) at {LOADED} ... module begin with '_orig_mod.'")

@@ -37,7 +37,8 @@ BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 
 def passes(
     weight: float, *, batches: Sequence[int] = (0,) * 4, kind: str = "mean", put_off: bool = True, again: bool = True
 ) -> list[LossDifferentiated]:
-    waits = {"deferred_wrappers" if put_off else "wrappers": (0,), "location": BACKWARD if again else OTHER}
+    later = "deferred_wrappers" if put_off else "wrappers"
+    waits: dict[str, Any] = {later: (0,), "location": BACKWARD if again else OTHER}
     return [
         replace(loss, **(waits if loss.number < len(batches) - 1 else {"wrappers": (0,)}))
         for step in (0, 1, 2)

@@ -42,10 +42,6 @@ LATE = (LOCAL, BACKWARD, LEAVE, STEP)
 TWICE = (FORWARD, FORWARD, BACKWARD, event("backward"))
 
 
-def lost(in_a_row: int) -> LoopEvent:
-    return replace(LOST, in_a_row=in_a_row)
-
-
 @pytest.mark.parametrize(
     ("events", "words", "unequal"),
     [
@@ -54,7 +50,7 @@ def lost(in_a_row: int) -> LoopEvent:
         (TWICE, "", False),
         ((LOCAL, BACKWARD, LOCAL, BACKWARD, *SYNCED, STEP), "", True),
         ((*SYNCED, STEP, LOCAL, BACKWARD), "", True),
-        ((*SYNCED, lost(1)), "", False),
+        ((*SYNCED, replace(LOST, in_a_row=1)), "", False),
         ((CALLED, ENTER, LOCAL, LEAVE, event("backward"), event("step")), "DDP502 error at 3", True),
         ((event("enter no_sync"), STEP), "DDP502 error at 9", True),  # of older versions, as the next two
         ((event("forward inside", 3), STEP), "DDP501 error at 3", True),
@@ -69,7 +65,7 @@ def lost(in_a_row: int) -> LoopEvent:
         ((*SYNCED, CALLED, ENTER, LEAVE, *LATE), "DDP502 error at 9", True),  # left before
         ((*SYNCED, *LATE, event(SYNC_SETTING, 2)), "DDP502 error at 2", True),
         ((LOCAL, BACKWARD, LOST, *SYNCED), "DDP517 error at 7", False),  # before anybody used them
-        ((*SYNCED, lost(MIN_DISCARDED_STEPS)), "DDP517 error at 7", False),
+        ((*SYNCED, replace(LOST, in_a_row=MIN_DISCARDED_STEPS)), "DDP517 error at 7", False),
     ],
 )
 def test_the_line_that_breaks_the_loop(events: tuple[LoopEvent, ...], words: str, unequal: bool) -> None:
