@@ -38,7 +38,7 @@ def record(
     run = Recording(recorded.append)
     recorder = GatherRecorder(run)
     run.steps = recorder._step = step
-    run.watches = [*watches]
+    run.watches = [*watches]  # type: ignore[assignment]
     recorder._gathered, recorder._parts = gathered, parts
     recorder.note_backward(loss)
     loss.backward(retain_graph=True)
@@ -123,8 +123,13 @@ def test_rows_that_are_all_alike_are_no_mark() -> None:
 
 def test_what_hooks_have_packed_is_left_alone() -> None:
     features = _features()
-    unpacked: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: unpacked.append(kept) or kept):
+    unpacked = []
+
+    def unpack(kept: torch.Tensor) -> torch.Tensor:
+        unpacked.append(kept)
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, unpack):
         loss = (features @ torch.randn(8, 3).T).mean()
     assert not record(loss, [_gathered(features)], [_GatheredParts(2, 0, (8, 3))])
     assert len(unpacked) == 1  # by the backward pass
@@ -199,7 +204,7 @@ def test_the_own_part_that_is_put_back_into_what_torch_has_gathered() -> None:
     mean, total = ScaledTerm("mean", 1.0, 8), ScaledTerm("sum", 0.25, 8)
 
     def judged(*arrived: tuple[float, ...], besides: bool = False, **more: Any) -> list[str]:
-        change = {"by_function": False, "uses_own_rows": besides}
+        change: dict[str, Any] = {"by_function": False, "uses_own_rows": besides}
         parts = [[replace(part, **change) for part in of_rank] for of_rank in _parts(*arrived)]
         return _judged(parts, mean, total, **more) if besides else _judged(parts, mean, **more)
 

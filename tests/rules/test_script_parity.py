@@ -263,7 +263,7 @@ def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differ
     number, of_single = (f"{float(values.split()[-1]):.4f}" for values in (of_ranks[0], alone))
     entries = [[*ALIKE, shown(number, 4), traced_at(of_ranks[0])], [*ALIKE, traced_at(of_ranks[1])]]
     single = rank([*ALONE, shown(of_single, 4), traced_at(alone)], 0, 1)
-    (finding,) = judge_view(of_two(*entries, single, single))
+    (finding,) = judge_view(of_two(entries[0], entries[1], single, single))
     assert finding.severity is Severity.WARNING and finding.location == Location("train.py", line)
     assert f"{number}, printed after 4 steps, is {float(of_single):g} in a single process" in finding.message
 
