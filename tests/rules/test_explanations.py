@@ -7,7 +7,7 @@ import pytest
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
-from ddpcheck.findings.evidence.steps import Call, CompiledStep, DdpStepEvidence, PathEnd, StepEvidence
+from ddpcheck.findings.evidence.steps import Call, CompiledStep, DdpStepEvidence, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import Names, plain_name
@@ -21,7 +21,7 @@ from ddpcheck.rules.gradients.ddp311_saved_tensor_overwritten import (
     explain_error_of_overwritten_tensor,
 )
 from ddpcheck.rules.gradients.reducer import ERROR_EXPLANATIONS, FROM_AVERAGE, describe_compiled, judge_compiled
-from ddpcheck.rules.parameters.contribution import judge_always_missing, judge_conditional_use
+from ddpcheck.rules.parameters.contribution import judge_conditional_use
 from ddpcheck.rules.parameters.ddp109_needless_find_unused import judge_needless_search
 from ddpcheck.rules.parameters.ddp112_opaque_output import judge_opaque_output
 from ddpcheck.rules.replicas.ddp214_buffer_value import judge_drifted_buffers
@@ -45,8 +45,6 @@ def under_wrapper(*evidence: DdpStepEvidence, **known: Any) -> ReducerFacts:
     return ReducerFacts.from_evidence(evidence, replace(KNOWN, **known))
 
 
-# --- The reducer -----------------------------------------------------------------------------------------------------
-
 MISMATCH = tuple(step(rank, against_local=(WRONG,)) for rank in (0, 1))
 HOOK = GradientHook("a tensor hook (clip)", Location("model.py", 7))
 
@@ -61,20 +59,12 @@ def test_one_factor_on_every_gradient_is_told_before_hooks_and_buffers_that_are_
     assert codes(first_explanation(FROM_AVERAGE, twice)) == ["DDP310"]
 
 
-# --- State after the steps -------------------------------------------------------------------------------------------
-
-
 def test_a_buffer_that_a_checkpoint_leaves_out_is_told_without_the_checkpoint() -> None:
     by_step = {0: [step(rank, buffers={"n": rank}) for rank in (0, 1)]}
-    (saved,) = judge_drifted_buffers(ReplicaFacts(by_step, (), KNOWN))
+    assert_says(judge_drifted_buffers(ReplicaFacts(by_step, (), KNOWN)), "DDP214 ... checkpoint")
     known = replace(KNOWN, wrapper=replace(KNOWN.wrapper, not_saved=frozenset({"n", "m"})))
-    (unsaved,) = judge_drifted_buffers(ReplicaFacts(by_step, (), known))
-    assert saved.code == unsaved.code == "DDP214"
-    assert "checkpoint" in saved.message and "checkpoint" not in unsaved.message
-    assert "leaves out n" in str(unsaved.evidence)
+    assert_says(judge_drifted_buffers(ReplicaFacts(by_step, (), known)), "DDP214 ... not a checkpoint ... leaves out n")
 
-
-# --- Errors of the wrapper, and of ranks -----------------------------------------------------------------------------
 
 IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
@@ -103,37 +93,30 @@ def test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_
         assert codes(first_explanation(ERROR_EXPLANATIONS, facts)) == ["DDP406"]
 
 
-REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")
+LOGS = [[Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")], []]
+CLOSED, OWN = (failure(f"rank 1 raised {error}") for error in ("RuntimeError: Connection closed", "ValueError: no"))
+STUCK = failure("", kind="stuck", place="step 0: forward")
+DIED, KILLED = (failure("rank 1 ended", kind="died", exit_code=code, location="train.py:3") for code in (3, -9))
 
 
-def test_collectives_that_do_not_match_are_the_cause_of_errors_of_communication_only() -> None:
-    logs = [[REDUCE], []]
-    closed = FailureFacts([failure("rank 1 raised RuntimeError: Connection closed")], logs)
-    assert codes(explain_by_mismatch(closed)) == ["DDP403"]
-    own = FailureFacts([failure("rank 1 raised ValueError: no")], logs)
-    assert explain_by_mismatch(own) == []
-    assert codes(diagnose(own)) == ["DDP401"]
+@pytest.mark.parametrize(
+    ("explain", "cause", "words"),
+    [
+        (explain_by_mismatch, CLOSED, "DDP403"),
+        (explain_by_mismatch, OWN, ""),  # no error of communication
+        (diagnose, OWN, "DDP401"),
+        (explain_by_hang, STUCK, "DDP402"),
+        (explain_by_hang, DIED, ""),
+        (explain_by_death, DIED, "DDP404 ... os._exit"),
+        (explain_by_death, KILLED, "DDP404 ... Use less memory"),
+    ],
+)
+def test_the_cause_of_a_failure(explain: Any, cause: RankFailure, words: str) -> None:
+    assert_says(explain(FailureFacts([cause], LOGS)), words)
 
 
-def test_ranks_that_hang_are_told_where_no_rank_failed() -> None:
-    stuck = FailureFacts([failure("", kind="stuck", place="step 0: forward")], [[], []])
-    assert codes(explain_by_hang(stuck)) == ["DDP402"]
-    died = FailureFacts([failure("rank 1 was killed", kind="died")], [[], []])
-    assert explain_by_hang(died) == []
-    assert codes(explain_by_death(died)) == ["DDP404"]
-
-
-@pytest.mark.parametrize(("code", "advice"), [(3, "os._exit"), (-9, "Use less memory"), (-10, "Read the signal")])
-def test_a_process_that_has_ended_is_advised_by_its_exit_code(code: int, advice: str) -> None:
-    died = FailureFacts([failure("rank 1 ended", kind="died", exit_code=code, location="train.py:3")], [[], []])
-    assert_says(explain_by_death(died), advice)
-
-
-# --- Parameters ------------------------------------------------------------------------------------------------------
-
-
-def facts_of(*evidence: StepEvidence, wrapper: WrapperFacts = KNOWN.wrapper) -> ParameterFacts:
-    return ParameterFacts.from_evidence(evidence, wrapper, Names())
+def facts_of(*evidence: StepEvidence, **options: Any) -> ParameterFacts:
+    return ParameterFacts.from_evidence(evidence, WrapperFacts(**options), Names())
 
 
 def seen(rank: int, at: int = 0, *missing: str, **more: Any) -> StepEvidence:
@@ -141,64 +124,54 @@ def seen(rank: int, at: int = 0, *missing: str, **more: Any) -> StepEvidence:
     return StepEvidence(rank, at, states, **more)
 
 
-@pytest.mark.parametrize(
-    ("cause", "code"), [("unused", "DDP101"), ("unreachable", "DDP102"), ("unknown", "DDP102"), ("cut", "DDP103")]
-)
-def test_a_parameter_that_is_always_missing_is_told_by_its_cause(cause: str, code: str) -> None:
-    facts = facts_of(*(seen(rank, 0, "a", path_ends={"a": PathEnd(cause, "detach()")}) for rank in (0, 1)))
-    assert codes(judge_always_missing(facts)) == [code]
-    assert judge_conditional_use(facts) == []
-
-
 def test_ranks_that_disagree_are_told_before_steps_that_do() -> None:
     facts = facts_of(seen(0, 0, "a"), seen(1), seen(0, 1, "a"), seen(1, 1, "a"))
     assert codes(judge_conditional_use(facts)) == ["DDP104"]
-    together = facts_of(seen(0, 0, "a"), seen(1, 0, "a"), seen(0, 1), seen(1, 1))
-    assert codes(judge_conditional_use(together)) == ["DDP105"]
-    static = replace(together, wrapper=WrapperFacts(static_graph=True))
-    assert codes(judge_conditional_use(static)) == ["DDP513"]
-    allowed = replace(together, wrapper=WrapperFacts(find_unused_parameters=True))
-    assert judge_conditional_use(allowed) == []
+    together = seen(0, 0, "a"), seen(1, 0, "a"), seen(0, 1), seen(1, 1)
+    assert codes(judge_conditional_use(facts_of(*together))) == ["DDP105"]
+    assert codes(judge_conditional_use(facts_of(*together, static_graph=True))) == ["DDP513"]
+    assert judge_conditional_use(facts_of(*together, find_unused_parameters=True)) == []
 
 
-def test_a_search_for_unused_parameters_is_judged_under_the_option_for_it() -> None:
-    finds = WrapperFacts(find_unused_parameters=True)
-    opaque, hidden = seen(0, output_type="Output"), seen(0, hidden_from_ddp=("a",))
-    assert codes(judge_opaque_output(facts_of(opaque, wrapper=finds))) == ["DDP112"]
-    assert judge_opaque_output(facts_of(opaque)) == []
-    assert codes(judge_hidden_parameters(facts_of(hidden, wrapper=finds))) == ["DDP406"]
-    assert judge_hidden_parameters(facts_of(hidden)) == []
+@pytest.mark.parametrize(
+    ("judge", "evidence", "twin", "code"),
+    [
+        (judge_opaque_output, seen(0, output_type="Output"), seen(0), "DDP112"),
+        (judge_hidden_parameters, seen(0, hidden_from_ddp=("a",)), seen(0), "DDP406"),
+        (judge_needless_search, seen(0), seen(0, 0, "a"), "DDP109"),
+    ],
+)
+def test_what_is_judged_under_the_search_for_unused_parameters(judge: Any, evidence: Any, twin: Any, code: str) -> None:
+    assert codes(judge(facts_of(evidence, find_unused_parameters=True))) == [code]
+    assert judge(facts_of(twin, find_unused_parameters=True)) == []
+    assert judge(facts_of(evidence)) == []
+
+
+def test_a_gradient_that_arrives_twice() -> None:
     assert codes(judge_repeated_arrival(facts_of(seen(0, arrivals={"a": 2})))) == ["DDP406"]
-    assert codes(judge_needless_search(facts_of(seen(0), wrapper=finds))) == ["DDP109"]
-    assert judge_needless_search(facts_of(seen(0, 0, "a"), wrapper=finds)) == []
 
-
-# --- Under torch.compile ---------------------------------------------------------------------------------------------
 
 EQUAL = CompiledStep(0, 0, {"a": 1, "b": 2}, (Difference("a", 1e-6, 0.1), Difference("b", 1e-7, 0.1)))
+UNEQUAL = replace(EQUAL, rank=1, gradients={"a": 1, "b": 3})
+OFF = replace(EQUAL, differences=(Difference("a", 0.5, 0.1),))
 
 
-def test_gradients_that_are_equal_on_all_ranks_and_near_are_no_finding() -> None:
-    assert judge_compiled([EQUAL, replace(EQUAL, rank=1)], KNOWN) == []
-    assert "the same gradients, within a relative error of 1e-06" in describe_compiled([EQUAL])
-    assert judge_compiled([], KNOWN) == [] and "was not run" in describe_compiled([])
-
-
-def test_gradients_that_differ_between_ranks_under_compilation_alone() -> None:
-    findings = judge_compiled([EQUAL, replace(EQUAL, rank=1, gradients={"a": 1, "b": 3})], KNOWN)
-    assert_says(findings, "DDP301 ... ('b',) ... in steps (0,): ... torch.compile")
-
-
-def test_gradients_that_are_others_under_compilation_unless_random_numbers_are() -> None:
-    off = replace(EQUAL, differences=(Difference("a", 0.5, 0.1),))
-    assert_says(judge_compiled([off, replace(off, rank=1)], KNOWN), "DDP302 ... ('a',)")
-    random = replace(off, drew=True)
-    assert judge_compiled([random, replace(random, rank=1)], KNOWN) == []
-    assert "different random numbers" in describe_compiled([random])
-    assert "the same gradients, within a relative error of 1e-06" in describe_compiled([replace(EQUAL, drew=True)])
+@pytest.mark.parametrize(
+    ("of_ranks", "words", "line"),
+    [
+        ([EQUAL, replace(EQUAL, rank=1)], "", "within a relative error of 1e-06"),
+        ([], "", "was not run"),
+        ([EQUAL, UNEQUAL], "DDP301 ... ('b',) ... in steps (0,): ... torch.compile", ""),
+        ([OFF, replace(OFF, rank=1)], "DDP302 ... ('a',)", ""),
+        ([replace(OFF, drew=True, rank=rank) for rank in (0, 1)], "", "different random numbers"),
+        ([replace(EQUAL, drew=True)], "", "the same gradients, within a relative error of 1e-06"),
+    ],
+)
+def test_gradients_under_compilation(of_ranks: list[CompiledStep], words: str, line: str) -> None:
+    assert_says(judge_compiled(of_ranks, KNOWN), words)
+    assert line in describe_compiled(of_ranks)
 
 
 def test_names_are_those_of_the_code() -> None:
     assert plain_name("_orig_mod.encoder._orig_mod.weight and x_orig_mod.b") == "encoder.weight and x_orig_mod.b"
     assert plain_name("cut at a.py:1 (in module _orig_mod)") == "cut at a.py:1"
-    assert plain_name("encoder._orig_mod (Linear)") == "encoder (Linear)"

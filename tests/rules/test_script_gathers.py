@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,22 +12,14 @@ from torch.nn.functional import cosine_similarity, normalize
 from ddpcheck.findings.evidence.loop import GatheredConstant, OwnRowsReinserted
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Location
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.record.loss.gather_recorder import (
-    GatherRecorder,
-    _constants,
-    _contains_rows,
-    _distinct_rows,
-    _find_put_back_parts,
-    _GatheredParts,
-    _nodes_between,
-    _SampledGather,
-)
+from ddpcheck.record.loss.gather_recorder import GatherRecorder, _distinct_rows, _GatheredParts, _SampledGather
 from ddpcheck.record.recording import Recording
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.trace.losses import Losses
+from tests.reports import assert_says, codes
 
 LINE = Location("train.py", 8)
 
@@ -39,31 +30,35 @@ def _gathered(features: torch.Tensor) -> _SampledGather:
     return _SampledGather("all_gather", LINE, (8, 3), rows, features.grad_fn)
 
 
-def recorder_at(step: int, found: list[Any]) -> GatherRecorder:
-    """A recorder that follows a step of an optimizer."""
-    run = Recording(found.append)
+def record(
+    loss: torch.Tensor, gathered: list[_SampledGather], parts: list[_GatheredParts], step: int = 2, *watches: Any
+) -> list[Any]:
+    """What is recorded of a backward pass in a step of an optimizer."""
+    recorded: list[Any] = []
+    run = Recording(recorded.append)
     recorder = GatherRecorder(run)
     run.steps = recorder._step = step
-    return recorder
+    run.watches = [*watches]  # type: ignore[assignment]
+    recorder._gathered, recorder._parts = gathered, parts
+    recorder.note_backward(loss)
+    loss.backward(retain_graph=True)
+    return recorded
 
 
-def test_it_takes_every_rank_in_several_steps() -> None:
-    one, other = (GatheredConstant(step, "all_gather", LINE, 8) for step in (1, 2))
-    (finding,) = judge_view(Losses([[], []], constants=[[one, other], [one, other]]))
-    assert (finding.code, finding.location) == ("DDP309", LINE)
-    assert not judge_view(Losses([[], []], constants=[[one, other], []]))
-    assert not judge_view(Losses([[], []], constants=[[one], [one]]))
+def test_it_takes_every_rank_in_several_steps_or_parameters_that_get_no_gradient() -> None:
+    def judged(*constants: list[GatheredConstant]) -> list[Finding]:
+        return judge_view(Losses([[], []], constants=[*constants]))
 
-
-def test_parameters_that_get_no_gradient_are_told_after_one_step() -> None:
-    one = GatheredConstant(0, "all_gather", LINE, 8, ("0/head.weight", "0/head.bias"))
-    (finding,) = judge_view(Losses([[], []], constants=[[one], [one]]))
-    assert (finding.code, finding.subjects, finding.location) == ("DDP309", ("head.weight", "head.bias"), LINE)
-    missing = make_finding("DDP102", ["head.weight", "head.bias"], "The result of head does not reach the loss.")
-    other = make_finding("DDP102", ["body.weight"], "The result of body.weight does not reach the loss.")
-    assert [one.code for one in find_causes([missing, finding]).findings] == ["DDP309"]
-    assert [one.code for one in find_causes([other, finding]).findings] == ["DDP102", "DDP309"]
-    assert not judge_view(Losses([[], []], constants=[[one], []]))
+    first, second = (GatheredConstant(step, "all_gather", LINE, 8) for step in (1, 2))
+    assert_says(judged([first, second], [first, second]), f"DDP309 ... at {LINE}")
+    assert not judged([first, second], []) and not judged([first], [first])
+    named = [replace(first, names=("0/head.weight", "0/head.bias"))]
+    findings = judged(named, named)
+    assert_says(findings, f"DDP309 ... ('head.weight', 'head.bias') ... at {LINE}")
+    assert not judged(named, [])
+    for name, kept in (("head.weight", ["DDP309"]), ("body.weight", ["DDP102", "DDP309"])):
+        missing = make_finding("DDP102", [name], "The result does not reach the loss.")
+        assert codes(find_causes([missing, *findings]).findings) == kept
 
 
 @pytest.mark.parametrize(
@@ -74,44 +69,36 @@ def test_parameters_that_get_no_gradient_are_told_after_one_step() -> None:
     ],
 )
 def test_parameters_of_which_the_loss_has_what_was_gathered_alone(loss_of: Any, names: tuple[str, ...]) -> None:
-    found: list[Any] = []
-    recorder = recorder_at(0, found)
     scale, weight = (torch.nn.Parameter(torch.ones(*size)) for size in ((1,), (5, 3)))
     watch = SimpleNamespace(numbered={id(scale): "0/scale", id(weight): "0/weight"})
-    recorder._run.watches = [watch]  # type: ignore[assignment]
     own = torch.randn(4, 5) @ (weight * torch.randn(5, 3))
-    every = torch.cat([own.detach(), torch.randn(4, 3)])
-    recorder._gathered, recorder._parts = [_gathered(own)], [_GatheredParts(2, 0, (8, 3))]
-    recorder.note_backward(loss_of(scale, own, every))
-    assert [one.names for one in found] == [names]
+    loss = loss_of(scale, own, torch.cat([own.detach(), torch.randn(4, 3)]))
+    constants = record(loss, [_gathered(own)], [_GatheredParts(2, 0, (8, 3))], 0, watch)
+    assert [constant.names for constant in constants] == [names]
 
 
 def _features() -> torch.Tensor:
     return torch.randn(4, 5) @ torch.randn(5, 3, requires_grad=True)
 
 
-_LOGITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "@": lambda own, every: own @ every.T,
-    "einsum": lambda own, every: torch.einsum("nd,md->nm", own, every),
-    "cosine": lambda own, every: cosine_similarity(own[:, None], every[None], dim=-1),
-    "normalised after": lambda own, every: normalize(own) @ (3 * normalize(every)).T,
-    "cdist": torch.cdist,
-}
-
-
-@pytest.mark.parametrize("logits", _LOGITS.values(), ids=list(_LOGITS))
-def test_the_distinct_rows_among_the_constants_of_a_loss(
-    logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> None:
+@pytest.mark.parametrize(
+    "logits",
+    [
+        lambda own, every: own @ every.T,
+        lambda own, every: cosine_similarity(own[:, None], every[None], dim=-1),
+        lambda own, every: normalize(own) @ (3 * normalize(every)).T,
+        torch.cdist,
+    ],
+)
+def test_the_distinct_rows_among_the_constants_of_a_loss(logits: Any) -> None:
     torch.manual_seed(0)
-    features = _features()
-    rows = _gathered(features).rows
+    features, others = _features(), torch.randn(4, 3)
 
     def constants(everything: torch.Tensor) -> int:
-        root = logits(features, everything).logsumexp(1).mean().grad_fn
-        return sum(_contains_rows(one, rows) for one in _constants(_nodes_between(root, {features.grad_fn}), (8, 3)))
+        loss = logits(features, everything).logsumexp(1).mean()
+        recorded = record(loss, [_gathered(features)], [_GatheredParts(2, 0, (8, 3), "all_gather", LINE)])
+        return sum(isinstance(entry, GatheredConstant) for entry in recorded)
 
-    others = torch.randn(4, 3)
     assert constants(torch.cat([features.detach(), others])) == 1
     assert constants(torch.cat([features, others])) == 0  # put back
     assert constants(torch.randn(8, 3)) == 0  # a queue
@@ -121,14 +108,12 @@ def test_the_distinct_rows_among_the_constants_of_a_loss(
 @pytest.mark.parametrize("views", [1, 2])
 def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
     torch.manual_seed(0)
-    found: list[object] = []
-    recorder = recorder_at(3, found)
     first, second = _features(), _features()
-    recorder._gathered = [_gathered(features) for features in (first, second)][:views]
-    recorder._parts = [_GatheredParts(2, 0, (8, 3))] * views
+    gathered = [_gathered(features) for features in (first, second)][:views]
     bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
-    recorder.note_backward((first @ bank.T).logsumexp(1).mean())
-    assert found == [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
+    loss = (first @ bank.T).logsumexp(1).mean()
+    constants = [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
+    assert record(loss, gathered, [_GatheredParts(2, 0, (8, 3))] * views, 3) == constants
 
 
 def test_rows_that_are_all_alike_are_no_mark() -> None:
@@ -139,24 +124,25 @@ def test_rows_that_are_all_alike_are_no_mark() -> None:
 def test_what_hooks_have_packed_is_left_alone() -> None:
     features = _features()
     unpacked = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpacked.append):
-        root = (features @ torch.randn(8, 3).T).mean().grad_fn
-    assert not list(_constants(_nodes_between(root, {features.grad_fn}), (8, 3))) and not unpacked
+
+    def unpack(kept: torch.Tensor) -> torch.Tensor:
+        unpacked.append(kept)
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, unpack):
+        loss = (features @ torch.randn(8, 3).T).mean()
+    assert not record(loss, [_gathered(features)], [_GatheredParts(2, 0, (8, 3))])
+    assert len(unpacked) == 1  # by the backward pass
 
 
 def test_the_own_part_that_is_put_back() -> None:
-    features = _features()
-    parts = [_GatheredParts(2, 1, (8, 3))]
+    features, others, whole = _features(), torch.randn(4, 3), torch.randn(8, 3)
 
     def joined(everything: torch.Tensor) -> bool:
-        root = (features @ everything.T).logsumexp(1).mean().grad_fn
-        return any(
-            _find_put_back_parts(node, parts, {features.grad_fn}) for node in _nodes_between(root, {features.grad_fn})
-        )
+        loss = (features @ everything.T).logsumexp(1).mean()
+        return bool(record(loss, [_gathered(features)], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE)]))
 
-    others = torch.randn(4, 3)
     assert joined(torch.cat([others, features]))
-    whole = torch.randn(8, 3)
     assert not joined(whole)
     whole[4:] = features
     assert joined(whole)
@@ -165,7 +151,7 @@ def test_the_own_part_that_is_put_back() -> None:
 
 
 class _Joined(torch.autograd.Function):
-    """What a rank 1 of 2 has gathered; its backward hands on its own part of the gradient, times `factor`."""
+    """What a rank 1 of 2 has gathered; its backward scales its own part of the gradient in place, as `all_reduce`."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, other: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,29 +160,15 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[1] * ctx.factor, None, None
-
-
-class _JoinedInPlace(_Joined):
-    """The same; its backward writes into the gradient, as `all_reduce` does."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return gradients[1].mul_(ctx.factor), None, None
 
 
-def _arrival(factor: float, *, own_rows: bool, function: type[_Joined] = _Joined) -> list[OwnRowsReinserted]:
+def _arrival(factor: float, *, own_rows: bool) -> list[OwnRowsReinserted]:
     torch.manual_seed(0)
-    found: list[Any] = []
-    recorder = recorder_at(2, found)
     features = _features()
-    parts = function.apply(features, torch.randn(4, 3), factor)
-    every = torch.cat(parts)
-    recorder._gathered, recorder._parts = [], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
+    every = torch.cat(_Joined.apply(features, torch.randn(4, 3), factor))
     loss = ((features if own_rows else every) @ every.T).logsumexp(1).mean()
-    recorder.note_backward(loss)
-    loss.backward()
-    return found
+    return record(loss, [], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)])
 
 
 def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
@@ -206,7 +178,6 @@ def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
     assert own.uses_own_rows and not whole.uses_own_rows
     assert whole.location is not None and whole.location.path.endswith("test_script_gathers.py")
     assert not _arrival(2.0, own_rows=False)  # as much as the ranks' backward adds up
-    assert not _arrival(2.0, own_rows=False, function=_JoinedInPlace)
 
 
 def _judged(parts: list[list[OwnRowsReinserted]], *terms: ScaledTerm, scale_matters: bool = True) -> list[str]:
@@ -227,35 +198,26 @@ def test_the_own_part_of_the_gradient_of_a_loss_of_all_rows_or_of_the_own_ones()
     assert not _judged(alike, mean, scale_matters=False)
     assert not _judged(_parts((1.0, 2.0), (1.0, 2.0), factor=2.0), mean)
     assert not _judged(_parts((1.0, 2.0), ()), mean) and not _judged(alike[:1], mean)
-    assert not _judged([of_rank[:1] for of_rank in apart], mean)
 
 
 def test_the_own_part_that_is_put_back_into_what_torch_has_gathered() -> None:
     mean, total = ScaledTerm("mean", 1.0, 8), ScaledTerm("sum", 0.25, 8)
 
     def judged(*arrived: tuple[float, ...], besides: bool = False, **more: Any) -> list[str]:
-        parts = [
-            [replace(p, by_function=False, uses_own_rows=besides) for p in of_rank] for of_rank in _parts(*arrived)
-        ]
+        change: dict[str, Any] = {"by_function": False, "uses_own_rows": besides}
+        parts = [[replace(part, **change) for part in of_rank] for of_rank in _parts(*arrived)]
         return _judged(parts, mean, total, **more) if besides else _judged(parts, mean, **more)
 
     assert judged((1.0, 2.0), (2.0, -1.0)) == judged((1.0, 2.0), (1.0, 2.0)) == ["DDP309"]
     assert not judged((1.0, 2.0), (1.0, 2.0), scale_matters=False)
     assert judged((1.0, 2.0), (1.0, 2.0), besides=True, scale_matters=False) == ["DDP309"]
-    both = _parts((1.0, 2.0), (2.0, -1.0))
-    assert not _judged([both[0], [replace(one, by_function=False) for one in both[1]]], mean)
 
 
 @pytest.mark.parametrize("besides", [False, True])
 def test_features_that_a_loss_takes_besides_what_was_gathered(besides: bool) -> None:
     torch.manual_seed(0)
-    found: list[Any] = []
-    recorder = recorder_at(2, found)
     features = _features()
-    recorder._gathered, recorder._parts = [_gathered(features)], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE)]
     loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
     loss = loss + features.square().mean() if besides else loss
-    recorder.note_backward(loss)
-    loss.backward()
-    (one,) = found
-    assert one.uses_own_rows == besides and one.gathered_gradient and not one.by_function
+    (part,) = record(loss, [_gathered(features)], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE)])
+    assert part.uses_own_rows == besides and part.gathered_gradient and not part.by_function
