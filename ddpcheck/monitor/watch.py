@@ -31,7 +31,7 @@ from ddpcheck.record.loop.wrapper_checks import IgnoredData, LocalSgdTracker
 from ddpcheck.record.recording import keep_alive, stop_keeping_alive
 from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
-from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_data_assignments
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_assigned
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
 _PACE_STEP = 16  # step after which the ranks agree on the interval of alarm checks
@@ -117,7 +117,7 @@ class Watch:
         self._reporter = FindingReporter(options, shows_warnings=is_first, locate=self._locate, reported=reported)
         self._report = self._reporter.report
         self._local_sgd = LocalSgdTracker(lambda: self._recorder, under_no_sync=True)
-        self._ignored = IgnoredData(lambda: self._recorder, lambda entry: self._report(judge_data_assignments([entry])))
+        self._ignored = IgnoredData(lambda: self._recorder, lambda entry: self._report(judge_assigned([entry])))
         is_due = functools.partial(_is_due, options.check_consistency_every)
         meshes = MeshComparison(lambda: self._recorder, is_due, self._report)
         self._parts = SplitModelComparison(lambda: self._recorder, options.check_consistency_every, self._report)

@@ -75,7 +75,7 @@ class ParityRuns:
             return "not all ranks have left a log here"
         if ranks[0].started.world_size < 2:
             return "it has run on one rank"
-        self._rank_params.logs_without_matches(ranks)
+        self._rank_params.without_matches(ranks)
         if self._rank_params.names:
             return f"each rank trains its own parameters{self._rank_params.left_out}"
         ends = [end for rank in ranks for end in entries_of(rank, ParityEnded)]

@@ -85,7 +85,7 @@ def backward_of(call: Call) -> Backward | None:
     return Backward(call, int(match["forward"]), unsynced, match["line"] or "", batch, loader)
 
 
-SCHEMA = 1
+SCHEMA = 2
 
 if TYPE_CHECKING:
     _Array = array[float]

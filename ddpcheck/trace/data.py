@@ -234,8 +234,8 @@ def finding_on_loader(
     code: str, loader: LoaderPass, message: str, *, line: Location | None = None, **more: Any
 ) -> list[Finding]:
     """Create a finding at `line`, else at the construction of the sampler or loader."""
-    location = line or loader.constructed_at or loader.location
-    related = {"loop over the loader": loader.location, f"{loader.sampler or 'loader'} made": loader.constructed_at}
+    location = line or loader.built_at or loader.location
+    related = {"loop over the loader": loader.location, f"{loader.sampler or 'loader'} made": loader.built_at}
     return new_finding(code, (loader.dataset,), message, location=location, related=related, **more)
 
 

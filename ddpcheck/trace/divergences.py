@@ -210,9 +210,7 @@ def _update_divergences(parity: Parity) -> Iterator[ParityDivergence]:
             return
         if quantity.differs:
             built = entries_of(parity.ranks[0], OptimizerStep)
-            lines = (
-                step.constructed_at for step in built if step.optimizer == single.optimizer and step.constructed_at
-            )
+            lines = (step.built_at for step in built if step.optimizer == single.optimizer and step.built_at)
             location = next(lines, rank_steps[0].location)
             names = parity.names_of(parity.ranks[0], single.optimizer)
             pairs = sorted(

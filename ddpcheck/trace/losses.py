@@ -91,7 +91,7 @@ class Losses(View):
         """Losses on gathered features, by step, with gradients for the rank's own features only."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
-        steps = [by_rank for by_rank in steps if all(any(part.gathered_gradient) for part in by_rank)]
+        steps = [by_rank for by_rank in steps if all(any(part.full_gradient) for part in by_rank)]
         all_parts = [*itertools.chain(*steps)]
         unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in all_parts)
         return steps if len(steps) >= MIN_GATHERS and unscaled and len({p.by_function for p in all_parts}) == 1 else []
@@ -152,7 +152,7 @@ def _rescales_gradients(rank: RankTrace) -> bool:
 def _distances(steps: Sequence[Sequence[OwnRowsReinserted]]) -> list[float]:
     """Return, by step, the largest relative distance of gathered gradients from rank 0's gradient."""
     distances = []
-    for first, *others in ([part.gathered_gradient for part in by_rank] for by_rank in steps):
+    for first, *others in ([part.full_gradient for part in by_rank] for by_rank in steps):
         farthest = max(math.dist(first, grad) if len(first) == len(grad) else math.inf for grad in others)
         distances.append(relative(farthest, math.hypot(*first)))
     return distances
@@ -179,7 +179,7 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
     In this case each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
     """
     own_losses = [
-        loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.deferred_wrappers
+        loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.late_wrappers
     ]
     micro_batches = {loss.step: loss.number + 1 for loss in own_losses}  # by step
     terms: dict[tuple[int, int], list[ScaledTerm]] = {}

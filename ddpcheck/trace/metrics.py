@@ -351,7 +351,7 @@ def evaluations_of(
         counts: Counter[tuple[object, ...]] = Counter()  # of equal pass numbers: the loader was recreated
         for eval_pass in {(p.loader, p.number): p for p in rank_passes}.values():  # a pass may be written twice
             if (loader := by_pass.get((eval_pass.loader, eval_pass.number))) is not None and loader.exhausted:
-                key = (loader.location, loader.constructed_at, loader.dataset, loader.number)
+                key = (loader.location, loader.built_at, loader.dataset, loader.number)
                 counts[key] += 1
                 by_key.setdefault((*key, counts[key]), {})[rank] = RankEvaluation(
                     loader,

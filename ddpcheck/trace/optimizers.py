@@ -93,8 +93,8 @@ class OptimizedParameters(View):
         if not facts.wrappers:
             return None
         steps = [step for rank_steps in facts.events(OptimizerStep) for step in rank_steps]
-        names = {name for step in steps for name in (*step.wrapped_params, *step.idle_params)}
-        made = next((step.constructed_at for step in steps if step.wrapped_params or not names), None)
+        names = {name for step in steps for name in (*step.ddp_params, *step.idle_params)}
+        made = next((step.built_at for step in steps if step.ddp_params or not names), None)
         lacks_gradients = bool(steps) and not any(step.norms or step.gradients for step in steps)
         return cls(facts.moved, names, made, lacks_gradients, facts.wrappers)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from msgspec import Struct, structs
 
 from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.evidence.script import OptimizerStep, UnwrappedModel
+from ddpcheck.findings.evidence.script import LocalModel, OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import join_names
@@ -20,18 +20,8 @@ from ddpcheck.stream.rank_report import RankReport, ReplicaState
 
 _Facts = TypeVar("_Facts", bound=Struct)
 _KEY = re.compile(r"(?:\d+/|optimizer )?([^\s:]+)")  # "0/fc.weight", "0/fc.weight: exp_avg", "optimizer fc.weight step"
-_COMPARED = (
-    BuffersKept,
-    OptimizerStep,
-    ReplicaCaptured,
-    UnwrappedModel,
-    StepsReported,
-    LocalSgdEnd,
-)  # have values by name
-_NOT_VALUES = (
-    "options",
-    "wrapped_params",
-)  # `OptimizerStep.wrapped_params`: optimizers are matched between ranks by all names
+_COMPARED = (BuffersKept, OptimizerStep, ReplicaCaptured, LocalModel, StepsReported, LocalSgdEnd)  # have values by name
+_NOT_VALUES = ("options", "ddp_params")  # `OptimizerStep.ddp_params`: optimizers are matched between ranks by all names
 
 
 class RankParams:
@@ -42,7 +32,7 @@ class RankParams:
         self.names: dict[str, list[str]] = {}  # patterns by name of a parameter or buffer that was left out
         self._has_compared = False
 
-    def logs_without_matches(self, ranks: Sequence[RankTrace]) -> Sequence[RankTrace]:
+    def without_matches(self, ranks: Sequence[RankTrace]) -> Sequence[RankTrace]:
         """Return copies of logs without values, gradients and optimizer state of matching parameters."""
         if not self.patterns:
             return ranks

@@ -104,7 +104,7 @@ class ScriptFacts:
         source: ProgramSource | None = None,
         rank_params: RankParams | None = None,
     ) -> None:
-        self.ranks = ranks if rank_params is None else rank_params.logs_without_matches(ranks)
+        self.ranks = ranks if rank_params is None else rank_params.without_matches(ranks)
         self.ended = ended
         self.source = source or ProgramSource()
 
@@ -253,12 +253,12 @@ class ScriptFacts:
         for rank in self.ranks:
             counts: Counter[tuple[Any, ...]] = Counter()  # optimizers with the same key, such as one per round
             for first in first_steps(rank):
-                named = (*first.wrapped_params, *(name for name in first.unwrapped_params if "/" in name))
+                named = (*first.ddp_params, *(name for name in first.local_params if "/" in name))
                 wrapper_ids = {int(name.partition("/")[0]) for name in named}
                 groups = {rank.wrappers[number].ranks for number in wrapper_ids}
                 members = next(iter(groups)) if len(groups) == 1 else self._replicas_of(rank)
                 steps = [step for step in entries_of(rank, OptimizerStep) if step.optimizer == first.optimizer]
-                key = (members, first.location, tuple(sorted((*first.wrapped_params, *first.unwrapped_params))))
+                key = (members, first.location, tuple(sorted((*first.ddp_params, *first.local_params))))
                 steps_by_key.setdefault((*key, counts[key]), {})[rank.started.rank] = steps
                 counts[key] += 1
         for (members, *_), steps_by_rank in steps_by_key.items():
@@ -312,9 +312,7 @@ class ScriptFacts:
                 "parameters in a FullyShardedDataParallel (FSDP1) are not compared, nor their gradients and state; "
                 "those of a model that torch.distributed.fsdp.fully_shard shards are"
             )
-        if any(
-            step.shards > len(step.wrapped_params) for rank in self.ranks for step in entries_of(rank, OptimizerStep)
-        ):
+        if any(step.shards > len(step.ddp_params) for rank in self.ranks for step in entries_of(rank, OptimizerStep)):
             return "shards of parameters are not watched: their values, gradients and state are not compared"
         return ""
 
@@ -391,7 +389,7 @@ def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: RankTrace) ->
     """Return `end`, with the number of reductions added if the optimizer was freed early."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
-    wrapper_ids = {int(name.partition("/")[0]) for name in last.wrapped_params}
+    wrapper_ids = {int(name.partition("/")[0]) for name in last.ddp_params}
     return replace(end, reductions=sum(rank.counts[number][1] for number in wrapper_ids))
 
 

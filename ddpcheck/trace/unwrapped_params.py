@@ -34,7 +34,7 @@ def are_close(values: Sequence[float | None]) -> bool:
 
 def is_equal(steps: Steps, name: str) -> bool:
     """Check if an unwrapped parameter has the same value on all ranks."""
-    return len({entry.unwrapped_params.get(name) for entry in steps}) == 1
+    return len({entry.local_params.get(name) for entry in steps}) == 1
 
 
 def gradients_differ(steps: Steps, name: str) -> bool:
@@ -84,7 +84,7 @@ def all_gradients_agree(steps: Steps) -> bool:
 
 def any_gradient_differs(steps: Steps) -> bool:
     """Check if any gradient of an optimizer step differs between ranks."""
-    differs = any(gradients_differ(steps, name) for name in steps[0].unwrapped_params)
+    differs = any(gradients_differ(steps, name) for name in steps[0].local_params)
     return differs or bool(names_differing([entry.norms for entry in steps]))
 
 
@@ -107,7 +107,7 @@ def param_name(name: str) -> str:
 
 def are_local(steps: Sequence[Steps]) -> bool:
     """Check if an optimizer holds only unwrapped parameters with rank-local gradients."""
-    return not steps[0][0].wrapped_params and gradients_mostly_differ(steps)
+    return not steps[0][0].ddp_params and gradients_mostly_differ(steps)
 
 
 def train_separately(optimizers: Sequence[Sequence[Steps]]) -> bool:
@@ -118,11 +118,11 @@ def train_separately(optimizers: Sequence[Sequence[Steps]]) -> bool:
 
 def params_equal(steps: Steps) -> bool:
     """Check if all unwrapped parameters are equal on all ranks."""
-    return all(entry.unwrapped_params == steps[0].unwrapped_params for entry in steps)
+    return all(entry.local_params == steps[0].local_params for entry in steps)
 
 
 def gradients_mostly_differ(steps: Sequence[Steps]) -> bool:
     """Check if gradients differ between ranks in most of the steps."""
-    names = steps[0][0].unwrapped_params
+    names = steps[0][0].local_params
     differs = [any(gradients_differ(step, name) for name in names) for step in steps]
     return sum(differs) * 2 > len(steps)

@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Self
 
 from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
-from ddpcheck.findings.evidence.replicas import EvaluationCall
-from ddpcheck.findings.evidence.script import UnwrappedModel
+from ddpcheck.findings.evidence.replicas import EvalCall
+from ddpcheck.findings.evidence.script import LocalModel
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import format_ranks, plural
@@ -123,19 +123,19 @@ class Copies(View):
     """States of modules outside of wrappers, such as copies; sequences are by rank."""
 
     checks = ("replicas",)
-    states: Sequence[Sequence[UnwrappedModel]]  # before optimizer steps
-    uses: Sequence[Sequence[EvaluationCall]]  # in evaluations; [] if the ranks train different parameters
+    states: Sequence[Sequence[LocalModel]]  # before optimizer steps
+    uses: Sequence[Sequence[EvalCall]]  # in evaluations; [] if the ranks train different parameters
     changes: Changes = ()
     wrappers: Sequence[WrapperTrace] = ()
 
     @classmethod
     def from_facts(cls, facts: ScriptFacts) -> Self:
-        states = facts.events(UnwrappedModel)
+        states = facts.events(LocalModel)
         are_whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
         if not are_whole or facts.model_groups:
             states = [[state for state in rank_states if not state.is_independent] for rank_states in states]
-        steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if rank_steps[0].wrapped_params]
-        uses = facts.events(EvaluationCall) if are_whole and all(map(all_gradients_agree, steps)) else []
+        steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if rank_steps[0].ddp_params]
+        uses = facts.events(EvalCall) if are_whole and all(map(all_gradients_agree, steps)) else []
         changes = [[change for change in log if change.wrapper == OF_A_COPY] for log in facts.events(ModuleChanged)]
         return cls(states, uses, changes, facts.wrappers)
 

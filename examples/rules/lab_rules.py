@@ -45,7 +45,7 @@ def judge_lab001(training: Training) -> Iterator[Finding]:
                 "LAB001",
                 (loader.dataset,),
                 f"The global batch size is {batch_size}, and {GLOBAL_BATCH_SIZE} is configured.",
-                location=loader.constructed_at or loader.location,
+                location=loader.built_at or loader.location,
             )
             return
 

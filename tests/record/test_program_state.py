@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.script import UnwrappedModel
+from ddpcheck.findings.evidence.script import LocalModel
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import StateRecorder, _may_be_weights, names_of_tensors
 from ddpcheck.record.replicas.tables import is_order_of_a_set, tables_of, tables_of_program
@@ -100,7 +100,7 @@ def found_twice(value: Any, *wrapped: nn.Module) -> list[str]:
     ]
     for watch in watches:
         watch.module_parameters = watch.module.named_parameters
-    seen: list[UnwrappedModel] = []
+    seen: list[LocalModel] = []
     run: Any = Recording(seen.append)
     run.watches = watches
     recorder = StateRecorder(run, uses, lambda *_: None)

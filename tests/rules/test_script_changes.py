@@ -28,7 +28,7 @@ from ddpcheck.rules.optimizers.script_optimizers import judge_unsynchronized
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
 from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import MODE
-from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_data_assignments, judge_replaced
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_assigned, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.steps import locate_change
 from tests.reports import assert_says
@@ -203,11 +203,11 @@ def test_the_calls_of_eval_that_are_written_down() -> None:
 
 def test_an_assignment_to_data_of_a_shard_or_in_its_place() -> None:
     ignored = replace(LOADED, what="ignored", how=".data")
-    assert_says(judge_data_assignments([[ignored], [ignored]]), "DDP503 ... ('head.weight',) ... at train.py:9 in")
+    assert_says(judge_assigned([[ignored], [ignored]]), "DDP503 ... ('head.weight',) ... at train.py:9 in")
     for forwards, words in ((0, "the first forward pass fails"), (3, "puts it back")):
         replaced = [ModuleChanged(0, "replaced", "head.weight", ("head.weight",), LOADS, forwards)]
         assert_says(judge_replaced([replaced] * 2), f"DDP503 ... ('head.weight',) ... at train.py:9 in ... {words}")
-    assert judge_data_assignments([[LOADED, THAWED], [RESET]]) == judge_replaced([[LOADED, THAWED], [RESET]]) == []
+    assert judge_assigned([[LOADED, THAWED], [RESET]]) == judge_replaced([[LOADED, THAWED], [RESET]]) == []
 
 
 def test_shards_that_one_rank_alone_writes_before_the_first_forward_pass() -> None:
@@ -225,14 +225,14 @@ STEP, REDUCES, SENDS, MAKES, SEEDS, SCALES = (Location("train.py", line) for lin
 
 
 def step(count: int, rank: int, **more: Any) -> OptimizerStep:
-    places: dict[str, Any] = {"constructed_at": MAKES, "reduced_at": REDUCES, "collectives": 2 * count}
+    places: dict[str, Any] = {"built_at": MAKES, "reduced_at": REDUCES, "collectives": 2 * count}
     return OptimizerStep(0, count, {"class": "SGD"}, STEP, **places | more)
 
 
 def steps(values: Any, gradients: Any, **more: Any) -> list[list[OptimizerStep]]:
     """Three steps of two ranks: of the parameter "w", whose value and gradient are functions of step and rank."""
     return [
-        [step(n, r, unwrapped_params={"w": values(n, r)}, gradients={"w": gradients(n, r)}, **more) for r in (0, 1)]
+        [step(n, r, local_params={"w": values(n, r)}, gradients={"w": gradients(n, r)}, **more) for r in (0, 1)]
         for n in range(3)
     ]
 
@@ -257,7 +257,7 @@ def test_values_that_differ_from_the_start_are_told_at_the_seed_if_that_differs(
 
 
 def test_gradients_that_differ_by_the_scale_of_a_scaler_are_told_at_the_line_that_loads_it() -> None:
-    of_ranks = [step(0, rank, wrapped_params=("0/w",), averaged=True, norms={"0/w": 16.0**-rank}) for rank in (0, 1)]
+    of_ranks = [step(0, rank, ddp_params=("0/w",), averaged=True, norms={"0/w": 16.0**-rank}) for rank in (0, 1)]
     scaled = [replace(of_ranks[0], scale=64.0, scale_at=SCALES), replace(of_ranks[1], scale=1024.0)]
     assert_says(judge_step_gradients([scaled]), "DDP301 ... at train.py:15 ... rank 0: 64; rank 1: 1024 ... GradScaler")
     same = [replace(of_rank, scale=64.0) for of_rank in of_ranks]
@@ -267,7 +267,7 @@ def test_gradients_that_differ_by_the_scale_of_a_scaler_are_told_at_the_line_tha
 def test_gradients_that_are_scaled_after_a_reduction_by_hand_are_told_there() -> None:
     alone = {"v": 1, "w": 2}
     gradients = [dict.fromkeys(alone, (1.0 + rank, 2.0 + 2 * rank)) for rank in (0, 1)]
-    of_ranks = [step(0, rank, unwrapped_params=alone, gradients=gradients[rank]) for rank in (0, 1)]
+    of_ranks = [step(0, rank, local_params=alone, gradients=gradients[rank]) for rank in (0, 1)]
     assert_says(judge_scaled_by_hand([of_ranks]), f"DDP301 ... at {REDUCES}")
 
 
@@ -330,6 +330,6 @@ def test_only_a_load_after_wrapping_is_told_to_leave_assign_out() -> None:
     ],
 )
 def test_a_clip_on_some_ranks_only_is_the_line(on: tuple[int, ...], limit: float, words: str) -> None:
-    of_ranks = [step(2, rank, wrapped_params=("0/w",), averaged=True, norms={"0/w": 2.0 - rank}) for rank in (0, 1)]
+    of_ranks = [step(2, rank, ddp_params=("0/w",), averaged=True, norms={"0/w": 2.0 - rank}) for rank in (0, 1)]
     clips = [[GradientsClipped(n, 2.0, SEEDS, n, limit=limit) for n in range(3 * (rank in on))] for rank in (0, 1)]
     assert_says(judge_step_gradients([of_ranks], clips), f"DDP301 ... {words}")

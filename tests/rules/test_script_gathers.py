@@ -174,7 +174,7 @@ def _arrival(factor: float, *, own_rows: bool) -> list[OwnRowsReinserted]:
 def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
     (whole,) = _arrival(1.0, own_rows=False)
     (own,) = _arrival(1.0, own_rows=True)
-    assert whole.factor == own.factor == 1.0 and whole.gathered_gradient and own.gathered_gradient
+    assert whole.factor == own.factor == 1.0 and whole.full_gradient and own.full_gradient
     assert own.uses_own_rows and not whole.uses_own_rows
     assert whole.location is not None and whole.location.path.endswith("test_script_gathers.py")
     assert not _arrival(2.0, own_rows=False)  # as much as the ranks' backward adds up
@@ -220,4 +220,4 @@ def test_features_that_a_loss_takes_besides_what_was_gathered(besides: bool) -> 
     loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
     loss = loss + features.square().mean() if besides else loss
     (part,) = record(loss, [_gathered(features)], [_GatheredParts(2, 1, (8, 3), "all_gather", LINE)])
-    assert part.uses_own_rows == besides and part.gathered_gradient and not part.by_function
+    assert part.uses_own_rows == besides and part.full_gradient and not part.by_function

@@ -20,6 +20,7 @@ from ddpcheck.findings.evidence.script import (
     GradientsZeroed,
     Inputs,
     LoaderPass,
+    LocalModel,
     LossDifferentiated,
     MetricUsed,
     NumberReduced,
@@ -27,7 +28,6 @@ from ddpcheck.findings.evidence.script import (
     OptimizerStep,
     ReducedInPlace,
     ScaledTerm,
-    UnwrappedModel,
 )
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
@@ -328,10 +328,10 @@ def test_options_of_optimizers(steps: Any, code: str, line: Location | None, ran
 
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
-    apart = [step(wrapped_params=("0/a", "0/b"), constructed_at=LINE), step(wrapped_params=("0/b", "0/c"))]
+    apart = [step(ddp_params=("0/a", "0/b"), built_at=LINE), step(ddp_params=("0/b", "0/c"))]
     assert_says(judge_param_sets(apart), "DDP223 ... at train.py:30 ... its parameters: rank 0: a; rank 1: c")
-    assert judge_param_sets([step(wrapped_params=("0/a", "0/b")), step(wrapped_params=("0/b", "0/a"))]) == []
-    assert judge_param_sets([step(wrapped_params=("0/a",)), step(wrapped_params=())]) == []
+    assert judge_param_sets([step(ddp_params=("0/a", "0/b")), step(ddp_params=("0/b", "0/a"))]) == []
+    assert judge_param_sets([step(ddp_params=("0/a",)), step(ddp_params=())]) == []
 
 
 def test_a_rank_that_skips_a_step() -> None:
@@ -387,7 +387,7 @@ def test_a_clip_to_a_limit_or_by_a_norm_of_each_rank(clipped: list[list[Gradient
 def test_optimizer_state_that_differs() -> None:
     here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
     loaded = [replace(one, restored_at=LOADS) for one in (here, there)]
-    reordered = [replace(here, wrapped_params=("a", "b")), replace(there, wrapped_params=("b", "a"))]
+    reordered = [replace(here, ddp_params=("a", "b")), replace(there, ddp_params=("b", "a"))]
     for steps, words in (
         ([[here, there]], "DDP306"),
         ([[here, step()]], "DDP306"),  # loaded on one rank
@@ -402,7 +402,7 @@ def test_optimizer_state_that_differs() -> None:
 
 
 def alone(count: int, value: int, gradient: float, name: str = "Head.w", **more: Any) -> OptimizerStep:
-    plain = step(count, wrapped_params=(), reductions=-1, unwrapped_params={name: value}, gradients={name: [gradient]})
+    plain = step(count, ddp_params=(), reductions=-1, local_params={name: value}, gradients={name: [gradient]})
     return replace(plain, **{"marks": (value,), **more})
 
 
@@ -476,7 +476,7 @@ def test_gradients_that_are_the_same_before_they_are_averaged(given: Any, found:
 
 
 def test_gradients_of_parts_that_are_reduced_as_if_they_were_replicas() -> None:
-    own = [alone(n, n, 1.0, own_params_reduced=("t.0.weight",), own_params_reduced_at=OTHER_LINE) for n in range(3)]
+    own = [alone(n, n, 1.0, own_reduced=("t.0.weight",), own_reduced_at=OTHER_LINE) for n in range(3)]
     assert_says(judge_parts_reduced([[one, one] for one in own]), "DDP521 ... ('t.0.weight',) ... at bar.py:4")
     assert not judge_parts_reduced([[one, alone(1, 1, 1.0)] for one in own])
 
@@ -485,9 +485,7 @@ def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
     def of_ranks(factor: float, *, turned: float = 1.0) -> tuple[OptimizerStep, OptimizerStep]:
         gradients = {"body": [2.0, -1.0], "head": [1.0, 4.0]}
         scaled = {name: [factor * a, turned * factor * b] for name, (a, b) in gradients.items()}
-        both = [
-            alone(1, 1, 1.0, unwrapped_params=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)
-        ]
+        both = [alone(1, 1, 1.0, local_params=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)]
         return both[0], both[1]
 
     (found,) = judge_scaled_by_hand([of_ranks(1.0), of_ranks(0.2)])
@@ -503,9 +501,7 @@ def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() 
     def looks_at(rank: int) -> list[OptimizerStep]:
         values = enumerate([(0, 0), (1 + rank, 1 + rank), (3, 4 + rank), (5 + rank, 7 + rank)])
         gradients = {name: [1.0 + rank] for name in "ab"}
-        return [
-            alone(count, b, 0.0, unwrapped_params={"a": a, "b": b}, gradients=gradients) for count, (a, b) in values
-        ]
+        return [alone(count, b, 0.0, local_params={"a": a, "b": b}, gradients=gradients) for count, (a, b) in values]
 
     findings = unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)))
     assert_says(findings, "('b',) ... is never averaged, while the others are")
@@ -520,7 +516,7 @@ def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
 
 
 def test_an_optimizer_of_tensors_that_no_module_has() -> None:
-    steps = [[step(unregistered_params=("? 0 (4,)",), constructed_at=OTHER_LINE), step(constructed_at=OTHER_LINE)]]
+    steps = [[step(loose_params=("? 0 (4,)",), built_at=OTHER_LINE), step(built_at=OTHER_LINE)]]
     assert_says(judge_foreign_optimizer(steps, {"0/w": False}, set()), "DDP504 ... at bar.py:4")
     assert not judge_foreign_optimizer(steps, {"0/w": True}, set())  # master copies, written back
     assert not judge_foreign_optimizer([[step(), step()]], {"0/w": False}, set())
@@ -530,7 +526,7 @@ def test_which_of_two_models_it_is_that_never_moves() -> None:
     made = [SimpleNamespace(module=name, location=f"train.py:{line}") for name, line in (("Net", 4), ("Other", 5))]
     wrappers = [SimpleNamespace(number=number, made=one) for number, one in enumerate(made)]
     facts: Any = SimpleNamespace(wrappers=wrappers, moved={"0/w": True, "1/w": False})
-    steps = [[step(unregistered_params=("? 0 (4,)",)), step()]]
+    steps = [[step(loose_params=("? 0 (4,)",)), step()]]
     (found,) = name_wrapped_module(judge_foreign_optimizer(steps, facts.moved, {"0/w"}), facts.wrappers, facts.moved)
     assert found.evidence[0] == "of Other, which is wrapped at train.py:5"
     facts.wrappers = wrappers[:1]
@@ -817,8 +813,8 @@ def test_averaged_gradients_that_are_divided_once_more(factors: Sequence[float],
 # Models beside the wrappers
 
 
-def looks(*values: int, **more: Any) -> list[UnwrappedModel]:
-    plain = UnwrappedModel(0, 0, "ema", "Net", {}, is_copy=True, is_called=False, location=LINE)
+def looks(*values: int, **more: Any) -> list[LocalModel]:
+    plain = LocalModel(0, 0, "ema", "Net", {}, is_copy=True, is_called=False, location=LINE)
     return [replace(plain, **{"count": count, "values": {"w": value}, **more}) for count, value in enumerate(values)]
 
 
@@ -834,14 +830,14 @@ def looks(*values: int, **more: Any) -> list[UnwrappedModel]:
         ([looks(1, 2, 3), looks(4, 5, 6)], ["DDP306"]),
     ],
 )
-def test_models_that_are_held_beside_the_wrappers(ranks: list[list[UnwrappedModel]], found: list[str]) -> None:
+def test_models_that_are_held_beside_the_wrappers(ranks: list[list[LocalModel]], found: list[str]) -> None:
     assert codes(judge_copied_states(ranks)) == found
 
 
 def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
     ranks = [looks(1, 2, 3, 4), looks(1, 5, 6, 7)]
     assert codes(judge_copied_states(ranks)) == ["DDP306"]
-    merged = [[replace(one, synchronisations=one.count // 2) for one in of_rank] for of_rank in ranks]
+    merged = [[replace(one, syncs=one.count // 2) for one in of_rank] for of_rank in ranks]
     assert not judge_copied_states(merged)
 
 
@@ -944,7 +940,7 @@ def test_shards_that_some_ranks_alone_save() -> None:
 
 def test_parameters_in_no_group_of_shards() -> None:
     steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, 2, 3.0), alone(1, 3, 6.0)]]
-    assigned = ModuleChanged(0, "module", "head", tuple(steps[0][0].unwrapped_params), Location("train.py", 77))
+    assigned = ModuleChanged(0, "module", "head", tuple(steps[0][0].local_params), Location("train.py", 77))
     for changes, words in (
         ([], "DDP111 ... at train.py:30 ... not DistributedDataParallel"),
         ([assigned], "DDP111 ... at train.py:77 ... and replaces a sharded module"),

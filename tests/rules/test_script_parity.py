@@ -209,7 +209,7 @@ def test_what_is_not_compared_has_its_reason_and_no_finding(parity: Parity, word
 
 @pytest.mark.parametrize(("noise", "finds"), [(1.002, True), (1.005, False)])
 def test_parameters_that_differ_after_equal_gradients_are_those_of_the_update(noise: float, finds: bool) -> None:
-    built = OptimizerStep(0, 0, {}, STEPS, constructed_at=Location("train.py", 12))
+    built = OptimizerStep(0, 0, {}, STEPS, built_at=Location("train.py", 12))
     on_ranks = with_values(steps(3, 2, 1.1, 1.2), 1.0, 1.0, 1.01, 1.02)
     parity = compared([built, *on_ranks], *(with_values(ALONE, 1.0, 1.0, size, size) for size in (1.0, noise)))
     update = [finding for finding in judge_view(parity) if finding.subjects == ("update",)]

@@ -22,7 +22,7 @@ STAY, HEAD = Location("train.py", 12), Location("train.py", 20)
 
 def epoch(rows: Sequence[int], number: int = 0, **more: Any) -> LoaderPass:
     plain = LoaderPass(
-        0, number, LINE, "Texts", -1, {}, -1, 4, "RandomSampler", exhausted=True, trains=True, constructed_at=MADE
+        0, number, LINE, "Texts", -1, {}, -1, 4, "RandomSampler", exhausted=True, trains=True, built_at=MADE
     )
     return replace(plain, **{"rows": tuple(rows), "order": number + 1, **more})
 

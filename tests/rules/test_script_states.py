@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
-from ddpcheck.findings.evidence.replicas import EvaluationCall, NothingLoaded, digest_of_values
-from ddpcheck.findings.evidence.script import UnwrappedModel
+from ddpcheck.findings.evidence.replicas import EvalCall, NothingLoaded, digest_of_values
+from ddpcheck.findings.evidence.script import LocalModel
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.record.recording import Recording
@@ -21,11 +21,11 @@ from ddpcheck.trace.program import Program
 from tests.reports import assert_says
 
 MADE, LOADED, WRITTEN = (Location("train.py", line) for line in (9, 50, 20))
-HELD = UnwrappedModel(0, 4, "ema", "Net", {"w": 1}, is_copy=True, is_called=False, location=MADE)
+HELD = LocalModel(0, 4, "ema", "Net", {"w": 1}, is_copy=True, is_called=False, location=MADE)
 WRITES = ModuleChanged(OF_A_COPY, "written", "lerp_", ("ema",), WRITTEN)
 
 
-def looks(*values: int) -> list[UnwrappedModel]:
+def looks(*values: int) -> list[LocalModel]:
     return [replace(HELD, count=1 << number, values={"w": one}, is_called=True) for number, one in enumerate(values)]
 
 
@@ -46,7 +46,7 @@ def test_a_copy_is_at_fault_where_it_is_written(here: Any, there: Any, writes: A
 
 
 def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_is() -> None:
-    def teacher(*values: int) -> list[UnwrappedModel]:
+    def teacher(*values: int) -> list[LocalModel]:
         return [replace(one, is_copy=False, is_independent=True) for one in looks(*values)]
 
     assert_says(judge_copied_states([teacher(1, 1), teacher(2, 2)]), "DDP306 ... at train.py:9 ... no wrapper")
@@ -54,8 +54,8 @@ def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_i
     assert not judge_copied_states([teacher(1, 3), teacher(2, 4)])  # trained by hand
 
 
-def use(digest: int, **more: Any) -> EvaluationCall:
-    return replace(EvaluationCall(12, "ema", ("train.py:60",), digest, False, False, MADE), **more)
+def use(digest: int, **more: Any) -> EvalCall:
+    return replace(EvalCall(12, "ema", ("train.py:60",), digest, False, False, MADE), **more)
 
 
 def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
@@ -77,7 +77,7 @@ def test_statistics_that_each_rank_has_estimated_on_its_own_part() -> None:
 
 
 def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
-    written: list[EvaluationCall] = []
+    written: list[EvalCall] = []
     run = Recording(written.append)
     recorder = UseRecorder(run, list)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -117,7 +117,7 @@ def test_a_wrapped_module_into_which_what_was_kept_is_put_back() -> None:
 
 
 def test_the_uses_of_a_copy_that_are_written_down() -> None:
-    written: list[EvaluationCall] = []
+    written: list[EvalCall] = []
     run, held = Recording(written.append), list[torch.Tensor]()
     recorder = UseRecorder(run, lambda: held)
     copy = nn.Linear(2, 1)

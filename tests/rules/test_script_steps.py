@@ -37,7 +37,7 @@ BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 
 def passes(
     weight: float, *, batches: Sequence[int] = (0,) * 4, kind: str = "mean", put_off: bool = True, again: bool = True
 ) -> list[LossDifferentiated]:
-    later = "deferred_wrappers" if put_off else "wrappers"
+    later = "late_wrappers" if put_off else "wrappers"
     waits: dict[str, Any] = {later: (0,), "location": BACKWARD if again else OTHER}
     return [
         replace(loss, **(waits if loss.number < len(batches) - 1 else {"wrappers": (0,)}))
@@ -227,7 +227,7 @@ def test_parameters_that_no_optimizer_holds(parameters: OptimizedParameters, fou
         ({}, ["head"]),
         ({"options": {"module": "torch.optim.sgd", "class": "SGD", "group 0 lr": "0.1"}}, []),  # by rounding only
         ({"norms": {"0/body": 1.0}}, []),  # its gradient is taken away
-        ({"wrapped_params": ("0/head",)}, []),  # nothing of what it holds moves
+        ({"ddp_params": ("0/head",)}, []),  # nothing of what it holds moves
         ({"options": {"module": "train", "class": "Muon", "group 0 lr": "0.0"}}, []),
     ],
 )

@@ -32,7 +32,7 @@ class ModuleChanged(Entry, frozen=True):
 class ScheduleState(Struct, frozen=True):
     """Learning rate schedule of an optimizer."""
 
-    constructed_at: Location | None  # line that constructs the schedule
+    built_at: Location | None  # line that constructs the schedule
     steps: int = 0  # number of steps
     location: Location | None = None  # line of the first step
     by_package: bool = False  # True if an installed package steps the schedule, not the script
@@ -100,7 +100,7 @@ class OwnRowsReinserted(Entry, frozen=True):
     location: Location | None = None  # line of the collective, or of `backward` if in a Function of the script
     # sketch of the gradient of the whole gathered tensor in backward; empty if unknown, if zero except for the own
     # part, or if gathered in a subgroup
-    gathered_gradient: tuple[float, ...] = ()
+    full_gradient: tuple[float, ...] = ()
     # gradient of the own features over the gradient of the own part of the gathered tensor; 0 if not a multiple
     factor: float = 0.0
     by_function: bool = False  # True if a Function of the script, with a `backward`, gathers

@@ -50,7 +50,7 @@ class PartStep(Entry, frozen=True):
     optimizer: int  # number among the optimizers that have stepped
     count: int  # earlier steps of the optimizer
     location: Location | None  # line of the script
-    constructed_at: Location | None = None  # line that constructs the optimizer
+    built_at: Location | None = None  # line that constructs the optimizer
     split: tuple[str, ...] = ()  # split parameters in the optimizer
     unoptimized: tuple[str, ...] = ()  # split parameters in no optimizer
     norms: Mapping[str, float] = field(default_factory=dict)  # gradient norm of each parameter, or of this rank's part
@@ -80,7 +80,7 @@ class RunningStatistic(Entry, frozen=True):
     unexplained_moves: int = 0  # changes that were not towards the mean of the samples
 
 
-class EvaluationCall(Entry, frozen=True):
+class EvalCall(Entry, frozen=True):
     """Evaluation call of a wrapped module, or a module with the same parameter shapes."""
 
     step: int  # optimizer steps before

@@ -51,7 +51,7 @@ class LoaderPass(Entry, frozen=True):
     draws_from_list: bool = False  # True if the sampler draws from a list of indices of some samples
     wrappers: int = 0  # number of wrappers when the pass ended; `fully_shard` counts from the first forward pass on
     data: int = 0  # number of the dataset, in order of first use
-    constructed_at: Location | None = None  # line that constructs the innermost sampler, or the loader if unknown
+    built_at: Location | None = None  # line that constructs the innermost sampler, or the loader if unknown
     subset_at: Location | None = None  # line that makes the `Subset`
     seeded_at: Location | None = None  # line that last seeded the generator of the samples
     # fingerprints of all samples in order, without labels; empty if too many, or not tensors on the CPU
@@ -75,7 +75,7 @@ class LoaderPass(Entry, frozen=True):
     workers: int = 0  # worker processes of the loader
     targets: tuple[float, ...] = ()  # floating-point labels, if each sample has exactly one
     dataset_draws: tuple[int, ...] = ()  # keys of `draws` that are states of generators of the dataset
-    dataset_generator_at: Location | None = None  # line that assigns the first generator of the dataset
+    generator_at: Location | None = None  # line that assigns the first generator of the dataset
     restored_by: str = ""  # function that restored a generator state at `seeded`; "" if seeded
     holds_samples: bool = False  # True if some `samples` are whole samples: rows of many numbers, or existing files
     persistent_at: Location | None = None  # line that makes the workers persistent
@@ -123,24 +123,22 @@ class OptimizerStep(Entry, frozen=True):
     # class and group options, without parameters (which differ if sharded)
     options: Mapping[str, str]
     location: Location | None  # line of the script
-    wrapped_params: tuple[
+    ddp_params: tuple[
         str, ...
     ] = ()  # wrapped parameters in the optimizer, with the number of the wrapper ("0/head.weight")
-    reductions: int = -1  # averaged backward passes of the wrappers of `wrapped_params`; negative if there are none
+    reductions: int = -1  # averaged backward passes of the wrappers of `ddp_params`; negative if there are none
     averaged: bool = False  # True if backward ran since the last step, and every pass was averaged
     unaveraged: tuple[str, ...] = ()  # parameters in wrappers that averaged nothing since the last step
     norms: Mapping[str, float] = field(default_factory=dict)  # gradient norm of each wrapped parameter, by name
     states: Mapping[str, float] = field(default_factory=dict)  # norms of optimizer state, by parameter name and key
-    unwrapped_params: Mapping[str, int] = field(
-        default_factory=dict
-    )  # fingerprints of parameters in no wrapper, by name
+    local_params: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters in no wrapper, by name
     # gradient sketches of parameters in no wrapper; empty without gradient
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    marks: tuple[int, ...] = ()  # fingerprint of the smallest of `unwrapped_params` at each step since the last entry
-    unregistered_params: tuple[str, ...] = ()  # parameters in no wrapper and no module
+    marks: tuple[int, ...] = ()  # fingerprint of the smallest of `local_params` at each step since the last entry
+    loose_params: tuple[str, ...] = ()  # parameters in no wrapper and no module
     collectives: int = 0  # earlier collectives of all ranks on this rank
     idle_params: tuple[str, ...] = ()  # parameters of the same wrappers in optimizers that have not stepped yet
-    constructed_at: Location | None = None  # line that constructs the optimizer
+    built_at: Location | None = None  # line that constructs the optimizer
     # line that decides the learning rate after construction: of the schedule, or the only line that assigns a rate
     rate: Location | None = None
     schedule: ScheduleState | None = None  # of the learning rate
@@ -177,8 +175,8 @@ class OptimizerStep(Entry, frozen=True):
     allreduce_inputs: tuple[int, ...] = ()
     # parameters of this rank only (experts, tables) whose gradient was all_reduced over all ranks several times, and
     # the line of the last call
-    own_params_reduced: tuple[str, ...] = ()
-    own_params_reduced_at: Location | None = None
+    own_reduced: tuple[str, ...] = ()
+    own_reduced_at: Location | None = None
 
 
 class OptimizerEnd(Entry, frozen=True):
@@ -191,7 +189,7 @@ class OptimizerEnd(Entry, frozen=True):
     schedule: ScheduleState | None = None
 
 
-class UnwrappedModel(Entry, frozen=True):
+class LocalModel(Entry, frozen=True):
     """State, before an optimizer step, of a model outside all wrappers and optimizers."""
 
     optimizer: int  # number of the optimizer
@@ -203,7 +201,7 @@ class UnwrappedModel(Entry, frozen=True):
     is_copy: bool
     is_called: bool  # True if forward was called
     location: Location | None  # line that assigns the variable
-    synchronisations: int = 0  # number of times that collectives synchronised every tensor of the model
+    syncs: int = 0  # number of times that collectives synchronised every tensor of the model
     is_independent: bool = False  # True for parameters of a module that is called and is no copy
 
 
@@ -247,9 +245,7 @@ class LossDifferentiated(Entry, frozen=True):
     computed_at: Location | None = None  # line that computes the loss, or reduces the loss to one number
     scaled_at: Location | None = None  # line that multiplies or divides the loss by the world size, or None
     wrappers: tuple[int, ...] = ()  # numbers of the wrappers that averaged the gradients
-    deferred_wrappers: tuple[
-        int, ...
-    ] = ()  # numbers of the wrappers that average the gradients in a later backward pass
+    late_wrappers: tuple[int, ...] = ()  # numbers of the wrappers that average the gradients in a later backward pass
     batches: int = 0  # batches taken from the current loaders; 0 without a loader
     allreduce_inputs: tuple[NumberReduced, ...] = ()  # inputs of all_reduce in the step so far
     has_hooks: bool = False  # True if numbers are reduced and parameters have hooks of the script, which may scale

@@ -205,7 +205,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             wrappers=self._run.wrappers,
             data=self._number_of(loader.dataset),
             subset=tuple(map(int, subset[:_MOST_INDICES])) if len(subset) else (),
-            constructed_at=construction_line(sampler) or construction_line(loader),
+            built_at=construction_line(sampler) or construction_line(loader),
             subset_at=construction_line(loader.dataset) or construction_line(base),
             base_rows=length_before_slicing(base) if not number else 0,
             samples=samples,
@@ -308,12 +308,7 @@ def _note_batch(pass_: _Pass, batch: Any) -> None:
         states = *entry.dataset_draws, *(drawn[name][0] for name in drawn if name == HELD)
         draws = {**entry.draws, **dict(drawn.values())}
         pass_.entry = replace(
-            entry,
-            draws=draws,
-            seeded_at=line,
-            restored_by=by,
-            dataset_draws=states,
-            dataset_generator_at=source.held_at,
+            entry, draws=draws, seeded_at=line, restored_by=by, dataset_draws=states, generator_at=source.held_at
         )
     batch_number = pass_.entry.batches
     if batch_number >= len(pass_.batches):

@@ -217,16 +217,16 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             entry.steps,
             {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
             step_location(),
-            wrapped_params=tuple(synced),
+            ddp_params=tuple(synced),
             reductions=reductions if watches and not entry.may_diverge else -1,
             averaged=reductions > sum(entry.reduced.values()) and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
             norms=norms({name: gradient for name, p in unsharded.items() if (gradient := p.grad) is not None}),
             states=_state_norms(optimizer, named),
-            unwrapped_params=fingerprints(unwrapped.items()),
+            local_params=fingerprints(unwrapped.items()),
             gradients=sketches({name: dense(p.grad) for name, p in unwrapped.items() if p.grad is not None}),
             marks=tuple(entry.marks),
-            unregistered_params=tuple(name for p, name in entry.unwrapped.items() if p in entry.in_no_module),
+            loose_params=tuple(name for p, name in entry.unwrapped.items() if p in entry.in_no_module),
             collectives=self._run.log.collectives,
             idle_params=tuple(sorted(idle)),
             schedule=entry.schedule,
@@ -243,7 +243,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             seed=self._lines.seeded[0],
             seeded_at=self._lines.seeded[1],
             allreduce_inputs=self.allreduce_inputs.inputs_for(*gradients),
-            own_params_reduced=self._names_of([p for p in params if self.allreduce_inputs.is_reduced(p)]),
+            own_reduced=self._names_of([p for p in params if self.allreduce_inputs.is_reduced(p)]),
             shard_states=shard_states(optimizer, {n: p for n, p in synced.items() if id(p) in shards}),
         )
         return self._with_lines(step, optimizer, entry, has_shards=bool(shards))
@@ -259,8 +259,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         entry.last_backward = self._backwards, lines
         return replace(
             step,
-            constructed_at=self._lines.constructed.get(optimizer),
-            rate=(entry.schedule and entry.schedule.constructed_at) or assignment_in_program("lr"),
+            built_at=self._lines.constructed.get(optimizer),
+            rate=(entry.schedule and entry.schedule.built_at) or assignment_in_program("lr"),
             left_out_at=skipping_lines(lines, self._backward_stack) if self._backward_stack else (),
             late_sum_at=entry.late_sum,
             restored_at=self._lines.restored.get(optimizer),
@@ -269,7 +269,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             changed_at=entry.changed_at,
             reduced_at=self.allreduce_inputs.largest,
             broadcast_at=self.allreduce_inputs.line_before_backward,
-            own_params_reduced_at=self.allreduce_inputs.part_line,
+            own_reduced_at=self.allreduce_inputs.part_line,
         )
 
     def _unwrapped_sketches(self) -> dict[int, tuple[float, ...]]:

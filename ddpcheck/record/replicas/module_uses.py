@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
-from ddpcheck.findings.evidence.replicas import EvaluationCall, NothingLoaded, digest_of_values
+from ddpcheck.findings.evidence.replicas import EvalCall, NothingLoaded, digest_of_values
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     is_of_program,
@@ -359,9 +359,7 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         reset = next((layer for layer in module.modules() if layer in self._resets), None) if self._resets else None
         statistics, line = ((), None) if reset is None else (_statistics(reset), self._resets[reset])
         self._run.add(
-            EvaluationCall(
-                step, use.name, lines, digest, use.wrapped, digest == use.loaded, use.location, statistics, line
-            )
+            EvalCall(step, use.name, lines, digest, use.wrapped, digest == use.loaded, use.location, statistics, line)
         )
 
 

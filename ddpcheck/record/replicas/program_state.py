@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from ddpcheck.findings.evidence.script import UnwrappedModel
+from ddpcheck.findings.evidence.script import LocalModel
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     file_of_class,
@@ -70,7 +70,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._first_tensors: dict[str, Callable[[], Any]] = {}  # first tensor, by path of a list or dictionary
         self._synchronized: Counter[int] = Counter()  # number of collectives, by memory address of a tensor
         self._first_records: dict[
-            str, tuple[int, UnwrappedModel]
+            str, tuple[int, LocalModel]
         ] = {}  # first record of a copy not seen again yet, by path
         self._lasting_paths: set[str] = set()  # paths of containers whose first tensor stayed in the next step
         self._record_counts: Counter[str] = Counter()  # by path of a called module (no copy, no criterion)
@@ -126,7 +126,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         where: Location,
         *,
         copies: bool = True,
-    ) -> UnwrappedModel:
+    ) -> LocalModel:
         used = isinstance(value, nn.Module) and bool(self._called_modules(value))
         values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
         together = min(self._synchronized[storage_address(tensor)] for tensor in state.values())
@@ -134,7 +134,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         if not copies:
             line = next((location for name in state if (location := writing_line(value, name)) is not None), line)
         is_other = not copies and any(isinstance(tensor, nn.Parameter) for tensor in state.values())
-        return UnwrappedModel(optimizer, count, path, kind, values, copies, used, line, together, is_other)
+        return LocalModel(optimizer, count, path, kind, values, copies, used, line, together, is_other)
 
     def count_synchronized(self, tensor: Any) -> None:
         """Count a collective that made a tensor equal on all ranks."""

@@ -86,7 +86,7 @@ def judge_shared_draws(loader: Loader) -> list[Finding]:
         p,
         f"The dataset draws random numbers for its samples{', in workers' if p.workers else ''}, and every rank draws "
         "the same ones.",
-        line=(p.dataset_generator_at if local else p.seeded_at) or p.location,
+        line=(p.generator_at if local else p.seeded_at) or p.location,
         evidence=[
             f"{'before and after' if equal else 'before'} the batches that were looked at, "
             f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} states of {generators} are equal "

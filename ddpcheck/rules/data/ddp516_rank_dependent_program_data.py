@@ -305,7 +305,7 @@ def judge_model_batches(
     location: Location | None
     if differs:
         loader = trained[0]
-        subject, location = loader.dataset, loader.constructed_at or loader.location
+        subject, location = loader.dataset, loader.built_at or loader.location
         evidence = [
             f"rank {rank} begins with samples {', '.join(map(str, loader.indices[:6]))} ..."
             for rank, loader in zip(ranks, trained, strict=True)

@@ -72,7 +72,7 @@ def _judge_padded(evaluation: Evaluation) -> list[Finding]:
         (ev.loader.dataset,),
         f"The metric is over {sum(counts.values())} samples, and the ranks have {len(counts)} different ones: "
         f"{plural(excess, 'sample')} {'counts' if excess == 1 else 'count'} twice.",
-        location=ev.loader.constructed_at or location or ev.loader.location,
+        location=ev.loader.built_at or location or ev.loader.location,
         evidence=[
             f"{ev.loader.sampler} gives each rank {ev.samples} of the {ev.loader.size} samples",
             f"{message}{f' (at {location})' if location else ''}",

@@ -211,7 +211,7 @@ def judge_single_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequ
                     f"the sampler splits the {ev.loader.size} samples between {plural(parts, 'rank')}: rank "
                     f"{rank} has {value:.6g} of {ev.samples} of them, and the remaining samples are on no rank.",
                     ranks=ranks,
-                    location=ev.loader.constructed_at or ev.loader.location,
+                    location=ev.loader.built_at or ev.loader.location,
                     evidence=[
                         f"it is {role} at {shown.location}",
                         f"the loop over the loader begins at {ev.loader.location}",

@@ -176,7 +176,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
     """Report gradients of unwrapped parameters that differ only by a factor per rank (DDP301)."""
     for by_rank in steps:
-        names = [name for name in by_rank[0].unwrapped_params if gradients_differ(by_rank, name)]
+        names = [name for name in by_rank[0].local_params if gradients_differ(by_rank, name)]
         if len(names) < 2 or len(names_scaled(names, by_rank)) < len(names):
             continue
         sizes = [math.hypot(*step.gradients[names[0]]) for step in by_rank]

@@ -173,7 +173,7 @@ def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged
         names = [name for name in names if name not in averaged] or names
     if averaged_by == "step":
         names = [name for name in names if all(gradients_differ(step, name) for step in steps)] or names
-    line = steps[-1][0].reduced_at if averaged_by in ("step", "collectives") else first.constructed_at
+    line = steps[-1][0].reduced_at if averaged_by in ("step", "collectives") else first.built_at
     cause, fix = _CAUSES_AND_FIXES[averaged_by]
     words = {"is_are": plural_verb("is", "are", names), "has": plural_verb("has", "have", names)}
     return new_finding(

@@ -109,17 +109,17 @@ def explain_mixed_state(facts: FailureFacts) -> list[Finding]:
 
 def judge_parts_reduced(steps: Sequence[Steps]) -> list[Finding]:
     """Detect all-reduced gradients of rank-local parameters (DDP521)."""
-    known = [step for step in steps if all(entry.own_params_reduced for entry in step)]
+    known = [step for step in steps if all(entry.own_reduced for entry in step)]
     if len(known) < 2 or len(known[0]) < 2:
         return []
     first = known[0][0]
-    names = [*map(param_name, first.own_params_reduced)]
+    names = [*map(param_name, first.own_reduced)]
     return new_finding(
         "DDP521",
         names,
         f"Each rank has its own {join_names(names)}, and the gradients are all_reduced over all ranks: each of these "
         "rank-local parts is trained with the gradients of the others.",
-        location=first.own_params_reduced_at or first.location,
+        location=first.own_reduced_at or first.location,
         evidence=["they reach the loss through an all_to_all only, so each already has its gradient from all ranks"],
         related={"optimizer steps": first.location},
         fix="Reduce the gradients of replicas only. Rank-local parameters need no all_reduce: divide their gradients "

@@ -21,18 +21,14 @@ from ddpcheck.rules.gradients.ddp502_no_sync_misuse import locate_condition
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import locate_load
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.loss.ddp305_loss_normalisation import settle_severity
-from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import is_refuted_by_gradients
+from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import is_refuted
 from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding, locate_seed
 from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
-from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import (
-    is_averaged_by_hand,
-    judge_data_assignments,
-    judge_replaced,
-)
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import is_averaged_by_hand, judge_assigned, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.descriptions import COUNTED_BY_VARIABLE, judge_constructions
 from ddpcheck.rules.replicas.steps import judge_captured, locate_change
@@ -95,7 +91,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WrapperTrace) -> list[Finding]:
     ]
     findings = []
     for finding in reported.findings:
-        if is_refuted_by_gradients(finding, nonzero) or is_averaged_by_hand(facts, wrapper.number, finding):
+        if is_refuted(finding, nonzero) or is_averaged_by_hand(facts, wrapper.number, finding):
             continue
         settled = settle_severity(add_later_buffers(finding, more_buffers), reports_by_rank)
         findings.append(locate_load(settled, facts.events(FileUsed), info.location))
@@ -110,7 +106,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WrapperTrace) -> list[Finding]:
 def _judge_changes(wrapper: WrapperTrace, trained: Collection[str]) -> list[Finding]:
     """Judge the script's hooks on the wrapped module, and its writes to it."""
     changes, hooks, steps = wrapper.events(ModuleChanged), wrapper.events(GradientsHooked), list(wrapper.compared)
-    findings = [*judge_data_assignments(changes), *judge_replaced(changes)]
+    findings = [*judge_assigned(changes), *judge_replaced(changes)]
     if wrapper.missing:
         return findings
     findings += judge_hooked(hooks, steps)
@@ -176,8 +172,7 @@ def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -
 
 def _optimizer_step_line(facts: ScriptFacts, name: str) -> Location | None:
     return next(
-        (opt.steps[0][0].location for opt in facts.optimizers if opt.steps and name in opt.steps[0][0].wrapped_params),
-        None,
+        (opt.steps[0][0].location for opt in facts.optimizers if opt.steps and name in opt.steps[0][0].ddp_params), None
     )
 
 

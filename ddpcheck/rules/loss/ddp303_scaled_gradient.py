@@ -76,7 +76,7 @@ def judge_second_sum(steps: Sequence[Sequence[OptimizerStep]], world_size: int) 
     summed = [
         by_rank
         for by_rank in steps
-        if all(step.averaged and set(step.summed) & set(step.wrapped_params) for step in by_rank)
+        if all(step.averaged and set(step.summed) & set(step.ddp_params) for step in by_rank)
     ]
     if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
         return []

@@ -120,9 +120,9 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
     kinds = {tuple(term.kind for term in loss.terms) for loss in passes}
     if not wrappers or len({loss.location for loss in passes}) > 1 or len(kinds) > 1:
         return False
-    is_wrapped = all(not wrappers.isdisjoint((*loss.deferred_wrappers, *loss.wrappers)) for loss in passes)
+    is_wrapped = all(not wrappers.isdisjoint((*loss.late_wrappers, *loss.wrappers)) for loss in passes)
     takes_batches = all(earlier.batches < later.batches for earlier, later in itertools.pairwise(passes))
-    put_off = all(not wrappers.isdisjoint(loss.deferred_wrappers) for loss in passes[:-1])
+    put_off = all(not wrappers.isdisjoint(loss.late_wrappers) for loss in passes[:-1])
     prefetched = put_off and (last.batches < before or last.batches - before >= len(passes))  # before the first pass
     if not is_wrapped or not (takes_batches or prefetched if last.batches else put_off):
         return False

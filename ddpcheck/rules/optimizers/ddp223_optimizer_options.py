@@ -55,7 +55,7 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
             was_equal = bool(number or (first.initial_rates and len({step.initial_rates for step in rank_steps}) == 1))
             if was_equal and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
                 return explain_by_schedule(rank_steps, finding)
-            return [locate_options(finding, rank_steps, first.constructed_at)]
+            return [locate_options(finding, rank_steps, first.built_at)]
     return []
 
 
@@ -70,10 +70,9 @@ def judge_param_sets(first: Steps) -> list[Finding]:
 
     A manually sharded optimizer also holds different parameters, but sends the updated parameters to the other ranks.
     """
-    params = [{"its parameters": ", ".join(sorted(map(param_name, step.wrapped_params)))} for step in first]
-    if not all(step.wrapped_params for step in first):
+    params = [{"its parameters": ", ".join(sorted(map(param_name, step.ddp_params)))} for step in first]
+    if not all(step.ddp_params for step in first):
         return []
     return [
-        replace(finding, location=first[0].constructed_at)
-        for finding in judge_options("DDP223", params, "The optimizer")
+        replace(finding, location=first[0].built_at) for finding in judge_options("DDP223", params, "The optimizer")
     ]

@@ -42,7 +42,7 @@ _ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 def judge_foreign_optimizer(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
     """DDP504: parameters that never change, beside an optimizer whose tensors are in no module."""
-    unknown = steps[-1][0].unregistered_params if steps else ()
+    unknown = steps[-1][0].loose_params if steps else ()
     idle = [name for name, changes in moved.items() if not changes and name not in param_names]
     if not unknown or not idle:
         return []
@@ -51,7 +51,7 @@ def judge_foreign_optimizer(steps: Sequence[Steps], moved: Mapping[str, bool], p
         [param_name(name) for name in idle],
         f"{join_names([param_name(name) for name in idle])} {plural_verb('is', 'are', idle)} in no optimizer and never "
         f"{plural_verb('moves', 'move', idle)}, and the optimizer holds {len(unknown)} tensors that no module has.",
-        location=steps[0][0].constructed_at or steps[0][0].location,
+        location=steps[0][0].built_at or steps[0][0].location,
         related={"optimizer steps": steps[0][0].location},
     )
 
@@ -91,7 +91,7 @@ def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapp
     first, options = steps[0][0], [rank_steps[0].options for rank_steps in steps]
     rates = {name for step_options in options for name in step_options if name.endswith(" lr")}
     counts = Counter(
-        name for by_rank in steps for name in first.wrapped_params if all(step.norms.get(name) for step in by_rank)
+        name for by_rank in steps for name in first.ddp_params if all(step.norms.get(name) for step in by_rank)
     )
     names = [name for name, times in counts.items() if name in moved and times >= FEWEST_UNMOVED_STEPS]
     stuck = [param_name(name) for name in names if not moved[name]]
@@ -148,7 +148,7 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
                 f"The optimizer holds none of the {plural(len(first.unoptimized), 'parameter')} that "
                 f"{plural_verb('is', 'are', first.unoptimized)} split over {format_ranks(ranks)}: it has the previous "
                 "ones, which are no longer in a module.",
-                location=first.constructed_at or first.location,
+                location=first.built_at or first.location,
                 related={"model split": split.location, "optimizer steps": first.location},
                 fix="Call parallelize_module before the optimizer is constructed.",
             )

@@ -76,7 +76,7 @@ def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Findin
         ("learning rate",),
         f"The learning rate schedule makes {world_size} steps, one for each rank, instead of one: "
         + (f"it ends after 1/{world_size} of the training." if ended else f"it is {world_size} times too fast."),
-        location=first.constructed_at if first.by_package else first.location,
+        location=first.built_at if first.by_package else first.location,
         evidence=[
             f"{first.steps} steps of the schedule in {first.turns} groups, {ends[0].count} steps of the optimizer"
         ],

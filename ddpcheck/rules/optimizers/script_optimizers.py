@@ -64,7 +64,7 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
     facts = optimizers.facts
     findings: list[Finding] = []
     clips = facts.events(GradientsClipped)
-    param_names = {name for step in entries_of(facts.ranks[0], OptimizerStep) for name in step.wrapped_params}
+    param_names = {name for step in entries_of(facts.ranks[0], OptimizerStep) for name in step.ddp_params}
     for opt in facts.optimizers:
         new = judge_optimizer_options(opt.steps) + judge_shard_scales(opt.steps)
         new += judge_pace(opt.steps, opt.ends if facts.ended else ())  # a rank that raised has fewer steps
@@ -89,15 +89,11 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
 def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
     findings = [] if facts.model_groups else judge_scaled_by_hand(opt.steps, facts.events(GradientsClipped))
     if not facts.model_groups and not findings:
-        names = opt.steps[0][0].unwrapped_params.keys() if opt.steps else None
+        names = opt.steps[0][0].local_params.keys() if opt.steps else None
         findings = judge_unsynchronized(
             opt.steps,
             opt.ends,
-            [
-                peer.steps
-                for peer in facts.optimizers
-                if peer.steps and peer.steps[0][0].unwrapped_params.keys() == names
-            ],
+            [peer.steps for peer in facts.optimizers if peer.steps and peer.steps[0][0].local_params.keys() == names],
             wrapped=bool(facts.wrappers),
             in_step=any(reduces_in_step(optimizer.steps) for optimizer in facts.optimizers),
             sharded_at=next((w.made.location for w in facts.wrappers if w.made.context.sharded is not None), None),
@@ -140,10 +136,9 @@ def judge_unsynchronized(
     True if an optimizer averages inside its step. `sharded_at`: line of `fully_shard`.
     """
     aligned = (
-        step and all(entry.unwrapped_params.keys() == step[0].unwrapped_params.keys() for entry in step)
-        for step in steps
+        step and all(entry.local_params.keys() == step[0].local_params.keys() for entry in step) for step in steps
     )
-    if len(steps) < 2 or not all(aligned) or not steps[0][0].unwrapped_params:
+    if len(steps) < 2 or not all(aligned) or not steps[0][0].local_params:
         return []
     marks = [tuple(itertools.chain.from_iterable(step[r].marks for step in steps)) for r in range(len(steps[0]))]
     if len(ends) == len(marks):
@@ -153,7 +148,7 @@ def judge_unsynchronized(
         return explain_by_divergence(steps, are_equal)
     if any(params_equal(later[0]) and not params_equal(earlier[-1]) for earlier, later in itertools.pairwise(others)):
         return []  # averaged between the steps of two optimizers
-    equal = {name: [is_equal(step, name) for step in steps] for name in steps[0][0].unwrapped_params}
+    equal = {name: [is_equal(step, name) for step in steps] for name in steps[0][0].local_params}
     synced = {name for name, by_step in equal.items() if (False, True) in itertools.pairwise(by_step)}
     diverged = [name for name, by_step in equal.items() if by_step[0] and not by_step[-1] and name not in synced]
     local = [name for name in diverged if any(gradients_differ(step, name) for step in steps)]
@@ -174,6 +169,6 @@ def reduces_in_step(steps: Sequence[Steps]) -> bool:
     """Return True if steps use local gradients, but change parameters equally on all ranks."""
     return len(steps) > 1 and any(
         all(is_equal(step, name) and gradients_differ(step, name) for step in steps)
-        and steps[-1][0].unwrapped_params[name] != value
-        for name, value in steps[0][0].unwrapped_params.items()
+        and steps[-1][0].local_params[name] != value
+        for name, value in steps[0][0].local_params.items()
     )

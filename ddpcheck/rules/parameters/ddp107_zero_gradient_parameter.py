@@ -61,7 +61,7 @@ def judge_zero_gradients(
     return findings
 
 
-def is_refuted_by_gradients(finding: Finding, nonzero: Collection[str]) -> bool:
+def is_refuted(finding: Finding, nonzero: Collection[str]) -> bool:
     """Return True if nonzero gradients of parameters in `nonzero` refute a DDP107."""
     return finding.code == "DDP107" and not set(finding.subjects).isdisjoint(nonzero)
 

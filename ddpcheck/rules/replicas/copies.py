@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.replicas import EvaluationCall, digest_of_values
-from ddpcheck.findings.evidence.script import UnwrappedModel
+from ddpcheck.findings.evidence.replicas import EvalCall, digest_of_values
+from ddpcheck.findings.evidence.script import LocalModel
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
@@ -34,7 +34,7 @@ def judge_copies(copies: Copies) -> list[Finding]:
     return [replace(finding, tags=(*finding.tags, "of a copy")) for finding in findings]
 
 
-def judge_copied_states(states: Sequence[Sequence[UnwrappedModel]], changes: Changes = ()) -> list[Finding]:
+def judge_copied_states(states: Sequence[Sequence[LocalModel]], changes: Changes = ()) -> list[Finding]:
     """DDP306 and 214: copies, criterion buffers and other modules that differ between ranks.
 
     A copy is not reported if a rank neither changes nor calls it (e.g. an EMA that only rank 0 updates). The finding is
@@ -56,9 +56,7 @@ def judge_copied_states(states: Sequence[Sequence[UnwrappedModel]], changes: Cha
             not state.is_independent or state.values == end.values for state, end in zip(steps[-2], last, strict=True)
         )
         # collectives may synchronise a copy again after its ranks diverge
-        synced = all(
-            end.synchronisations > state.synchronisations for state, end in zip(steps[diverged[0]], last, strict=True)
-        )
+        synced = all(end.syncs > state.syncs for state, end in zip(steps[diverged[0]], last, strict=True))
         if in_use and kept and not synced:
             equal = [number for number, step in enumerate(steps) if len({str(state.values) for state in step}) == 1]
             findings += _copy_finding(steps, equal[-1] + 1 if equal else 0, copy_writes(changes, name[1]))
@@ -66,7 +64,7 @@ def judge_copied_states(states: Sequence[Sequence[UnwrappedModel]], changes: Cha
 
 
 def judge_evaluations(
-    uses: Sequence[Sequence[EvaluationCall]], states: Sequence[Sequence[UnwrappedModel]], changes: Changes = ()
+    uses: Sequence[Sequence[EvalCall]], states: Sequence[Sequence[LocalModel]], changes: Changes = ()
 ) -> list[Finding]:
     """DDP306: weights that differ between the ranks that evaluate them at one line.
 
@@ -86,7 +84,7 @@ def judge_evaluations(
     return []
 
 
-def _distance_of_means(uses: Sequence[EvaluationCall]) -> float:
+def _distance_of_means(uses: Sequence[EvalCall]) -> float:
     """Return the largest distance between running means, in standard deviations."""
     statistics = [use.statistics for use in uses]
     half = len(statistics[0]) // 2
@@ -97,12 +95,12 @@ def _distance_of_means(uses: Sequence[EvaluationCall]) -> float:
     return max((max(means) - min(means)) / math.sqrt(max(*variances, 1e-12)) for means, variances in pairs)
 
 
-def _states_by_name(states: Sequence[UnwrappedModel]) -> dict[tuple[int, str], dict[int, UnwrappedModel]]:
+def _states_by_name(states: Sequence[LocalModel]) -> dict[tuple[int, str], dict[int, LocalModel]]:
     by_name = group_by(states, lambda state: (state.optimizer, state.name))
     return {name: {state.count: state for state in group} for name, group in by_name.items()}
 
 
-def _copy_finding(steps: Sequence[Sequence[UnwrappedModel]], first: int, written: WriteFacts) -> list[Finding]:
+def _copy_finding(steps: Sequence[Sequence[LocalModel]], first: int, written: WriteFacts) -> list[Finding]:
     """Report a module that differs between ranks from `steps[first]` on."""
     states, state = steps[first], steps[first][0]
     names = [name for name in state.values if len({peer.values.get(name) for peer in states}) > 1]
@@ -118,10 +116,7 @@ def _copy_finding(steps: Sequence[Sequence[UnwrappedModel]], first: int, written
 
 
 def _use_finding(
-    uses: Mapping[int, EvaluationCall],
-    states: Sequence[Sequence[UnwrappedModel]],
-    copied: Location | None,
-    written: WriteFacts,
+    uses: Mapping[int, EvalCall], states: Sequence[Sequence[LocalModel]], copied: Location | None, written: WriteFacts
 ) -> list[Finding]:
     """Report unequal weights at the line that loads, writes, copies or evaluates the weights."""
     ranks = list(uses)

@@ -82,11 +82,11 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
 def judge_never_equal(steps: Sequence[Steps]) -> list[Finding]:
     """DDP208: parameters that differ between ranks in every step, although gradients are averaged."""
     first = steps[0][0]
-    unequal = [name for name in first.unwrapped_params if not any(is_equal(step, name) for step in steps)]
+    unequal = [name for name in first.local_params if not any(is_equal(step, name) for step in steps)]
     averaged = [param_name(name) for name in unequal if is_averaged(steps, name)]
     if not averaged:
         return []
-    line = first.broadcast_at or first.constructed_at
+    line = first.broadcast_at or first.built_at
     return new_finding(
         "DDP208",
         averaged,

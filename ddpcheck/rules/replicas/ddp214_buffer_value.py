@@ -29,8 +29,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ddpcheck.findings.evidence.replicas import EvaluationCall
-from ddpcheck.findings.evidence.script import UnwrappedModel
+from ddpcheck.findings.evidence.replicas import EvalCall
+from ddpcheck.findings.evidence.script import LocalModel
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import format_ranks, join_names, new_finding, plural_verb
@@ -61,7 +61,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
     return finding
 
 
-def batchnorm_finding(uses: Mapping[int, EvaluationCall], distance: float) -> list[Finding]:
+def batchnorm_finding(uses: Mapping[int, EvalCall], distance: float) -> list[Finding]:
     use = next(iter(uses.values()))
     return new_finding(
         "DDP214",
@@ -80,7 +80,7 @@ def batchnorm_finding(uses: Mapping[int, EvaluationCall], distance: float) -> li
 
 
 def outer_buffers_finding(
-    state: UnwrappedModel, names: Sequence[str], ranks: Sequence[int], evidence: Sequence[str]
+    state: LocalModel, names: Sequence[str], ranks: Sequence[int], evidence: Sequence[str]
 ) -> list[Finding]:
     """Report buffers of a module outside of the wrappers, such as a criterion."""
     return new_finding(

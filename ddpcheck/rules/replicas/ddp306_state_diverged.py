@@ -30,8 +30,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.replicas import EvaluationCall
-from ddpcheck.findings.evidence.script import UnwrappedModel
+from ddpcheck.findings.evidence.replicas import EvalCall
+from ddpcheck.findings.evidence.script import LocalModel
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
@@ -86,11 +86,7 @@ def explain_by_divergence(steps: Sequence[Steps], are_equal: Sequence[bool]) -> 
     equal_at = [index for index, is_equal in enumerate(are_equal) if is_equal]
     longest = max(later - before for before, later in itertools.pairwise([0, *equal_at]))
     last = steps[-1]
-    names = [
-        param_name(name)
-        for name in last[0].unwrapped_params
-        if len({entry.unwrapped_params[name] for entry in last}) > 1
-    ]
+    names = [param_name(name) for name in last[0].local_params if len({entry.local_params[name] for entry in last}) > 1]
     if len(are_equal) - equal_at[-1] <= GAP_FACTOR * longest or not names:
         return []
     return new_finding(
@@ -182,7 +178,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
         ranks = minority_of(states, names)
-        orders = [step.wrapped_params for step in rank_steps]
+        orders = [step.ddp_params for step in rank_steps]
         reordered = len(set(orders)) > 1 and len({frozenset(order) for order in orders}) == 1
         restored = {} if reordered else restored_on_some(rank_steps)
         diverged_later = equal_step is not None and not reordered and not any(step.restored_at for step in rank_steps)
@@ -193,9 +189,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             f"{rank_steps[0].count}, so equal gradients make the parameters diverge.",
             ranks=tuple(restored) or ranks,
             steps=(rank_steps[0].count,),
-            location=next(
-                iter(restored.values()), (reordered and rank_steps[0].constructed_at) or rank_steps[0].location
-            ),
+            location=next(iter(restored.values()), (reordered and rank_steps[0].built_at) or rank_steps[0].location),
             evidence=[
                 describe_loads(restored) if restored else "",
                 f"it did not differ in step {equal_step}: in a later step, the ranks used different gradients"
@@ -382,7 +376,7 @@ def describe_unaveraged(names: Sequence[str], steps: int, first: int, hook: str)
 
 
 def unequal_weights_finding(
-    use: EvaluationCall, ranks: Sequence[int], location: Location | None, evidence: Sequence[str]
+    use: EvalCall, ranks: Sequence[int], location: Location | None, evidence: Sequence[str]
 ) -> list[Finding]:
     weights = "the state loaded into it" if use.loaded else "the copy of the weights"
     return new_finding(
@@ -418,7 +412,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
     return locate_values(finding, changes, after_forward=True)
 
 
-def unequal_module_finding(state: UnwrappedModel, ranks: Sequence[int], evidence: str) -> list[Finding]:
+def unequal_module_finding(state: LocalModel, ranks: Sequence[int], evidence: str) -> list[Finding]:
     """Report an unequal frozen model, such as a teacher, that the training loop calls."""
     return new_finding(
         "DDP306",
@@ -435,7 +429,7 @@ def unequal_module_finding(state: UnwrappedModel, ranks: Sequence[int], evidence
 
 
 def diverged_copy_finding(
-    state: UnwrappedModel, ranks: Sequence[int], evidence: Sequence[str], written: WriteFacts
+    state: LocalModel, ranks: Sequence[int], evidence: Sequence[str], written: WriteFacts
 ) -> list[Finding]:
     """Report an unequal copy of the wrapped module, such as an EMA."""
     location, how_written, writers = written

@@ -100,7 +100,7 @@ def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False
     )
 
 
-def judge_data_assignments(changes: Changes) -> list[Finding]:
+def judge_assigned(changes: Changes) -> list[Finding]:
     """DDP503: assignments to `.data` of shards, which have no effect on a DTensor."""
     findings = []
     for location, group in group_by(changes_of_kind(changes, "ignored"), lambda change: change.location).items():
@@ -177,7 +177,7 @@ def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> b
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
         steps = [
-            rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].unwrapped_params
+            rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].local_params
         ]
         agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
         if agree < _MIN_EQUAL_STEPS or any(gradients_differ(rank_steps, name) for rank_steps in steps):
