@@ -117,6 +117,7 @@ def environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ("option", "sentence"),
     [
         ("--nproc-per-node 0", "--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not '0'"),
+        ("--nproc-per-node foo", "--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not 'foo'"),
         ("--nnodes 2:1", "--nnodes is a number of machines from 1 on, or MIN:MAX, not '2:1'"),
         ("--max-restarts=-2", "--max-restarts is a number from 0 on, not -2"),
         ("--redirects=9", "torchrun refuses an option: 9 does not match"),
