@@ -23,7 +23,7 @@ def run_loops(folder: Path, *arguments: str) -> ScriptRun:
     return run_script(folder, ROOT / "tests" / "mesh_loops.py", *arguments, ranks=4)
 
 
-@pytest.mark.parametrize("name", one_of(14, FAULTS))
+@pytest.mark.parametrize("name", one_of(6, FAULTS))
 def test_a_fault_of_a_mesh_is_told_at_its_line(name: str, tmp_path: Path) -> None:
     run = run_loops(tmp_path, name)
     (finding,) = run.findings
