@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.loop import PendingTensorWritten, WorkAwaited, WorkDropped
 
-
 AVERAGE = dist.ReduceOp.AVG
 
 
