@@ -30,6 +30,11 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LossSource]]:
         original(*arguments, **named)
 
     monkeypatch.setattr(torch.autograd, "backward", backward)
+
+    def get_world_size(*_: Any) -> int:
+        return 2
+
+    monkeypatch.setattr(dist, "get_world_size", get_world_size)
     monkeypatch.setenv("WORLD_SIZE", "2")
     yield found
 
@@ -148,30 +153,19 @@ def only_logged(x: Tensor, model: nn.Module) -> None:
     loss.backward()
 
 
-WHERE: dict[Callable[..., None], tuple[str, str]] = {
-    by_name: ("made", ""),
+ONLY_MADE = (by_name, handed_on, of_parts, in_one_line, by_another_number, only_logged)
+WHERE: dict[Callable[..., None], tuple[str, str]] = dict.fromkeys(ONLY_MADE, ("made", "")) | {
     in_a_function: ("masked", ""),
     in_a_module: ("of the model", ""),
     in_an_object: ("of the object", ""),
-    handed_on: ("made", ""),
-    of_parts: ("made", ""),
-    in_one_line: ("made", ""),
     multiplied: ("made", "scaled"),
     divided: ("made", "scaled"),
     in_few_lines: ("both", "both"),
-    by_another_number: ("made", ""),
-    only_logged: ("made", ""),
 }
 
 
 @pytest.mark.parametrize("function", WHERE, ids=lambda function: function.__name__)
-def test_the_lines_of_a_loss(
-    function: Callable[..., None], sources: list[LossSource], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def get_world_size(*_: Any) -> int:
-        return 2
-
-    monkeypatch.setattr(dist, "get_world_size", get_world_size)
+def test_the_lines_of_a_loss(function: Callable[..., None], sources: list[LossSource]) -> None:
     function(torch.randn(5, 3), nn.Linear(3, 1))
     first = function.__code__.co_firstlineno
     expected = []

@@ -92,18 +92,19 @@ class Online(nn.Module):
         self.predictor = nn.Linear(8, 16)
 
 
+def recorder_of_nothing() -> StateRecorder:
+    return StateRecorder(Recording(print), Mock(), lambda *_: None)
+
+
 def found_twice(value: Any, *wrapped: nn.Module) -> list[str]:
     """What is found in a variable at two looks beside wrapped modules: the names of its tensors."""
-    uses: Any = Mock()
-    watches: list[Any] = [
-        SimpleNamespace(module=one, is_sharded=False, parameters=dict(one.named_parameters())) for one in wrapped
-    ]
-    for watch in watches:
-        watch.module_parameters = watch.module.named_parameters
     seen: list[LocalModel] = []
     run: Any = Recording(seen.append)
-    run.watches = watches
-    recorder = StateRecorder(run, uses, lambda *_: None)
+    run.watches = [
+        SimpleNamespace(module=module, is_sharded=False, parameters=dict(named()), module_parameters=named)
+        for module, named in ((module, module.named_parameters) for module in wrapped)
+    ]
+    recorder = StateRecorder(run, Mock(), lambda *_: None)
 
     def train() -> None:
         average = value
@@ -153,34 +154,26 @@ def test_a_teacher_that_is_wrapped_too_is_a_copy_once_it_is_frozen(frozen: bool,
     ],
 )
 def test_the_buffers_of_a_loss_through_which_backward_comes(criterion: nn.Module, held: list[str]) -> None:
-    uses: Any = None
-    recorder = StateRecorder(Recording(print), uses, lambda *_: None)
+    buffers_of = recorder_of_nothing()._criterion_buffers
     logits = torch.zeros(2, 3)
     targets = () if isinstance(criterion, nn.Softmax) else (torch.zeros(2, dtype=torch.int64),)
-    assert not recorder._criterion_buffers(criterion)
+    assert not buffers_of(criterion)
     criterion(logits, *targets)
-    assert not recorder._criterion_buffers(criterion)  # in evaluation only
+    assert not buffers_of(criterion)  # in evaluation only
     criterion(logits.requires_grad_(), *targets)
-    assert list(recorder._criterion_buffers(criterion)) == held
+    assert list(buffers_of(criterion)) == held
 
 
 def test_a_module_that_is_no_copy_is_looked_at_once_it_is_called_and_some_times_only() -> None:
-    uses: Any = None
-    recorder = StateRecorder(Recording(print), uses, lambda *_: None)
-    teacher = nn.Linear(3, 2)
-    assert not recorder._constant_parameters("teacher", teacher) and not recorder._constant_parameters(
-        "loss", nn.MSELoss()
-    )
+    constants, teacher = recorder_of_nothing()._constant_parameters, nn.Linear(3, 2)
+    assert not constants("teacher", teacher) and not constants("loss", nn.MSELoss())
     with torch.no_grad():
         teacher(torch.zeros(1, 3))
-    assert [list(recorder._constant_parameters("teacher", teacher)) for _ in range(4)] == [["weight", "bias"]] * 3 + [
-        []
-    ]
+    assert [list(constants("teacher", teacher)) for _ in range(4)] == [["weight", "bias"]] * 3 + [[]]
 
 
 def test_of_a_module_that_is_called_by_another_method_the_parts_that_are_called_are_looked_at() -> None:
-    recorder = StateRecorder(Recording(print), Mock(), lambda *_: None)
-    online = Online()
+    recorder, online = recorder_of_nothing(), Online()
     for found in ([], [], ["predictor.weight", "predictor.bias"]):  # until it has been there twice, it may be called
         assert list(recorder._constant_parameters("clip", online)) == found
         online.predictor(torch.zeros(1, 8))

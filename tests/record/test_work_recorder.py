@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,13 @@ import torch.distributed as dist
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.loop import PendingTensorWritten, WorkAwaited, WorkDropped
 
+AVERAGE = dist.ReduceOp.AVG
 
-def started(tensor: torch.Tensor) -> dist.Work:
-    work = dist.all_reduce(tensor, async_op=True)
+
+def started(tensor: torch.Tensor, *, op: Any = dist.ReduceOp.SUM, pause: float = 0.0) -> dist.Work:
+    """Start a collective; gloo's thread has written the result, and divided it, after a pause of 0.2 seconds."""
+    work = dist.all_reduce(tensor, op=op, async_op=True)
+    time.sleep(pause)
     assert work is not None
     return work
 
@@ -48,57 +54,31 @@ def coalesced(gradient: torch.Tensor) -> None:
 
 
 def of_sparse_numbers(gradient: torch.Tensor) -> None:
-    work = started(torch.eye(2).to_sparse())
-    time.sleep(0.2)  # gloo's thread has written the result by then
-    work.wait()
-
-
-def averaged(tensor: torch.Tensor) -> dist.Work:
-    work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True)
-    assert work is not None
-    return work
+    started(torch.eye(2).to_sparse(), pause=0.2).wait()
 
 
 def of_an_average(gradient: torch.Tensor) -> None:
-    averaged(gradient).wait()
-    work = averaged(gradient)
-    time.sleep(0.2)  # gloo's thread has divided by then
-    work.wait()
+    started(gradient, op=AVERAGE).wait()
+    started(gradient, op=AVERAGE, pause=0.2).wait()
     gradient += 1
 
 
 def of_an_average_onto_a_rank(gradient: torch.Tensor) -> None:
-    work = dist.reduce(torch.ones(3), 0, op=dist.ReduceOp.AVG, async_op=True)
+    work: Any = dist.reduce(torch.ones(3), 0, op=AVERAGE, async_op=True)
     time.sleep(0.2)
-    assert work is not None
     work.wait()
 
 
 def of_a_part_of_what_is_scattered(gradient: torch.Tensor) -> None:
     whole = torch.ones(8)
-    work = dist.reduce_scatter_tensor(whole.chunk(2)[dist.get_rank()], whole, async_op=True)
-    assert work is not None
-    work.wait()
-
-
-def average_written_early(gradient: torch.Tensor) -> None:
-    work = averaged(gradient)
-    gradient /= 2
-    work.wait()
-
-
-def average_written_late(gradient: torch.Tensor) -> None:
-    work = averaged(gradient)
-    time.sleep(0.2)
-    gradient /= 2
+    work: Any = dist.reduce_scatter_tensor(whole.chunk(2)[dist.get_rank()], whole, async_op=True)
     work.wait()
 
 
 def written_while_it_is_scattered(gradient: torch.Tensor) -> None:
     whole = torch.cat([gradient, gradient[:1]])
-    work = dist.reduce_scatter_tensor(torch.empty(2), whole, op=dist.ReduceOp.AVG, async_op=True)
+    work: Any = dist.reduce_scatter_tensor(torch.empty(2), whole, op=AVERAGE, async_op=True)
     whole.zero_()
-    assert work is not None
     work.wait()
 
 
@@ -113,15 +93,14 @@ def of_what_nobody_reads(gradient: torch.Tensor) -> None:
     dist.all_reduce(torch.ones(1), async_op=True)
 
 
-def waited_late(gradient: torch.Tensor) -> None:
-    work = started(gradient)
+def waited_late(gradient: torch.Tensor, **options: Any) -> None:
+    work = started(gradient, **options)
     gradient /= 2
     work.wait()
 
 
 def waited(gradient: torch.Tensor) -> None:
-    work = started(gradient)
-    work.wait()
+    started(gradient).wait()
     gradient /= 2
 
 
@@ -146,23 +125,14 @@ def then(gradient: torch.Tensor) -> None:
     started(gradient).get_future().then(lambda future: future.value()[0] / 2).wait()
 
 
-CASES: list[tuple[Callable[[torch.Tensor], None], list[type[Entry]]]] = [
-    (dropped, [WorkDropped]),
-    (of_a_number, [WorkDropped]),
-    (of_an_item, [WorkDropped]),
-    (of_a_buffer, [WorkDropped]),
-    *((healthy, []) for healthy in (of_what_nobody_reads, coalesced)),
-    *(
-        (early, [WorkAwaited, PendingTensorWritten])
-        for early in (waited_late, average_written_early, average_written_late)
-    ),
-    (written_while_it_is_scattered, [WorkAwaited, PendingTensorWritten]),
-    *((healthy, [WorkAwaited]) for healthy in (waited, asked_in_turn, parts, then, of_sparse_numbers, of_an_average)),
-    *((healthy, [WorkAwaited]) for healthy in (of_an_average_onto_a_rank, of_groups_of_single_ranks)),
-    (of_a_part_of_what_is_scattered, [WorkAwaited]),
+LATE = [partial(waited_late, **options) for options in ({}, {"op": AVERAGE}, {"op": AVERAGE, "pause": 0.2})]
+AWAITED = [waited, asked_in_turn, parts, then, of_sparse_numbers, of_an_average, of_an_average_onto_a_rank]
+CASES: list[tuple[list[type[Entry]], Sequence[Callable[[torch.Tensor], None]]]] = [
+    ([WorkDropped], [dropped, of_a_number, of_an_item, of_a_buffer]),
+    ([], [of_what_nobody_reads, coalesced]),
+    ([WorkAwaited, PendingTensorWritten], [*LATE, written_while_it_is_scattered]),
+    ([WorkAwaited], [*AWAITED, of_groups_of_single_ranks, of_a_part_of_what_is_scattered]),
 ]
-
-
 NO_GRADIENTS = (of_a_number, of_an_item, of_a_buffer, written_while_it_is_scattered)
 
 
@@ -175,12 +145,12 @@ def test_what_becomes_of_asynchronous_collectives() -> None:
     gradient = torch.ones(3)
     record_calls(lambda call: None)
     recorder = WorkRecorder(seen.append, lambda places: gradient.data_ptr() in places)
-    for case, kinds in CASES:
+    for case, kinds in ((case, kinds) for kinds, cases in CASES for case in cases):
         seen.clear()
         recorder._reported.clear()
         case(gradient)
-        assert [type(one) for one in seen] == kinds, case
-        told = [one.of_gradients for one in seen if isinstance(one, WorkDropped | PendingTensorWritten)]
-        assert all(of_gradients == (case not in NO_GRADIENTS) for of_gradients in told), case
+        assert [type(entry) for entry in seen] == kinds, case
+        faults = [entry for entry in seen if isinstance(entry, WorkDropped | PendingTensorWritten)]
+        assert all(fault.of_gradients == (case not in NO_GRADIENTS) for fault in faults), case
         dist.barrier()
         dist.barrier(async_op=True)

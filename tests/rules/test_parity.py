@@ -121,9 +121,7 @@ LOSS, LINE = Location("loss.py", 7), Location("model.py", 9)
 PARTS = [replace(COUNTED, location=LOSS, error=error) for error in (0.2, 0.1)]
 PENALTY = replace(SUM, name="loss['penalty']", location=LOSS)
 OF_BATCH_NORM = "warning ('norm',) ... at model.py:3 ... norm (BatchNorm1d) ... 1 of 2 gradients differ from the"
-CALL = Call(
-    "all_reduce", "0", (0, 1), "float32 of shape (3,)", location="model.py:5", elements=3, carries_gradient=True
-)
+CALL = Call("all_reduce", "0", (0, 1), "float32 of (3,)", location="model.py:5", elements=3, carries_gradient=True)
 HOOK = GradientHook("a tensor hook (clip)", Location("model.py", 7))
 
 
@@ -131,14 +129,10 @@ def analysis(*terms: LossTerm, **more: Any) -> ShardAnalysis:
     return replace(ShardAnalysis(terms=terms or (COUPLED,), against_shards=Fit(1.0, 1e-9)), **more)
 
 
-def case(
-    codes: str,
-    *terms: LossTerm,
-    of: Sequence[Difference] = (off("a"),),
-    known: Any = KNOWN,
-    words: str = "",
-    **more: Any,
-) -> Any:
+OFF_A = (off("a"),)
+
+
+def case(codes: str, *terms: LossTerm, of: Any = OFF_A, known: Any = KNOWN, words: str = "", **more: Any) -> Any:
     """A row: the codes of what is found, and words of the first finding."""
     return codes.split(), of, known, analysis(*terms, **more), words
 

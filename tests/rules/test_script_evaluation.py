@@ -137,11 +137,9 @@ def test_gathered_rows_count_twice_unless_they_are_cut() -> None:
     assert shows(4 / 10) == ["DDP801"] and shows(3 / 9) == []
     labels[1][1] = replace(labels[1][1], rows=[1, 2, 3, 0, 1])  # index 0 is right the first time only
     assert shows(3 / 10) == ["DDP801"] and shows(3 / 10, 3 / 9) == shows(3 / 10, 2 / 9) == []
-    counted = {
-        "numbers": [{"evaluate.total": 10.0, "evaluate.correct": 7.0}] * 2,
-        "gathers": [[call(operation="all_gather", during=True)]] * 2,
-    }
-    assert shows(0.7, **counted) == ["DDP801"] and shows(7 / 9, **counted) == []
+    gathers = [[call(operation="all_gather", during=True)]] * 2
+    numbers = [{"evaluate.total": 10.0, "evaluate.correct": 7.0}] * 2
+    assert [shows(value, numbers=numbers, gathers=gathers) for value in (0.7, 7 / 9)] == [["DDP801"], []]
     losses = [[call(operation="all_gather", rows=[0] * 5, values=[0.1 * n for n in rank])] for rank in strided(9)]
     assert shows(3.6 / 10, gathers=losses) == ["DDP801"] and shows(3.6 / 9, gathers=losses) == []
 
@@ -150,6 +148,9 @@ def test_gathered_rows_count_twice_unless_they_are_cut() -> None:
 
 
 OWN = [{"evaluate.correct": 300.0}, {"evaluate.correct": 200.0}]
+ADDED_UP = [{"evaluate.correct": c, "evaluate.total": n} for c, n in ((500.0, 800.0), (200.0, 400.0))]
+LEFT_THERE = [[call(c, 400.0, operation="reduce", during=True, sums=True)] for c in (300.0, 200.0)]
+"""Rank 0 adds up what `reduce` leaves there."""
 
 
 def test_what_one_rank_shows_of_its_own_samples_is_reported() -> None:
@@ -161,10 +162,8 @@ def test_what_one_rank_shows_of_its_own_samples_is_reported() -> None:
 
 
 def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_none_of_them() -> None:
-    own = [
-        {"evaluate.correct": 303.0, "evaluate.total": 130.3, "evaluate.margin": 220.2},
-        {"evaluate.correct": 200.0, "evaluate.total": 190.9, "evaluate.margin": 290.9},
-    ]
+    values = ((303.0, 130.3, 220.2), (200.0, 190.9, 290.9))
+    own = [{"evaluate.correct": correct, "evaluate.total": t, "evaluate.margin": m} for correct, t, m in values]
     reduced = [[call(220.2)], [call(290.9)]]
     findings = judged(strided(800), size=800, numbers=own, given=reduced, shown=[prints(0.7575, 0.32575, 0.5505), []])
     assert_says(findings, "('correct', 'total') ... | also total: Rank 0 printed 0.32575")
@@ -249,11 +248,7 @@ def test_counts_of_classes_are_one_sum_and_what_begins_otherwise_is_no_counter()
         {"shown": [prints(0.75), []], "given": [[call(300.0)], [call(200.0)]]},  # which is reduced
         {"shown": [prints(0.75), []], "numbers": [OWN[0], {}]},
         {"shown": [prints(0.75), []], "numbers": [OWN[0], OWN[0]]},  # the same on all ranks
-        {  # rank 0 adds up what `reduce` leaves there
-            "shown": [prints(0.625), []],
-            "numbers": [{"evaluate.correct": c, "evaluate.total": n} for c, n in ((500.0, 800.0), (200.0, 400.0))],
-            "given": [[call(c, 400.0, operation="reduce", during=True, sums=True)] for c in (300.0, 200.0)],
-        },
+        {"shown": [prints(0.625), []], "numbers": ADDED_UP, "given": LEFT_THERE},
     ],
 )
 def test_a_metric_that_is_of_all_or_of_nobody_is_not_reported(more: dict[str, Any]) -> None:
@@ -443,13 +438,14 @@ UNEVEN = [[0, 1, 2, 3, 4, 5], [6, 7]]
 LOSSES = [{"evaluate.total": 3.06}, {"evaluate.total": 2.02}]  # 0.51 and 1.01 a sample; 0.635 over all of them
 
 
+def means_of(first: float, second: float) -> dict[str, Any]:
+    """What two ranks reduce, and what rank 0 prints."""
+    return {"numbers": LOSSES, "given": [[call(first)], [call(second)]], "shown": [prints((first + second) / 2), []]}
+
+
 def test_the_mean_of_means_of_more_and_fewer_samples_is_reported() -> None:
     for first, second, right in ((0.51, 1.01, "0.6"), (1.53, 1.01, "1.4")):  # by samples, by batches
-        means = {
-            "numbers": LOSSES,
-            "given": [[call(first)], [call(second)]],
-            "shown": [prints((first + second) / 2), []],
-        }
+        means: Any = means_of(first, second)
         words = f"DDP805 ... at train.py:33 ... 2 to 6 samples ... over all samples it is {right}"
         assert_says(judged(UNEVEN, **means), words)
         assert_says(judged(UNEVEN, own=[{"size": len(part), "subset": part} for part in UNEVEN], **means), "DDP805")
@@ -461,16 +457,12 @@ def test_the_mean_of_means_of_more_and_fewer_samples_is_reported() -> None:
         {"shown": [prints(0.635), []]},  # weighted
         {"given": [[call(0.4)], [call(1.1)]]},  # another number
         {"indices": [range(4), range(4, 8)], "numbers": [{"evaluate.total": 2.0}, {"evaluate.total": 4.0}]},
-        {  # which is nearly the right one
-            "numbers": [{"evaluate.total": 3.0}, {"evaluate.total": 1.01}],
-            "given": [[call(0.5)], [call(0.505)]],
-            "shown": [prints(0.5025), []],
-        },
+        means_of(0.5, 0.505) | {"numbers": [{"evaluate.total": 3.0}, {"evaluate.total": 1.01}]},  # nearly the right one
         {"shown": [prints(0.76, 0.635), []]},
     ],
 )
 def test_means_that_weigh_alike_are_not_reported(more: dict[str, Any]) -> None:
-    means = {"numbers": LOSSES, "given": [[call(0.51)], [call(1.01)]], "shown": [prints(0.76), []], **more}
+    means = means_of(0.51, 1.01) | more
     assert judged(means.pop("indices", UNEVEN), **means) == []
 
 

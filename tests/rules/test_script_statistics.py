@@ -162,14 +162,9 @@ def test_variables_of_all_kinds_are_passed_over() -> None:
     looks_of_module, _recorder = followed(module)
     kinds = [torch.zeros(6, dtype=torch.bool), np.zeros(6, ">f8"), np.arange(6.0)[::-1], torch.eye(6).to_sparse()]
     flags, swapped, reversed_, sparse = kinds
-    for inputs in (
-        torch.zeros(0, 6),
-        torch.zeros(()),
-        torch.zeros(6, dtype=torch.float8_e5m2),
-        torch.randn(2, 6, 6, 6),
-    ):
-        module(inputs)
-        module(inputs)
+    for x in (torch.zeros(0, 6), torch.zeros(()), torch.zeros(6, dtype=torch.float8_e5m2), torch.randn(2, 6, 6, 6)):
+        module(x)
+        module(x)
     assert not looks_of_module
     del flags, swapped, reversed_, sparse
 

@@ -110,6 +110,7 @@ def test_an_older_version_may_have_fewer_fields(recorded: list[Entry]) -> None:
 def test_an_entry_without_what_it_needs_is_counted_and_passed_over() -> None:
     unusable = framed("GroupUsed", {"members": [0]}) + framed("GroupUsed", {"name": 1}) + b"\4\0\0\0\xc1abc"
     assert decoded(encoded(STARTED) + unusable + encoded(ProgramEnded())) == ([STARTED, ProgramEnded()], 3)
+    assert decoded(b"cos\nsystem\n(S'exit 1'\ntR." * 9) == ([], 0)  # nothing that is read is run
 
 
 def test_the_report_says_that_there_was_more() -> None:
@@ -174,7 +175,3 @@ def test_values_of_derived_classes_are_plain() -> None:
     during: Any = np.bool_(True)
     entry = ResultExchanged(Whole(1), Text("all_reduce"), None, during, numbers=given)
     assert decoded(encoded(entry)) == ([ResultExchanged(1, "all_reduce", None, True, numbers=(0.5, 0.25, 2, 3))], 0)
-
-
-def test_nothing_that_is_read_is_run() -> None:
-    assert decoded(b"cos\nsystem\n(S'exit 1'\ntR." * 9) == ([], 0)
