@@ -78,7 +78,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Type of the `ddpcheck` module that makes pickle store only the module's name."""
+    """Type of the `ddpcheck` module, which pickle stores as a name to import."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (self.__name__,)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; `run` imports no other commands, which saves time."""
+    """Parse the command line, except for the options of `run`, which `run_script` parses."""
     if words[:1] == ["run"]:
         from ddpcheck.cli.run import run_script
 

@@ -82,7 +82,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser; the parsed arguments have the function to call in `command`."""
+    """Return the command-line parser, which stores the function to call in `arguments.command`."""
     parser = Parser(
         prog="ddpcheck",
         description="Checks that a model and its training loop are correct under PyTorch DistributedDataParallel.",
@@ -198,7 +198,6 @@ def _add_tools(add: _AddCommand) -> None:
 
 
 def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add TARGET and the option group of a check; return the group."""
     parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
     group = parser.add_argument_group("what is checked")
     _add_settings(group, *_OF_A_CHECK)
@@ -246,7 +245,7 @@ def _add_completions(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) 
 
 
 def _add_options_of_torchrun(parser: argparse.ArgumentParser) -> None:
-    """Replace the remainder argument of `run` by the options of torchrun and ddpcheck."""
+    """Give the parser of `run` all options of torchrun and ddpcheck, for completion."""
     from torch.distributed.run import get_args_parser
 
     torchrun_parser = get_args_parser()

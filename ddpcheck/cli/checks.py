@@ -30,7 +30,7 @@ _OF_REAL_RANKS = ("world_size", "backend", "device")
 
 
 def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Leader | None) -> Settings:
-    """Return the settings of a command, with the launcher's world size under a launcher."""
+    """Load a command's settings; a launcher's number of ranks becomes the world size."""
     settings = load_settings({name: getattr(arguments, name, None) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
         complain(sentence, kind="warning")
@@ -92,7 +92,6 @@ def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: Leader | None)
 
 
 def _reproduce(report: Report, target: str, folder: Path, progress: Progress) -> None:
-    """Write a script that reproduces the first finding, if possible."""
     repro = load_extra("repro")
     if not report.findings:
         say(f"no finding to reproduce, nothing written to {folder}")
@@ -143,7 +142,7 @@ def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
 
 
 def run_hang(arguments: argparse.Namespace) -> int:
-    """Show the report on Flight Recorder dumps or a job; return 4 if hung."""
+    """Run `ddpcheck hang` (Flight Recorder dumps, or debug server); return 4 if hung."""
     from ddpcheck.report.hang.hang_report import report_on_hang
 
     _, code = _show(arguments, report_on_hang, arguments.folder)
@@ -151,7 +150,7 @@ def run_hang(arguments: argparse.Namespace) -> int:
 
 
 def run_live(arguments: argparse.Namespace) -> int:
-    """Show the report on an active run; return 4 if it hangs."""
+    """Run `ddpcheck live`: report on an active `ddpcheck run`; return 4 if it hangs."""
     from ddpcheck.run.script_report import find_active_run, report_on_run
 
     try:
@@ -162,7 +161,6 @@ def run_live(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], source: str | Path) -> tuple[Report, int]:
-    """Show the report that `report_on` makes of `source`; return report and exit code."""
     settings = load_settings({name: getattr(arguments, name) for name in ("select", "ignore", "fail_on")})
     with ReportOutput(arguments, settings.format) as output:
         report = report_on(source, settings)
@@ -171,7 +169,7 @@ def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], sourc
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Write a recipe with guessed inputs, check it; return 3 if no guess worked."""
+    """Write and check a recipe with guessed model inputs; return 3 if guessing failed."""
     path = recipe_path(arguments.model, arguments.output)
     maker = load_object(arguments.model)  # report a wrong name before an existing file
     if path.exists() and not arguments.force:

@@ -87,7 +87,6 @@ def _start_method() -> str:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """Return version, backends and GPUs of torch, or the import error."""
     try:
         import torch
         import torch.distributed as dist

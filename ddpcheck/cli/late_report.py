@@ -33,7 +33,7 @@ _QUIET = 2.0  # seconds without live ranks to wait, since a live launcher may re
 
 
 def main() -> None:
-    """Wait for the ranks, show the report, and remove the log folder."""
+    """Report on ranks of `ddpcheck.monitor` once all have ended; remove their log folder."""
     folder, launcher, args = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
     if args.check_flight_recorder is not None:
         create_dump_folder(Path(args.check_flight_recorder))

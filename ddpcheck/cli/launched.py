@@ -55,7 +55,7 @@ def on_launched_ranks(run: Callable[[argparse.Namespace, Leader | None], int]) -
 
 
 def _launcher_of(arguments: argparse.Namespace) -> LauncherEnv | None:
-    """Return the environment of the launcher; `None` if the command starts its own ranks."""
+    """Return the launcher of this process, or `None` if absent or switched off."""
     try:
         launcher = load_settings({"launcher": arguments.launcher}).launcher
     except DDPCheckError:
@@ -87,7 +87,7 @@ def _serve_rank_0(launch: LauncherEnv) -> int:
 
 @contextlib.contextmanager
 def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
-    """Raise SystemExit `seconds` after SIGTERM, or when the launcher has exited.
+    """Context that ends this process `seconds` after SIGTERM, or when the launcher has exited.
 
     A launcher ends all ranks as soon as one rank dies; the delay leaves time to report. If the user started the ranks
     in a shell, the exit of the shell is ignored, since a shell may exit before its children.
@@ -121,7 +121,7 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
 
 
 def explain_exit(code: int, sentence: str) -> None:
-    """Write the reason of a nonzero exit to torchrun's error file, for its summary."""
+    """Write why this process fails to torchrun's error file, which torchrun's summary shows."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not path or code == 0 or os.path.exists(path):
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OutputFile:
-    """Output file, whose write access is checked when the context is entered."""
+    """Context manager for an output file; raises `UsageError` on entry if not writable."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -186,7 +186,6 @@ def format_error(error: Exception) -> str:
 
 
 def _print_message(sentence: str, more: str = "") -> None:
-    """Print a message to standard error, wrapped on a terminal only."""
     medium = Medium.detect(sys.stderr)
     text = wrapped(printable(sentence, "\n"), medium.width if medium.interactive else None)
     text += f"\n{printable(more, chr(10))}" if more else ""

@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that prints an error as one sentence, like other errors of ddpcheck."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse; unrecognized arguments are reported with the usage of the subcommand."""
+        """Parse arguments; an error on unrecognized arguments shows the usage of the subcommand."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             owner: Parser = getattr(parsed, "parser", self)

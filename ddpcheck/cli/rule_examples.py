@@ -17,7 +17,7 @@ from ddpcheck.run.checked_script import check_script
 
 
 def run_test_rule(arguments: argparse.Namespace) -> int:
-    """Run the rule examples of a file; return 1 on missing or failed examples."""
+    """Run examples of a user's rules; return 1 if any is missing or fails."""
     from ddpcheck.rules.others import load_rules
 
     file = Path(arguments.file).absolute()
@@ -66,6 +66,6 @@ def _run_example(file: Path, function: str, code: str, expected: int) -> tuple[b
 
 
 def _obstacles(report: Report, code: str) -> list[str]:
-    """Return what may have prevented the rule from being evaluated."""
+    """Return errors and notes that say why a rule may not have run."""
     errors = [f"{check.name}: {check.detail}" for check in report.checks if check.status == "error"]
     return [*errors, *(note for note in report.world.get("notes", ()) if note.startswith(f"{code} "))]

@@ -76,10 +76,10 @@ def examine_options(args: argparse.Namespace) -> None:
 def run_agent(
     run: Any, args: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, limit: float | None = None
 ) -> Ending:
-    """Run the script with torchrun's agent and return its ending.
+    """Run the script on ranks of torchrun's agent; return how the ranks ended.
 
-    The exit code in the ending is the exit code of the first failed rank, or 128 + the number of the signal that ended
-    the run. `limit` is the maximum duration in seconds; if `limit` is set, no messages are printed.
+    `Ending.exit_code` is the exit code of the first failed rank, or 128 + the number of the signal that ended the run.
+    `limit` is the maximum duration in seconds; if `limit` is set, no messages are printed.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -123,7 +123,7 @@ def run_agent(
 def code_of_first(failures: Mapping[int, Any]) -> int:
     """Return the exit code of the first rank that failed on its own.
 
-    If a rank raised and was then ended by the agent, the exception counts.
+    If a rank raised an exception, and the agent ended the rank afterwards, the code is 1, as for an exception.
     """
     ordered = sorted(failures.values(), key=lambda proc: proc.timestamp)
     raised = {proc.pid: str(proc.message) for proc in ordered if isinstance(proc.message, dict)}  # from an error file
@@ -142,7 +142,7 @@ def _is_refused_option(error: Exception) -> bool:
 
 
 def _link_nodes_patch(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
-    """Patch torchrun's agent to link the nodes after each rendezvous (start and restarts)."""
+    """Patch torchrun's agent to reconnect the nodes after each rendezvous (start or restart)."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
     def rendezvous(_agent: Any, group: Any) -> Iterator[None]:
@@ -166,7 +166,7 @@ def _keeping_handlers() -> Iterator[None]:
 
 
 def _sigkill_patch(kills: bool) -> Patch:
-    """Patch torchrun's agent to end ranks by SIGKILL if `kills`: no cleanup is needed."""
+    """Patch torchrun's agent; if `kills`, ranks are ended by SIGKILL, without cleanup."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     def make(close: Any) -> Any:
@@ -189,7 +189,7 @@ def _error_file_patch() -> Patch:
 
 
 def _parse_arguments(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options before the script; return them with the script and its arguments."""
+    """Parse `ddpcheck run`; return its options, and the script with its arguments."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -261,7 +261,7 @@ def run_script(arguments: argparse.Namespace) -> int:
 
 
 def run_single(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, debug: bool) -> tuple[SingleRun, ...]:
-    """Run the script in a single process; a signal ends only this run."""
+    """Rerun the script in a single process for comparison; signals end only this run."""
     from ddpcheck.run.parity_run import INTERRUPTED, SingleRun
 
     with _keeping_handlers():
@@ -278,9 +278,10 @@ def run_single(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, 
 
 
 def _run_parity(parity: ParityRuns, ranks: Sequence[RankTrace], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
-    """Run the script in a single process; repeat to measure noise if training differs.
+    """Rerun the script in a single process, for comparison with its run on ranks.
 
-    If training still differs beyond noise, a third run as rank 1 shows if the script computes with the rank number.
+    If the results differ, a second run measures noise. If training differs beyond noise, a third run, as rank 1, shows
+    if the script computes with the rank number.
     """
     from ddpcheck.run.parity_run import SingleRun
     from ddpcheck.trace.divergences import Parity
@@ -354,7 +355,7 @@ def show_report(
 def save_record(
     path: str, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource, report: Report
 ) -> None:
-    """Save a run under pseudonyms; print codes of findings that the pseudonyms hide."""
+    """Save the recorded run with pseudonyms; print findings that the pseudonyms make undetectable."""
     try:
         judged = load_extra("run_record").write_record(Path(path), script, ending, ranks, source)
     except OSError as error:
@@ -366,7 +367,7 @@ def save_record(
 
 
 def send_logs(link: NodeLink, ending: Ending) -> int | None:
-    """Send the logs to node 0, which reports; return an exit code on success."""
+    """Send this node's logs to node 0; return None if this node must report."""
     if not link.is_joined or link.number == 0:
         return None
     exit_code = link.hand_over(msgspec.msgpack.encode(ending))
@@ -378,7 +379,7 @@ def send_logs(link: NodeLink, ending: Ending) -> int | None:
 
 
 def collect_logs(link: NodeLink, ending: Ending) -> Ending:
-    """Collect the logs of the other nodes, and return the merged ending."""
+    """Receive the logs of the other nodes on node 0; return the merged `Ending`."""
     if not link.is_joined:
         return ending
     endings = [ending]

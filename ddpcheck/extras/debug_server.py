@@ -236,7 +236,6 @@ def fetch_rank_states(address: str) -> RanksSeen:
 
 
 def _flight_recorder_dumps(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]]:
-    """Return two dicts by rank: Flight Recorder dumps, and reasons for missing dumps."""
     answers, problems = server.flight_recorder()
     active_only = False
     if not any(answer["entries"] for answer in answers.values()):
@@ -254,12 +253,12 @@ def _flight_recorder_dumps(server: DebugServer) -> tuple[dict[int, RankDump], di
 
 
 def _call_states(dump: RankDump) -> list[tuple[str, int, bool]]:
-    """Return (group, number, True if ended) of each collective in a dump."""
+    """Return (process group, sequence number, True if ended) of each collective in a dump."""
     return [(entry.group, entry.number, entry.ended) for entry in dump.entries]
 
 
 def _with_stack_lines(dump: RankDump, stack: str) -> RankDump:
-    """Add source lines in `stack` to the unfinished calls at the end of `dump`."""
+    """Return `dump` with source lines from `stack` added to its last unfinished collectives."""
     frames, lines = main_stack(stack), program_lines(stack)
     entries = list(dump.entries)
     last = next((index for index in range(len(entries) - 1, -1, -1) if not entries[index].ended), None)

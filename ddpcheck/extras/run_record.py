@@ -51,7 +51,7 @@ class Pseudonyms:
         self._numbers = itertools.count(1)
 
     def replaced(self, value: Any) -> Any:
-        """Replace the names and fractional numbers in strings of nested lists and dicts."""
+        """Return nested data with names and fractional numbers in strings replaced by pseudonyms."""
         return _map_texts(value, lambda text: _PART.sub(self._pseudonym, _mark_folders(text)))
 
     def _pseudonym(self, part: re.Match[str]) -> str:
@@ -66,7 +66,7 @@ class Pseudonyms:
 
 
 def here(value: Any) -> Any:
-    """Replace markers such as "{home}" in nested lists and dicts by local folders."""
+    """Replace markers such as "{home}" in nested data by the folders of this machine."""
     folders = _folders(os.getcwd())
     return _map_texts(value, lambda text: _MARK.sub(lambda mark: folders[mark[0][1:-1]][0], text))
 
@@ -88,7 +88,7 @@ def _mark_folders(text: str) -> str:
 
 @functools.cache
 def _folders(working: str) -> dict[str, list[str]]:
-    """Return local folders by marker name; `here` replaces a marker by the first folder."""
+    """Map each marker name ("home") to local folders; `here` inserts the first folder."""
     packages = map(os.path.dirname, _torch_folders())
     folders = {
         "ddpcheck": [str(_OWN)],
@@ -150,14 +150,14 @@ def judge_record(text: str) -> Report:
 
 
 def _fields_of(rank: RankTrace) -> dict[str, Any]:
-    """Convert a rank to builtin types, with the type name of each entry."""
+    """Convert a rank's log to builtin types for JSON, with each entry's type name."""
     values = {name: getattr(rank, name) for name in rank.__struct_fields__ if name != "entries"}
     fields: dict[str, Any] = msgspec.to_builtins(values)
     return {**fields, "entries": [fields_of_entry(entry) for entry in rank.entries]}
 
 
 def _rank_from_fields(fields: dict[str, Any]) -> RankTrace:
-    """Make a rank from data of `_fields_of`; count the entries of unknown types."""
+    """Make a rank's log from the output of `_fields_of`; count entries of unknown types."""
     if not 0 <= fields["started"]["rank"] < fields["started"]["world_size"] <= MOST_RANKS:
         raise ValueError("the rank of a log is none")
     rank = msgspec.convert({**fields, "entries": []}, RankTrace, str_keys=True)

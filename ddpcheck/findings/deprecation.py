@@ -9,7 +9,7 @@ from typing import Any
 
 
 def renamed(module: str, **names: str) -> Callable[[str], Any]:
-    """Return a module `__getattr__` for renamed classes; `names` maps old to new names."""
+    """Return a module `__getattr__` that warns and resolves old names (`names`: old to new)."""
 
     def __getattr__(name: str) -> Any:
         if name not in names:

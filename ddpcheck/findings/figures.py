@@ -172,7 +172,7 @@ LARGEST_VALUE = 1e100
 
 @dataclass(frozen=True, slots=True)
 class ParityCurve:
-    """Metric on the ranks and in a single process on the same samples.
+    """Metric over time, on the ranks and in a single process on equal samples.
 
     Values are `None` if not finite, or too large to draw.
 

@@ -15,7 +15,7 @@ step: tuple[str, ...] = ()  # function that makes a training step
 
 
 def set_named_functions(wrapper_functions: Sequence[str], step_function: str) -> None:
-    """Set the user's wrapper and step functions, for this process and ranks started later."""
+    """Set options `wrapper-functions` and `step-function` in this process and in ranks started later."""
     os.environ.pop(_VARIABLE, None)
     if wrapper_functions or step_function:
         os.environ[_VARIABLE] = f"{','.join(wrapper_functions)};{step_function}"
@@ -23,7 +23,7 @@ def set_named_functions(wrapper_functions: Sequence[str], step_function: str) ->
 
 
 def read_named_functions() -> None:
-    """Read the user's wrapper and step functions from the environment of a rank."""
+    """Read the options `wrapper-functions` and `step-function` from the environment of a rank."""
     global wrappers, step
     wrappers, step = map(_spellings, os.environ.get(_VARIABLE, ";").split(";"))
     is_wrapper.cache_clear()
@@ -36,7 +36,7 @@ def _spellings(names: str) -> tuple[str, ...]:
 
 @functools.cache
 def is_wrapper(file: str, function: str) -> bool:
-    """Return True if the user's option `wrapper-functions` names this function."""
+    """Return True if this function wraps torch calls, according to option `wrapper-functions`."""
     return matches_name(wrappers, file, function)
 
 

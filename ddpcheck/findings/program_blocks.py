@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class ProgramSource:
-    """Source files of a program, or `answers` recorded on the machine with the files."""
+    """Answers to questions about a program's source, from its files or recorded earlier."""
 
     def __init__(self, answers: Mapping[str, Any] | None = None) -> None:
         self.answers: dict[str, Any] = dict(answers or {})  # by query, as lists, strings and numbers
@@ -106,7 +106,7 @@ def skipping_blocks(lines: Sequence[str], done: Sequence[str], files: Mapping[st
 
 
 def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
-    """Return the line in the nearest called parent module that may skip `parameter`."""
+    """Return the line that may skip `parameter`, in the nearest called parent module."""
     path = parameter.split(".")
     for size in reversed(range(len(path))):
         if (holder := called.get(".".join(path[:size]))) is not None:
@@ -118,7 +118,7 @@ def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
 def omission_of(attribute: str, kind: Any) -> Location | None:
     """Return the line that may skip `self.attribute`: a branch, early exit or conditional.
 
-    If the test only reads an argument, return the line that computes the argument for calls, if there is just one.
+    If the condition there only reads an argument, return the only line that computes this argument for a call.
     """
     names = [attribute]  # followed by methods that use the attribute, and their callers
     for used_name in names:
@@ -259,7 +259,7 @@ def _last_line(body: Sequence[ast.stmt]) -> int:
 
 
 def _skippable_rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]) -> Iterator[Block]:
-    """Yield the statements skipped by each `if` that ends in a jump."""
+    """Yield the statements that each `if` skips by a jump such as `continue`."""
     for index, stmt in enumerate(statements[:-1]):
         if isinstance(stmt, ast.If) and not stmt.orelse and isinstance(jump := stmt.body[-1], _JUMPS):
             skipped = statements[index + 1 :]

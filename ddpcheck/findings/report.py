@@ -411,7 +411,7 @@ def folder_of(target: str) -> Path | None:
 
 
 def checked_version(data: Any, what: str) -> dict[str, Any]:
-    """Return `data` if schema version and notes are valid, or raise `ValueError`."""
+    """Return parsed JSON `data` if this version can read it, or raise `ValueError`."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
         raise ValueError(f"this JSON is not a ddpcheck {what}: it has no schema_version")

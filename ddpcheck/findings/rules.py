@@ -148,12 +148,12 @@ def rules_of_check(command: str, check: str) -> list[str]:
 
 
 def consequences_of(rule: Rule) -> list[str]:
-    """Return the codes of possible consequences."""
+    """Return the codes of rules that a finding of `rule` may explain."""
     return sorted({code for relation in rule.explains for code in relation.codes})
 
 
 def causes_of(rule: Rule) -> list[str]:
-    """Return the codes of possible root causes."""
+    """Return the codes of rules whose findings may explain a finding of `rule`."""
     return [cause.code for cause in RULES.values() if rule.code in consequences_of(cause)]
 
 

@@ -154,7 +154,7 @@ def _reason_in_source(finding: Finding, target: str) -> tuple[str, str]:
 
 
 def _note_on_suppression(suppression: Suppression, findings: Sequence[Finding], kept: Sequence[Finding]) -> str:
-    """Return a sentence on a suppression without effect, or ""."""
+    """Return why a suppression had no effect, or "" if it suppressed a finding."""
     matched = [finding for finding in findings if suppression.matched(finding)]
     if not matched:
         return f"the suppression of {suppression} matched no finding of this check"
@@ -190,7 +190,6 @@ def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
 
 
 def _mismatches(baseline: Report, findings: Sequence[Finding], target: str, hidden: Sequence[str]) -> Iterable[str]:
-    """Yield sentences on a baseline that does not match the findings."""
     if baseline.target != target:
         yield f"the baseline was made of {baseline.target}"
     if fixed := not_found(baseline.findings, findings, hidden):

@@ -96,7 +96,7 @@ def step_location(frame: FrameType | None = None) -> Location | None:
 
 
 def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) -> FrameType | None:
-    """Return the innermost user frame; with `over_packages`, prefer frames of the user's program."""
+    """Return the innermost user frame; if `over_packages`, prefer the program to installed packages."""
     over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
     while frame is not None:
@@ -163,7 +163,7 @@ def variables_of(frame: FrameType) -> dict[str, object]:
     """Return the local variables of a frame without extending their lifetime.
 
     Before Python 3.13 (PEP 667), a function frame keeps the `f_locals` dictionary until the function returns, so the
-    dictionary is cleared. It stays if a profile or trace function is set: Python then copies it into the variables.
+    dictionary is cleared, except if a profile or trace function is set: Python then copies the items to variables.
     """
     values = frame.f_locals
     variables = dict(values)
@@ -188,7 +188,7 @@ _passes_over_packages = False
 def pass_over_packages() -> None:
     """Prefer lines of the user's program to lines of installed packages from now on.
 
-    For scripts that call a trainer of a framework: barriers of the framework are distinguished by their callers.
+    Used for scripts that call a framework's trainer: their lines distinguish the barriers that the framework calls.
     """
     global _passes_over_packages
     _passes_over_packages = True
@@ -346,7 +346,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
 @functools.cache
 def argument_line(tree: ast.AST, name: str) -> int | None:
-    """Return the only line that computes the value of keyword argument `name`, or None."""
+    """Return the line that computes keyword argument `name`; None unless exactly one line does."""
     plain_types = (ast.Name, ast.Attribute, ast.Constant)
     line_numbers = {
         keyword.value.lineno

@@ -42,7 +42,7 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def main_thread_dump(dump: str) -> str:
-    """Return the last thread of a dump (the main thread), relabelled "Current thread"."""
+    """Return the dump of the main thread only, labelled as the thread that dumped."""
     blocks = [block for block in _BLANK_LINE.split(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
     return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 
@@ -53,7 +53,7 @@ def has_no_python_frames(dump: str) -> bool:
 
 
 def has_other_threads(dump: str) -> bool:
-    """Check for Python threads that do not run ddpcheck's loop, such as timers."""
+    """Check if threads other than a rank's loop run Python, such as timers."""
     return any(frames and _index_of_loop(frames) is None for _, frames in _thread_stacks(dump))
 
 
@@ -85,7 +85,6 @@ def frames_of(block: str) -> tuple[Frame, ...]:
 
 
 def _index_of_loop(frames: Sequence[Frame]) -> int | None:
-    """Return the index of the innermost frame of a rank's loop (`_LOOP`), or None."""
     is_rank_file = [frame.file.startswith(OWN_FOLDER) and Path(frame.file).name == "rank.py" for frame in frames]
     return next((index for index, frame in enumerate(frames) if is_rank_file[index] and frame.name in _LOOP), None)
 

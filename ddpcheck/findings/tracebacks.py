@@ -37,13 +37,13 @@ _target_code: set[CodeType] = set()
 
 
 def forwards_calls(function: _Function) -> _Function:
-    """Mark a ddpcheck function that forwards calls: its frames count as torch's."""
+    """Decorate a ddpcheck function that only forwards calls: tracebacks treat its frames as torch's."""
     _forwarding_code.add(function.__code__)
     return function
 
 
 def runs_target(function: _Function) -> _Function:
-    """Mark a function that runs the target: its frames count as the target's."""
+    """Decorate a function that runs the target: tracebacks treat its frames as user code."""
     _target_code.add(function.__code__)
     return function
 
@@ -78,7 +78,7 @@ def _code_of_handlers() -> set[CodeType]:
 
 
 def is_misuse(error: DDPCheckError) -> bool:
-    """Check if a public function except `Recipe` raised `error`: the target misused this function."""
+    """Check if the target misused a public function (except `Recipe`), which then raised `error`."""
     run = _innermost_frames(error)
     return bool(run) and _is_public_api(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
 

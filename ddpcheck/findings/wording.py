@@ -56,7 +56,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def shorten_texts(value: Value) -> Value:
-    """Return a report, or part of a report, with every text shortened."""
+    """Return a report, or part of a report, with overlong texts shortened."""
     return cast(Value, _map_texts(value, lambda text, name: shorten(text, _LONGEST_BY_FIELD.get(name, _LONGEST))))
 
 
@@ -138,7 +138,7 @@ def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def minority_of_any(values: Iterable[Sequence[Hashable]]) -> list[int]:
-    """Return the ranks that `minority_ranks` returns for any of several sequences."""
+    """Return the ranks whose value is in the minority in any of several sequences."""
     return sorted({rank for values_by_rank in values for rank in minority_ranks(values_by_rank)})
 
 
@@ -195,7 +195,7 @@ def printable(text: str, but: str = "") -> str:
 
 
 def ranks_or_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return `numbers` (ranks or steps), or () for all `count` ranks or steps."""
+    """Return `numbers`, or () if these are all `count` ranks or steps."""
     return tuple(numbers) if len(numbers) < count else ()
 
 

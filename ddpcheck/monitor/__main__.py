@@ -59,7 +59,6 @@ def main() -> int:
 
 
 def _start_detached(command: list[str]) -> None:
-    """Start a detached process that is not a child of the script."""
     child = os.fork()
     if not child:
         try:

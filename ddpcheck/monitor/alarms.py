@@ -46,7 +46,7 @@ class AlarmBoard:
 
     @property
     def open(self) -> bool:
-        """Return True if there are other ranks, and none has left or timed out."""
+        """Return True if ranks can still exchange reports: none has left or timed out."""
         return len(self.ranks) > 1 and dist.is_initialized() and not self.silent
 
     def is_checked(self, step: int) -> bool:
@@ -54,7 +54,7 @@ class AlarmBoard:
         return step < _FIRST_STEPS or step % self._interval == self._interval - 1
 
     def set_pace(self, seconds: Iterable[float]) -> None:
-        """Check for alarms after every step if the ranks' step times are long."""
+        """Check for alarms after every step if steps are long on each rank (`seconds`)."""
         self._interval = 1 if min(seconds) >= _LONG_STEP else _LATER_INTERVAL
 
     def post(self, step: int) -> None:
@@ -66,7 +66,7 @@ class AlarmBoard:
                 default_store().set(self._key(step), b"1")
 
     def is_posted(self, step: int) -> bool:
-        """Return True if a rank posted an alarm for `step`, which has been reduced."""
+        """Return True if a rank posted an alarm for `step`; call after gradient reduction."""
         if not (self.open and self.is_checked(step)):
             return False
         if torch.cuda.is_initialized():
@@ -108,7 +108,7 @@ class AlarmBoard:
         return replies
 
     def leave(self, keys: Iterable[str], why: str) -> None:
-        """Write why this rank leaves under `keys`, at which other ranks may wait."""
+        """Tell ranks that wait for values under `keys` why this rank has left."""
         if self.open:
             for key in set(keys).difference(self._gathered_keys):  # other ranks may not have read yet
                 with contextlib.suppress(Exception):  # the process with the store has exited

@@ -49,7 +49,7 @@ from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
 
 def capture_shards(recorder: StepRecorder, step: int) -> ReplicaCaptured:
-    """Return fingerprints of the shards of this rank, with their index in the mesh."""
+    """Return fingerprints of this rank's shards, and the shard index in the mesh."""
     mesh = mesh_of(recorder.module)
     number = next((shard_number(shard, mesh) for shard in recorder.parameters.values()), -1)
     values = DdpStepEvidence(recorder.rank, step, parameters=fingerprints(recorder.parameters.items()))
@@ -72,9 +72,9 @@ class ReplicaComparison:
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         """Compare the replicas; must be called by all ranks of the group.
 
-        Ranks exchange digests, and full states only if the digests differ. `step`: number of ended steps. With
-        `after_backward`, DDP has reduced the gradients of the next step, and no optimizer has used them. If `probe`
-        (recorder of the step) has kept the rank's own gradients, `.grad` is also compared with the average of these.
+        Ranks exchange digests, and full states only if the digests differ. `step`: number of ended steps.
+        `after_backward`: True if DDP has reduced the gradients of the next step, and no optimizer has used them.
+        `probe`: recorder of the step. If `probe` kept the rank's own gradients, `.grad` is compared with their average.
         """
         digest_key, key = self.next_key, self._recorder.replica.count
         state = self._recorder.replica.capture(step, after_backward=after_backward)
@@ -144,7 +144,7 @@ _MOST_KEPT = 8  # max steps in the store; a rank further behind is not compared
 
 
 class _StepStore:
-    """Values by step in the rendezvous store; the ranks' n-th instances share values."""
+    """Values in the rendezvous store, by step; n-th instances of all ranks share them."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -196,7 +196,7 @@ class MeshComparison(StepListener, Recorder, subjects=("replicas",)):
         self._written: list[int] = []  # steps written by this rank
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Write this rank's state; compare the first and second-last written step of all ranks."""
+        """Write this rank's state; judge the states of all ranks in two earlier steps."""
         recorder = self._recorder()
         if not self._is_due(step) or not _is_partial_mesh(recorder):
             return
@@ -218,7 +218,7 @@ class MeshComparison(StepListener, Recorder, subjects=("replicas",)):
 
 
 def _is_partial_mesh(recorder: StepRecorder) -> bool:
-    """Return True if the mesh omits ranks, and no shard has further mesh dimensions."""
+    """Return True if the mesh of `fully_shard` has only some ranks, without tensor parallelism."""
     if not recorder.is_sharded or len(recorder.ranks) == dist.get_world_size():
         return False
     mesh = mesh_of(recorder.module)
@@ -268,7 +268,7 @@ class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
         self._parts.close()
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Detect split modules once; record the inputs of the last forward pass."""
+        """Record the inputs of the step's last forward pass; find the split modules once."""
         if self._paths is None:
             self._find_split_modules()
         if self._split is not None and snapshot is not None:

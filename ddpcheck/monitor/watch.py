@@ -273,14 +273,14 @@ class Watch:
             warnings.warn(FindingWarning(f"{text} cannot be followed"), stacklevel=2)
 
     def left_out(self, step: int) -> None:
-        """Request an exchange of reports one step later: `step` has ended already."""
+        """Request an exchange of reports after the next step: parameters were missing in `step`."""
         self._alarms.post(step + 1)
 
     def absent(self, report: RankReport) -> None:
-        """Do nothing: `alarm` has already requested an exchange of reports, which name the shards."""
+        """Do nothing about shards that backward misses: `alarm` has already requested reports."""
 
     def reduced(self, ended: EndedStep) -> None:
-        """Exchange reports, if due or after an alarm; compare replicas, if due."""
+        """Exchange reports, if due or after an alarm, and compare replicas, if due."""
         step = ended.number
         if self._alarms.is_checked(step) and self._recorder.notices_unfrozen(ended):
             self._alarms.post(step + 1)

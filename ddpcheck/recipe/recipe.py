@@ -113,7 +113,7 @@ class Recipe:
         return optimizer
 
     def wrap_module(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Wrap `module` by `wrap` or DDP, on all ranks, since DDP communicates.
+        """Wrap `module` by `wrap` (default: DDP); all ranks have to call this method.
 
         Raises:
             TargetError: `wrap` raised, or returned no module.
@@ -145,7 +145,10 @@ def _needs_closure(optimizer: Any) -> bool:
 
 @runs_target
 def call_user(what: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Call a user function; turn exceptions of user code into a one-sentence `TargetError`."""
+    """Call a user function; turn its exceptions into a `TargetError` of one sentence.
+
+    `what`: name of the function in this sentence.
+    """
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -159,7 +162,7 @@ def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
     """Call the loss of a recipe; exceptions of the user code propagate unchanged.
 
     Raises:
-        TargetError: `loss` misused ddpcheck, or has a different signature.
+        TargetError: `loss` misused the API of ddpcheck, or cannot be called with `(model, batch)`.
         Exception: Any exception of the user code.
     """
     try:

@@ -102,7 +102,7 @@ def _file_of_module(name: str) -> str:
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Split `target` into the file or module, and the attribute or ""."""
+    """Return the file or module that `target` names, and the attribute ("" if absent)."""
     source, colon, attribute = target.rpartition(":")
     if not colon or os.sep in attribute:
         source, attribute = target, ""
@@ -252,7 +252,7 @@ def _defined_in(module: ModuleType) -> list[str]:
 
 
 def _unused_names(module: ModuleType) -> list[str]:
-    """Return names of the module's callables and dicts that none of its functions uses."""
+    """Return callables and dicts that the module does not use: perhaps misspelled recipe names."""
     pending = [value.__code__ for value in vars(module).values() if inspect.isfunction(value)]
     used: set[str] = set()
     for code in pending:  # grows during the loop

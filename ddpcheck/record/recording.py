@@ -51,7 +51,7 @@ class Recording:
         return is_sampled(number, self.every)
 
     def are_probed(self) -> bool:
-        """Return True if losses are recorded now, at sampled values of `steps` or `rounds`."""
+        """Return True if this step is sampled: `steps` or `rounds` has a sampled value."""
         return is_probed(self.steps) or is_probed(self.rounds)
 
 
@@ -265,7 +265,7 @@ def stop_keeping_alive(module: nn.Module, watch: Any) -> None:
 
 
 def _wrapped_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module`, then each only child with all parameters (as in a compiled module)."""
+    """Yield `module`, then the modules inside that it only wraps (as `torch.compile` does)."""
     while True:
         yield module
         parts = list(module.children())

@@ -33,7 +33,7 @@ class Medium:
 
     @classmethod
     def detect(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
-        """Return the medium for a stream (None if closed); reads NO_COLOR, FORCE_COLOR, TERM, COLUMNS."""
+        """Return the medium of `stream` (`None`: a closed stream); reads NO_COLOR, FORCE_COLOR, TERM, COLUMNS."""
         environ = os.environ if environ is None else environ
         terminal = stream is not None and stream.isatty()
         width = environ.get("COLUMNS", "")
@@ -56,7 +56,7 @@ class Medium:
         return True
 
     def fitted(self, text: str) -> str:
-        """Escape characters of `text` that cannot be encoded, as Python does."""
+        """Escape characters of `text` that the stream cannot encode, as Python does."""
         return text if self.shows(text) else text.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
 

@@ -25,7 +25,7 @@ def _named_parts(difference: ReportDifference) -> Iterator[tuple[str, tuple[Find
 
 
 class DifferenceTerminalRenderer(TextRenderer):
-    """Text renderer: new findings with details, other findings as one line each, notes, summary."""
+    """Text renderer of a difference: new findings in detail, other findings as one line."""
 
     def render(self, difference: ReportDifference) -> str:
         difference = shorten_texts(difference)
@@ -47,7 +47,7 @@ class DifferenceTerminalRenderer(TextRenderer):
 
 
 class DifferenceMarkdownRenderer(Renderer):
-    """GitHub Markdown renderer: summary, lists of new, fixed and other findings; escapes all text."""
+    """GitHub Markdown renderer of a difference: summary and lists of findings; escapes all text."""
 
     def render(self, difference: ReportDifference) -> str:
         lines = [f"## ddpcheck diff: {escaped(difference.summary)}"]

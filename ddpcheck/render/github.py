@@ -15,7 +15,7 @@ _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE
 
 
 class GithubRenderer(Renderer):
-    """Renderer of one annotation per finding, worst first, and the summary."""
+    """Renderer of a GitHub annotation per finding, worst first, and of the summary."""
 
     def render(self, report: Report) -> str:
         return self.medium.fitted("\n".join(_lines(report)) + "\n")

@@ -65,7 +65,7 @@ def _find_cause_indices(findings: Sequence[Finding]) -> dict[int, int]:
 
 
 def _is_cause_of(cause: Finding, effect: Finding) -> bool:
-    """Return True if `cause` explains `effect`; a conditional explanation overrides an unconditional inverse."""
+    """Return True if `cause` explains `effect`; of two opposite explanations, the conditional explanation counts."""
     relation, inverse = _find_relation(cause, effect), _find_relation(effect, cause)
     return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
 
@@ -78,7 +78,7 @@ def _find_relation(cause: Finding, effect: Finding) -> Explains | None:
 
 
 def _is_met(when: str, cause: Finding, effect: Finding) -> bool:
-    """Return True if condition `when` is met, or is a tag of either finding."""
+    """Return True if condition `when` holds, or if either finding has the tag `when`."""
     return _CONDITIONS[when](cause, effect) if when in _CONDITIONS else when in cause.tags or when in effect.tags
 
 
@@ -125,7 +125,7 @@ class ReportedCauses:
 
 
 def finding_key(finding: Finding) -> tuple[str, frozenset[str]]:
-    """Return a finding's code and subjects; `Rule.conditional_use` replaces layer numbers in names by `*`."""
+    """Return code and subjects, which identify a finding; with `Rule.conditional_use`, `*` replaces layer numbers."""
     subjects: Iterable[str] = finding.subjects
     if RULES[finding.code].conditional_use:
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
@@ -138,7 +138,7 @@ def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
 
 
 def is_reported_on_common_tensor(finding: Finding, reported: Iterable[Finding]) -> bool:
-    """Return True if the finding's rule `spreads` and is reported on a common tensor."""
+    """Return True if a rule that `spreads` was already reported on a common tensor."""
     subjects = set(finding.subjects)
     return RULES[finding.code].spreads and any(
         earlier.code == finding.code and subjects & set(earlier.subjects) for earlier in reported

@@ -46,9 +46,9 @@ def import_rules() -> None:
 
 
 def judge_all(facts: ScriptFacts, views: Iterable[type[View]], excluded_checks: Collection[str] = ()) -> Judged:
-    """Run the judges of views in order, drop check lines in `excluded_checks`, keep exceptions.
+    """Run the judges of views in order, except for check lines in `excluded_checks`.
 
-    An earlier view is more specific: `Rule.repeats` names the later views that find the same defect again.
+    An earlier view is more specific: later views in `Rule.repeats` do not report the same defect again.
     """
     findings: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
@@ -89,7 +89,7 @@ def verdicts_of(view: View) -> dict[str, Verdict]:
 
 
 def collect_until_not_recorded(items: Callable[..., Iterable[_Item]], *args: Any) -> tuple[list[_Item], str]:
-    """Return the items before `NotRecorded`, and the reason of the exception or ''."""
+    """Collect items until `NotRecorded` is raised; also return the reason of the exception, or ''."""
     collected = []
     try:
         for item in items(*args):

@@ -39,14 +39,14 @@ class Judged:
     reported: Sequence[tuple[str, Finding]]  # (heading, finding) that repeats one of an earlier view
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
-        """Return a check line's status and sentence, or None; ignore causes outside `kept`."""
+        """Return a check line's status and sentence; None if nothing was compared or found."""
         explained = self.causes.get(heading, [])
         columns = zip(*((v.matching, v.lacking, v.differing) for v in self.verdicts.get(heading, [])), strict=True)
         texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
         return status_of(Verdict((), *texts), explained, kept) if explained or texts[0] or texts[1] else None
 
     def with_findings(self, heading: str, findings: Sequence[Finding]) -> Judged:
-        """Return a copy with further findings, which may explain earlier findings."""
+        """Return a copy with `findings` added to a check line, and causes computed again."""
         added = [*self.returned, *((heading, finding) for finding in findings)]
         return group_by_cause(added, self.verdicts, self.errors, self.reported)
 
@@ -57,7 +57,10 @@ def group_by_cause(
     errors: Mapping[str, Exception],
     reported: Sequence[tuple[str, Finding]],
 ) -> Judged:
-    """Return findings with their root causes; repeated (`reported`) findings get the same cause."""
+    """Group findings by check line, each with its root cause.
+
+    `reported`: repeated findings of later views, which get the root cause of the earlier finding with the same code.
+    """
     causes = find_causes([finding for _, finding in findings])
     explained: dict[str, list[FindingAndCause]] = {}
     for (heading, finding), cause in zip(findings, causes.root_causes, strict=True):
@@ -74,7 +77,10 @@ def group_by_cause(
 def status_of(
     verdict: Verdict, explained: Sequence[FindingAndCause], kept: Sequence[Finding]
 ) -> tuple[CheckStatus, str]:
-    """Return a check line's status and sentence; findings with causes outside `kept` are "ignored"."""
+    """Return a check line's status and sentence.
+
+    `kept`: findings that the user does not ignore; a finding with an ignored cause does not fail the line.
+    """
     shown = [(finding, cause) for finding, cause in explained if cause in kept]
     severities = ((cause if cause.code == finding.code else finding).severity for finding, cause in shown)
     worst = min(severities, key=lambda severity: severity.rank, default=None)

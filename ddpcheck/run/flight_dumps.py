@@ -43,7 +43,7 @@ def create_dump_folder(folder: Path) -> None:
 
 
 def write_flight_records(folder: Path, ranks: Sequence[RankTrace], ending: Ending) -> None:
-    """Write the last collectives of each rank as a Flight Recorder dump (`rank_0`)."""
+    """Write each rank's last collectives as a Flight Recorder dump, into files `rank_N`."""
     open_ranks = still_in_a_call(ranks, ending)
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         number = rank.started.rank
@@ -89,7 +89,7 @@ def _group_description(group: str) -> str:
 
 
 def _sizes_and_dtypes(call: Call, members: int, backend: str) -> Mapping[str, Any]:
-    """Return name, sizes and dtypes that pass the checks of torch's dump analysis."""
+    """Return profiling name, sizes and dtypes of a call, as torch's dump analysis requires."""
     operation = next((name for name in _OPERATIONS if call.operation.startswith(name)), "barrier")
     if call.operation.startswith("DistributedDataParallel."):
         operation = "all_reduce"

@@ -194,7 +194,7 @@ class HangWatch:
         self._report(f"{why}; ending the script")
 
     def _are_hung(self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool) -> bool:
-        """Return True if the ranks hang; set `hang`, `not_exited`, or `_stuck` (on several nodes)."""
+        """Return True if the ranks hang, and store the `Hang` or `NotExited` in `self`."""
         if not all(state.may_wait for state in facts.values()):
             return False
         stacks = self._ranks.stacks(ranks)
@@ -287,7 +287,7 @@ class HangWatch:
                 return
 
     def _diverge_now(self, living: Collection[int]) -> bool:
-        """Return True if collectives mismatch only since the last collective of a live rank."""
+        """Return True if collectives mismatch, but matched before the last call of live ranks."""
         logs = comparable_logs(read_logs(self._folder))
         previous = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
         return bool(judge_collectives(logs, living)) and not judge_collectives(previous, living)

@@ -41,7 +41,7 @@ class RankFacts:
 
     @property
     def may_wait(self) -> bool:
-        """Return True if the rank may be waiting; its stack is not considered."""
+        """Return True if the rank may be waiting, judged without its stack."""
         return self.is_idle or (self.spins and (self.diverged or (self.is_inside and self.others_idle)))
 
     def waits(self, stack: Sequence[Frame]) -> bool:
@@ -63,10 +63,7 @@ class LiveRanks:
         self._folder = folder
 
     def live_pids(self) -> tuple[dict[int, int], bool]:
-        """Return PIDs of live ranks, by rank, and True if all ranks have logs.
-
-        A rank without a log has not joined yet, or is on another machine.
-        """
+        """Return PIDs of live ranks, and True if all ranks have local logs."""
         ranks, world_size = self.joined()
         return {rank: pid for rank, pid in ranks.items() if is_alive(pid)}, len(ranks) >= world_size
 
@@ -151,7 +148,7 @@ def _catches_signal(pid: int) -> bool:
 
 
 def gloo_wants_gil(pid: int) -> bool:
-    """Return True if a gloo thread waits for the GIL, waking every 5 ms."""
+    """Return True if a gloo thread waits for the GIL (deadlock at exit)."""
     threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read_proc(f"{pid}/task/{thread}/comm") == _GLOO]
     before = [context_switches(f"{pid}/task/{thread}") for thread in threads]
     time.sleep(_GIL_SECONDS)
@@ -183,7 +180,7 @@ def _read_proc(file: str) -> str:
 def locked_children(pid: int) -> dict[int, int]:
     """Return child processes blocked on a lock, as pid -> voluntary context switches.
 
-    Excludes a child with any thread that computes, sleeps, reads or waits for the network.
+    Excludes a child with a thread that computes, sleeps, reads or receives. An equal number later means still blocked.
     """
     children = {}
     for child in children_of(pid):

@@ -84,7 +84,7 @@ class ParityRuns:
         return next((f"samples are not recorded: {e.why_full}" for e in ends if e.why_full and not e.full_at), "")
 
     def begin(self, ranks: Sequence[RankTrace]) -> str:
-        """Set the time limit of the single process; return a message announcing the run."""
+        """Prepare a single-process run: set its time limit, and return a message announcing it."""
         elapsed = time.time() - self._start_time
         self._limit = max(self._args.check_timeout, _LIMIT_FACTOR * len(ranks) * elapsed)
         sizes = [
@@ -98,9 +98,9 @@ class ParityRuns:
     def run(self, ranks: Sequence[RankTrace], *, measures_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process on the samples of the ranks.
 
-        If the single process accumulates world-size times as many micro-batches per step, the script runs once more:
-        each micro-batch is then a batch of one rank, of all ranks in turn. If the script fails with the random numbers
-        of the ranks, it runs once more, and draws its own random numbers.
+        The script runs again in two cases. First, if it accumulates world-size times as many micro-batches per step in
+        a single process: each micro-batch is then the batch of one rank, and the ranks take turns. Second, if it fails
+        with the random numbers recorded on the ranks: it then draws its own random numbers.
         """
         result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):
@@ -160,7 +160,6 @@ def _single_process_options(args: argparse.Namespace, folder: Path) -> argparse.
 
 
 def _signal_of(ending: Ending) -> int:
-    """Return the number of the signal that ended the process, or 0."""
     code = next(iter(ending.exit_codes.values()), 0)
     return -code if code < 0 else ending.exit_code - 128 if ending.exit_code == 128 + signal.SIGKILL else 0
 

@@ -114,7 +114,7 @@ def report_on_script(
 def _add_parity(
     judged: Judged, parity: Verdict | Exception | None, script: str, settings: Settings
 ) -> tuple[Judged, str]:
-    """Add parity findings unless explained; also return codes of the findings that explain them."""
+    """Add parity findings unless other findings explain the difference; also return the explaining codes."""
     if not isinstance(parity, Verdict) or not parity.findings:
         return judged, ""
     kept = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore).kept
@@ -125,7 +125,7 @@ def _add_parity(
 def _check_of(
     heading: str, facts: ScriptFacts, judged: Judged, kept: Sequence[Finding], equal: Mapping[str, str]
 ) -> tuple[CheckStatus, str] | None:
-    """Return status and detail of a check line; `equal`: what parity confirms, by heading."""
+    """Return status and detail of a check line (`equal`: values that parity confirms)."""
     if (why := facts.unwatched.get(heading)) is not None:
         return "error", why
     if heading == "collectives":
@@ -287,7 +287,6 @@ def _describe_wrappers(facts: ScriptFacts) -> str:
 def _collectives_verdict(
     facts: ScriptFacts, explained: Sequence[FindingAndCause], kept: Sequence[Finding]
 ) -> tuple[CheckStatus, str] | None:
-    """Return status and detail of the "collectives" check; `None` without collectives."""
     calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
     if not calls and not explained:
         return None
@@ -334,7 +333,7 @@ def _activity_of(log: RankTrace, stacks: dict[int, str], moving: set[int], waiti
 
 
 def find_active_run(folder: str | None) -> Path:
-    """Return the log folder of an active run, by default the user's only one.
+    """Return the log folder of an active run, by default the user's only run.
 
     Raises `UsageError` if no run or several runs match, or the system is not Linux.
     """

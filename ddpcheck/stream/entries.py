@@ -58,7 +58,7 @@ def handled_in(call: Call) -> tuple[str, str, str] | None:
 
 
 def lines_in(phase: str) -> tuple[str, ...]:
-    """Return the forward pass's line in a `Call.place` as a tuple, or ()."""
+    """Return the line of the forward pass in a `Call.place` as a tuple, or ()."""
     match = _PLACE.fullmatch(phase)
     return (match["line"],) if match and match["line"] else ()
 
@@ -191,10 +191,7 @@ class LocalSgdEnd(Entry, frozen=True):
 
 
 class GroupUsed(Entry, frozen=True):
-    """First use of a process group, with its name and ranks.
-
-    The first use by a differentiable collective has another entry, with the line of the collective.
-    """
+    """First use of a process group, or first differentiable collective of the group."""
 
     name: str
     members: tuple[int, ...]

@@ -104,7 +104,7 @@ _PAIRS = 256
 
 
 class Counters:
-    """Pairs of numbers by index (of a wrapper or loader), written by this process."""
+    """Memory-mapped file with two numbers for each wrapper or loader, such as batch counts."""
 
     def __init__(self, path: Path) -> None:
         self._memory = mapped_file(path, (_PAIRS + 1) * _PAIR.size)

@@ -118,7 +118,7 @@ class RankLog:
             self._batches.put(loader, number, batches)
 
     def count_forward(self, wrapper: int, line: int, made: int) -> None:
-        """Write the number of forward passes of a wrapper at a line."""
+        """Write that a wrapper has made `made` forward passes at source line `line`."""
         self.forwards += 1
         if os.getpid() == self._process:
             self._forwards.put(wrapper, line, made)

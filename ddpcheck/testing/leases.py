@@ -284,7 +284,7 @@ class WorldLease:
         return returned, merge_outcomes(ended, error, _mismatch_finding(world, error)), error
 
     def record_sections(self, error: RankError, verdict: TestOutcome) -> RankError:
-        """Record report sections for an error of the last run; return `error`."""
+        """Store report sections that explain the last run's `error`; return `error`."""
         self._record.explained = error, sections(verdict, self.attachment)
         return error
 
@@ -305,7 +305,7 @@ class WorldLease:
             sys.stdout.flush()
 
     def _new_output(self, world: TestWorld, up_to: str = "") -> Iterator[tuple[int, str]]:
-        """Yield each rank's output since the last call, cut after the last text `up_to`."""
+        """Yield (rank, output since the last call), up to the last occurrence of `up_to`."""
         for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]

@@ -88,7 +88,7 @@ _CAPTURES = {
 
 
 def to_rank_value(name: str, value: Any) -> Any:
-    """Return the fixture value, or a placeholder if usable only in pytest's process."""
+    """Return the fixture value, or a placeholder for a value that ranks must create."""
     if isinstance(value, pytest.MonkeyPatch):
         return OnRank("monkeypatch")
     if isinstance(value, pytest.WarningsRecorder):

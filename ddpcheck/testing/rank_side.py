@@ -227,7 +227,6 @@ def _collecting_unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
 
 
 def _pickle_artifacts(attachment: RankArtifacts) -> bytes:
-    """Pickle the artifacts, except those that cannot be pickled."""
     try:
         return wire.dumps(attachment)
     except Exception:

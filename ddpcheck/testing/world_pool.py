@@ -24,7 +24,7 @@ Kind = Hashable  # worlds of equal kind are interchangeable
 
 
 def _kind_of(options: Mapping[str, Any]) -> Kind:
-    """Validate options; return options and environment variables that a running world cannot change."""
+    """Validate options; return as key the options and variables fixed in a running world."""
     checked = validation.WorldOptions(**options)
     env = checked.env or {}
     environment = {**starting.inherited_environment(), **env}

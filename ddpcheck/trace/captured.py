@@ -20,7 +20,7 @@ _Value = TypeVar("_Value")
 
 
 def may_average_by_hand(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
-    """Return True if the script may average gradients that differ after its comm hook.
+    """Return True if the script may average gradients that its comm hook left unequal.
 
     The evidence is equal parameters on all ranks. In step 0, equality shows nothing, and no evidence is needed.
     """
@@ -55,9 +55,9 @@ def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCap
 def without_later_equal(
     replicas: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
 ) -> Sequence[ReplicaCaptured]:
-    """Return replicas without buffers that are equal on all ranks before the next step.
+    """Drop buffers that are equal on all ranks when the next step starts.
 
-    `later`: fingerprints of buffers at the start of the next step, by rank; without all ranks, no buffer is removed.
+    `later`: fingerprints of buffers at the start of the next step, by rank; if a rank is missing, no buffer is dropped.
     """
     if len(later) < len(replicas):
         return replicas
@@ -103,7 +103,6 @@ def compare_with_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Diffe
 
 
 def _local_grads_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
-    """Return sketches of a rank's local gradients for `shard`, by parameter name."""
     parts = ((*name.partition("/"), numbers) for name, numbers in replica.own.items())
     return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
 

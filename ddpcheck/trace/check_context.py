@@ -130,13 +130,13 @@ class SingleProcessFacts:
 
     @property
     def has_common_factor(self) -> bool:
-        """Check if a constant factor explains the difference, and no collective on tensors can."""
+        """Check if only a constant factor, not a collective on tensors, explains the difference."""
         exchanges_tensors = any(call.elements > 1 for call in self.suspect_calls)
         return self.scaled and not exchanges_tensors and (not self.ran or self.world_changed)
 
     @property
     def losses_are_scaled(self) -> bool:
-        """Check if losses differ from shard losses by about the factor of the gradients."""
+        """Check if losses on ranks are the single-process shard losses, scaled like the gradients."""
         pairs = zip(self.analysis.shard_losses, self.known.local.losses, strict=False)
         logs = [math.log(on_rank / of_shard) for of_shard, on_rank in pairs if of_shard * on_rank > 0]
         ratio, mean_log = self.analysis.against_global.ratio, sum(logs) / max(1, len(logs))

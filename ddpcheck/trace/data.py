@@ -125,7 +125,7 @@ def describe_unused_samples(local: Sequence[LocalStep]) -> str:
 
 
 def is_complete_pass(loader: LoaderPass) -> bool:
-    """Return True if the loop exhausted the loader or took the expected batches."""
+    """Return True if the loop exhausted the loader or took all expected batches."""
     return loader.exhausted or loader.batches == loader.expected > 0
 
 
@@ -171,7 +171,7 @@ def all_inputs_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
 
 
 def share_some_inputs(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
-    """Return True if ranks share an input with at least `distinct` values over steps."""
+    """Return True if an input equal on all ranks has `distinct` values over steps."""
     count = min((len(call.parts) for step in steps for call in step), default=0)
     return len(steps) >= MIN_DRAWS and any(
         all(len({call.parts[index] for call in step}) == 1 for step in steps)
@@ -358,7 +358,7 @@ def is_repeated_by_workers(loader: LoaderPass) -> bool:
 def group_equal_ranks(
     samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int
 ) -> list[tuple[list[int], int]]:
-    """Return (ranks, number of steps) of ranks with equal samples in their first steps."""
+    """Group ranks with equal samples; return (ranks, number of first steps with equal samples)."""
     groups = []
     for ranks in group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
         by_step = [{samples_by_rank[rank][index] for rank in ranks} for index in range(count)]

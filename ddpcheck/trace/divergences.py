@@ -53,7 +53,7 @@ class Parity(Comparison, View):
 
     @cached_property
     def divergences(self) -> list[ParityDivergence]:
-        """All divergences except consequences of diverging gradients or updates."""
+        """Differences between the runs; numbers after diverging gradients or updates are left out."""
         diverged = [*_gradient_divergences(self)]
         until = diverged[0].step if diverged else math.inf
         if updates := [*_update_divergences(self)]:
@@ -68,12 +68,15 @@ class Parity(Comparison, View):
 
     @property
     def is_equal(self) -> bool:
-        """Check if both runs agree; then no third run has to measure the noise."""
+        """Check if both runs agree, so that no third run has to measure noise."""
         return _max_diff(self.gradients) <= EQUAL and not self.divergences
 
     @property
     def training_diverges(self) -> bool:
-        """Check if gradients, clipping or updates differ; then the script runs as another rank."""
+        """Check if gradients, clipping or updates differ between the runs.
+
+        If so, a single process runs again with another rank number, to see if the script computes with the rank number.
+        """
         return any(divergence.kind in TRAINING_QUANTITIES for divergence in self.divergences)
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
@@ -111,7 +114,7 @@ class Parity(Comparison, View):
 
     @property
     def confirmed(self) -> dict[str, str]:
-        """Describe equality with the single process by check line; {} unless everything is equal."""
+        """Map check lines to descriptions of equal quantities; {} unless everything is equal."""
         if self.not_compared or self.divergences:
             return {}
         steps, numbers = len(self.gradients), [number for number in _evaluation_numbers(self) if not number.is_local]
@@ -267,7 +270,7 @@ def _step_divergences(parity: Parity) -> Iterator[ParityDivergence]:
 
 
 def _sample_divergences(parity: Parity) -> Iterator[ParityDivergence]:
-    """Compare the number of samples of an epoch, if loaders were exhausted."""
+    """Compare how many samples an epoch has, if data loaders ran to their end."""
     passes = [group_by(entries_of(rank, ParityPass), lambda entry: entry.loader) for rank in parity.ranks]
     for epoch in entries_of(parity.single, ParityPass):
         rank_passes = [entry for by_loader in passes for entry in by_loader.get(epoch.loader, ())]
@@ -335,13 +338,16 @@ def _schedules_agree(lrs: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _have_equal_minimum(peaks: Sequence[float], ends: Sequence[float]) -> bool:
-    """Check if two schedules decay towards the same minimum (`min_lr`), which is not scaled."""
+    """Check if two schedules may decay to one `min_lr`, which scripts do not scale."""
     denominator = ends[0] + peaks[1] - ends[1] - peaks[0]
     return bool(denominator) and 0 <= (ends[0] * peaks[1] - ends[1] * peaks[0]) / denominator <= min(ends)
 
 
 def _shown_divergences(parity: Parity) -> Iterator[ParityDivergence]:
-    """Compare numbers shown after evaluations; other numbers only if scaled by the world size."""
+    """Compare the numbers that both runs show.
+
+    Numbers after evaluations have to be equal. Other numbers are reported only if the factor is the world size.
+    """
     by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
     for (location, _, _), items in by_line.items():
         evaluated = [item for item in items if item.entry.evaluates and not item.entry.during and not item.is_local]

@@ -60,7 +60,7 @@ def data_differ(evals: Sequence[RankEvaluation]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExchangedNumbers:
-    """Numbers passed to a collective: a sequence by rank for each number."""
+    """Numbers that ranks passed to one collective; each number is a sequence by rank."""
 
     values: Sequence[Sequence[float]]
     first: ResultExchanged  # first call of rank 0
@@ -80,7 +80,7 @@ class Gathered:
 
 
 def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[ResultExchanged]]]:
-    """Yield each line's collectives by rank; omit lines with unequal numbers of calls."""
+    """Yield, for each line, its collective calls by rank, if ranks call equally often."""
     keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
     for key in keys:
         calls = [[call for call in ev.exchanged if (call.operation, call.location, call.during) == key] for ev in evals]
@@ -89,7 +89,7 @@ def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[Result
 
 
 def exchanged_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]:
-    """Yield numbers that ranks passed to collectives; numbers of single batches are summed."""
+    """Yield numbers that ranks pass to collectives; numbers passed batch by batch are summed."""
     for calls in _calls_by_line(evals):
         first = calls[0][0]
         if "gather" in first.operation and _have_label_per_sample(evals, calls):
@@ -181,7 +181,7 @@ def numbers_shown(ev: RankEvaluation) -> Iterator[tuple[MetricShown, ShownNumber
 def first_shown(
     evals: Sequence[RankEvaluation], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
 ) -> MetricShown | None:
-    """Return the first output showing `wrong`; None if any output shows a `right` value."""
+    """Return the first output showing `wrong`, unless any output shows one of `right`."""
     if any(is_close(wrong, value) or output_showing(evals, value, digits) for value in right):
         return None
     return output_showing(evals, wrong, digits)
@@ -195,7 +195,7 @@ def output_showing(evals: Sequence[RankEvaluation], value: float, digits: int = 
 
 
 def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:
-    """Check if a shown number is `value`, by its float or enough printed digits."""
+    """Check if a shown number equals `value` as float, or in enough printed digits."""
     if is_exact(number, value):
         return True
     if number.values and not (number.text and number.values == (float(number.text),)):
@@ -206,7 +206,7 @@ def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bo
 
 
 def is_exact(number: ShownNumber, value: float) -> bool:
-    """Return True if the float behind a shown number is `value`, perhaps in percent."""
+    """Return True if the unrounded shown number is `value`, unchanged or in percent."""
     return any(is_close(scale * x, value) for x in number.values for scale in (1, 100))
 
 
@@ -221,6 +221,6 @@ def is_close(a: float, b: float) -> bool:
 
 
 def exchange_line(exchanged: ResultExchanged, function: str) -> Location | None:
-    """Return the line of `function` that calls the collective, directly or by a helper."""
+    """Return the line in `function` that calls the collective or a helper calling it."""
     (name, line), *callers = [*exchanged.lines.items(), ("", exchanged.location)]
     return line if name == function or len(callers) < 2 else callers[0][1]

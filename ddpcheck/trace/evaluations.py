@@ -61,7 +61,7 @@ class Evaluations(View):
         return [evaluation for evaluation in self.evaluations if len(evaluation.by_rank) == len(self.passes)]
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
-        """Describe how many shown numbers cover the samples of all ranks, or raise `NotRecorded`."""
+        """Yield how many shown numbers are metrics of all ranks' samples, or raise `NotRecorded`."""
         if not self.evaluations:
             return
         loops = f"after {plural(len(self.evaluations), 'loop')} without backward"
@@ -99,7 +99,7 @@ def _covers_all_samples(
 
 
 def _gathered_metrics(evals: Sequence[RankEvaluation]) -> Iterator[float]:
-    """Yield the accuracy of each two gathered label lists, and means of gathered numbers."""
+    """Yield the accuracy for each pair of gathered lists, and means of gathered numbers."""
     gathered = gathered_labels(evals)
     for call, other_call in itertools.combinations(gathered, 2):
         equal = [*map(eq, itertools.chain(*call.rows), itertools.chain(*other_call.rows))]

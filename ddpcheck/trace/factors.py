@@ -36,7 +36,7 @@ def constant_ratio(differences: Sequence[Difference]) -> float | None:
 
 
 def factor_of_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequence[float]]) -> float:
-    """Return the ratio of `grads` to averaged local gradients; 0.0 if not constant."""
+    """Return the factor from averaged local gradients to `grads`, or 0.0 if not constant."""
     factors = []
     for name in grads.keys() & set.intersection(*(set(step.local) for step in steps)):
         average = [sum(values) / len(steps) for values in zip(*(step.local[name] for step in steps), strict=True)]
@@ -48,9 +48,9 @@ def factor_of_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequen
 
 
 def factor_of_reduced(step: OptimizerStep, captured: ReplicaCaptured) -> float | None:
-    """Return the step's gradients divided by reduced gradients, or None if not constant.
+    """Return the factor from reduced gradients to the optimizer step's gradients, or None.
 
-    Only small gradients count, because their sketches have exact norms.
+    None if the factor differs between parameters. Only small gradients are compared: their sketches have exact norms.
     """
     exact = {name: math.hypot(*sketch) for name, sketch in captured.averaged.items() if len(sketch) <= _EXACT_SKETCH}
     used = {name: step.norms.get(f"{captured.wrapper}/{name}", 0.0) for name in exact}
@@ -60,7 +60,7 @@ def factor_of_reduced(step: OptimizerStep, captured: ReplicaCaptured) -> float |
 
 
 def sizes_of_groups(replicas: int, ranks_per_model: int) -> dict[int, str]:
-    """Return the group sizes by which a loss may be scaled, with descriptions."""
+    """Map group sizes to descriptions; scripts may multiply or divide losses by these sizes."""
     words = {replicas * ranks_per_model: "the world size"}
     if ranks_per_model > 1:
         words.setdefault(ranks_per_model, "the number of ranks that compute one model together")

@@ -100,7 +100,7 @@ class FailureFacts:
         return new_finding(code, subjects, message, **{**defaults, **more})
 
     def new_ended_finding(self, code: str, **more: Any) -> list[Finding]:
-        """Create a finding on the first rank that ended, and ranks with equal failures."""
+        """Create a finding on the first failure, naming all ranks with an equal failure."""
         first = self.ended[0]
         equal_failures = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
         ranks, outcome = [failure.rank for failure in equal_failures], failure_text(first)
@@ -172,9 +172,9 @@ def stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
 
 
 def count_forwards(facts: FailureFacts) -> int:
-    """Count consecutive DDP forward passes at the end of the first failed rank's log.
+    """Count DDP forward passes before the backward pass in which the first rank failed.
 
-    A backward pass that is the last entry of the log is ignored.
+    Only consecutive forward passes at the end of the log count; the failed backward pass may follow.
     """
     calls = [call.operation for call in facts.logs[facts.first.rank]]
     calls = calls[:-1] if calls[-1:] == [DDP_BACKWARD] else calls
@@ -186,7 +186,7 @@ TIMEOUT_PATTERN = r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out
 
 @dataclass(frozen=True, slots=True)
 class WrapperErrorFacts:
-    """Failures of ranks in a step with the wrapper, which succeeds without the wrapper."""
+    """Failures of ranks in a wrapped step; the same step succeeds without the wrapper."""
 
     failures: Sequence[RankFailure]  # in order of time
     finished: Mapping[int, object]  # by rank, return values of the other ranks

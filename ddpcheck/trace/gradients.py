@@ -66,17 +66,17 @@ class ReducerFacts:
 
     @property
     def not_synchronised(self) -> list[str]:
-        """Parameters in `unequal` that the wrapper has to average."""
+        """Parameters whose gradients differ between ranks, although the wrapper has to average them."""
         return [name for name in self.unequal if name not in self.known.wrapper.ignored]
 
     @property
     def mismatched(self) -> Mapping[str, Mapping[int, Difference]]:
-        """Parameters in `wrong` whose gradients are equal on all ranks."""
+        """Differences from the average, by parameter and step, if ranks have equal gradients."""
         return {name: by_step for name, by_step in self.wrong.items() if name not in self.unequal}
 
     @property
     def mismatches(self) -> list[Difference]:
-        """Difference of each mismatched parameter in its first step."""
+        """First difference from the average, for each parameter in `mismatched`."""
         return [by_step[min(by_step)] for by_step in self.mismatched.values()]
 
     def reduction(self, names: Sequence[str]) -> list[str]:
@@ -111,7 +111,7 @@ class ReducerFacts:
         return ""
 
     def mismatch(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
-        """Create a finding on the gradients in `mismatched`."""
+        """Create a finding on gradients that are equal on ranks, but not the average."""
         names = list(self.mismatched)
         steps = sorted({step for by_step in self.mismatched.values() for step in by_step})
         facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
@@ -120,18 +120,18 @@ class ReducerFacts:
 
 
 def paired(entries: Sequence[Sequence[_Entry]], key: Callable[[_Entry], Hashable]) -> list[Sequence[_Entry]]:
-    """Return, for each n, the ranks' n-th entries if their keys are equal."""
+    """Group the ranks' n-th entries, for each n; omit groups with different keys."""
     return [by_rank for by_rank in zip(*entries, strict=False) if len({key(entry) for entry in by_rank}) == 1]
 
 
 def draws_differ(evidence: Sequence[CompiledStep]) -> bool:
-    """Check if random draws of the model may explain that compiled gradients differ."""
+    """Check if compiled gradients differ and the model draws random numbers, a possible cause."""
     differ = any(difference.bad for item in evidence for difference in item.differences)
     return differ and any(item.drew for item in evidence)
 
 
 def ranks_and_steps(contributions: Sequence[tuple[DdpStepEvidence, Contribution]], ledgers: Ledgers) -> dict[str, Any]:
-    """Return the ranks and steps of contributions, as fields of a finding."""
+    """Return the ranks and steps of gradient contributions, as fields of a finding."""
     ranks, steps = {item.rank for item, _ in contributions}, {item.step for item, _ in contributions}
     return {
         "ranks": ranks_or_all(sorted(ranks), len({item.rank for item, _ in ledgers})),

@@ -72,7 +72,7 @@ class Loop(View):
 
 @dataclass(frozen=True, slots=True)
 class GradientChanges(View):
-    """Gradient clips and other changes by the script, by rank in order of time."""
+    """Gradient changes that the script makes, such as clipping; sequences are by rank."""
 
     checks = ("optimizers",)
     clips: Clips = ()
@@ -108,8 +108,8 @@ class GradientChanges(View):
     def changes_while_accumulating(self) -> list[Sequence[GradientsChanged]]:
         """Changes of accumulated gradients before a step's last micro-batch; each change is by rank.
 
-        Either changes of local gradients by factors that differ between ranks, or calls of known clip functions on
-        averaged gradients, whose factors are equal on all ranks.
+        These are changes of local gradients by factors that differ between ranks. If there are too few, the result is
+        calls of known clip functions on averaged gradients, whose factors are equal on all ranks.
         """
         changed = [[e for e in entries if abs(e.factor - 1) > MIN_NORM_CHANGE] for entries in self.between_backwards]
         changes = paired(changed, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))

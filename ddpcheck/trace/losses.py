@@ -41,7 +41,7 @@ _SKETCH_TOLERANCE = 0.3  # tolerance of a sketched norm ratio, as a power of the
 
 @dataclass(frozen=True)
 class Losses(View):
-    """Losses that a script differentiates, and gathered features in them; sequences by rank.
+    """Losses that a script differentiates, and features gathered from other ranks; sequences by rank.
 
     If several ranks compute one model together, only one rank of each model is included.
     """
@@ -88,7 +88,7 @@ class Losses(View):
 
     @cached_property
     def local_parts(self) -> list[list[OwnRowsReinserted]]:
-        """Losses on gathered features, by step, with gradients for the rank's own features only."""
+        """Losses on gathered features whose backward reaches only the rank's own features, by step."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.full_gradient) for part in by_rank)]
@@ -150,7 +150,7 @@ def _rescales_gradients(rank: RankTrace) -> bool:
 
 
 def _distances(steps: Sequence[Sequence[OwnRowsReinserted]]) -> list[float]:
-    """Return, by step, the largest relative distance of gathered gradients from rank 0's gradient."""
+    """Return how far gradients of gathered features differ from rank 0's gradient, by step."""
     distances = []
     for first, *others in ([part.full_gradient for part in by_rank] for by_rank in steps):
         farthest = max(math.dist(first, grad) if len(first) == len(grad) else math.inf for grad in others)
@@ -239,7 +239,7 @@ def _has_known_factor(term: ScaledTerm) -> bool:
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
     """Format a loss term: "term 1 of 2 of the loss (ce at train.py:9)".
 
-    Terms with the same name and line count as one term; the only term is "the loss".
+    Terms with the same name and line count as one term. A single term is formatted as "the loss".
     """
     labels = [(t.name, t.location) if t.name or t.location else index for index, t in enumerate(terms)]
     distinct = list(dict.fromkeys(labels))
@@ -335,7 +335,6 @@ def _unequal_targets_in(step: Sequence[tuple[MicroBatch, ...]]) -> UnequalTarget
 
 
 def _spread(values: Iterable[float]) -> float:
-    """Return the relative spread (max - min) / min."""
     values = list(values)
     return max(values) / min(values) - 1
 

@@ -174,7 +174,7 @@ class RankMetric:
     tries: int  # number of candidate metrics for a shown number
 
     def evidence(self, number: ShownNumber, rank: int | None = None) -> float:
-        """Return bits of evidence that `number` is the metric of `rank` (None: all ranks)."""
+        """Return, in bits, how surely `number` is the metric of `rank` (None: all ranks)."""
         value, bits = (self.pooled, max(self.bits)) if rank is None else (self.values[rank], self.bits[rank])
         if not shows(number, value):
             return 0.0
@@ -230,7 +230,7 @@ def bits_of(number: float) -> float:
 def _forms(
     key: str, name: str, values: Sequence[float], pooled: float, bits: Sequence[float], tries: int
 ) -> Iterator[RankMetric]:
-    """Yield forms of a mean: x, 100*x, 1-x, exp(x), sqrt(x)."""
+    """Yield forms in which scripts may show a mean: x, 100*x, 1-x, exp(x), sqrt(x)."""
     numbers = [*values, pooled]
     forms = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
     if name != _SHARE and all(0 <= number <= 1 for number in numbers):
@@ -253,7 +253,7 @@ def _common_numbers(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
 
 
 def _sum_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
-    """Yield sums per sample, per batch and per dataset size, and running means unchanged."""
+    """Yield recorded sums divided by samples, batches or dataset size, and running means unchanged."""
     samples, batches = [float(ev.samples) for ev in evals], [float(ev.loader.batches) for ev in evals]
     sizes = [float(ev.loader.size) for ev in evals]
     sums = _common_numbers(evals)
@@ -313,7 +313,6 @@ def _row_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
 
 
 def _pair_metrics(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return metrics, by name, of pairs of a prediction and a label or target."""
     classes = sorted({number for pair in pairs for number in pair})
     if len(classes) <= _MOST_COUNTED_CLASSES and all(number >= 0 == number % 1 for number in classes):
         index = {number: n for n, number in enumerate(classes)}
@@ -342,7 +341,7 @@ def evaluations_of(
     shown: Sequence[Sequence[MetricShown]],
     compared: Sequence[Sequence[RowsCompared]],
 ) -> list[Evaluation]:
-    """Return evaluations with numbers exchanged and shown until training continues; arguments by rank."""
+    """Group log entries into evaluations that are matched between ranks; arguments are by rank."""
     by_key: dict[tuple[object, ...], dict[int, RankEvaluation]] = {}
     records = zip(loaders, passes, exchanged, shown, compared or [()] * len(loaders), strict=True)
     for rank, (rank_loaders, rank_passes, rank_calls, rank_outputs, rank_rows) in enumerate(records):

@@ -20,7 +20,10 @@ _FEWEST_INPUTS = 2
 
 
 def hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> dict[tuple[int, ...], Location]:
-    """Map ranks that compute one model together to the line of a differentiable collective."""
+    """Find groups of ranks that split a model by the script's own differentiable collectives.
+
+    Return the line of such a collective for each group of ranks, or {} unless the groups contain all ranks.
+    """
     first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
     ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     is_same_module = all(
@@ -54,7 +57,7 @@ class HandSplit(ScriptView):
 
     @property
     def wrappers(self) -> list[list[WrapperTrace]]:
-        """Wrappers of split models, grouped by construction number."""
+        """Wrappers of split models; wrappers that ranks constructed as the n-th are one group."""
         by_number = group_by(() if self.facts.model_groups else self.facts.wrappers, lambda wrapper: wrapper.number)
         return [wrappers for wrappers in by_number.values() if hand_split(wrappers, self.facts.world_size)]
 

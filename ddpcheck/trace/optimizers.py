@@ -18,7 +18,7 @@ LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file,
 
 
 def restored_on_some(rank_steps: Steps) -> dict[int, Location]:
-    """Map ranks that loaded optimizer state to the line; {} if all ranks did."""
+    """Map ranks that loaded optimizer state to the loading line; {} if all loaded."""
     restored = {rank: step.restored_at for rank, step in enumerate(rank_steps) if step.restored_at is not None}
     return restored if len(restored) < len(rank_steps) else {}
 
@@ -30,7 +30,7 @@ def describe_loads(restored: Iterable[int]) -> str:
 def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -> Finding:
     """Locate a finding on options that differ between ranks, and add known causes.
 
-    If only some ranks call `load_state_dict`, the location is this call. Otherwise `line`, or None: the optimizer step.
+    The location is the `load_state_dict` call if only some ranks make it, else `line`, else the optimizer step.
     """
     first, restored = rank_steps[0], restored_on_some(rank_steps)
     finding = replace(finding, steps=(first.count,), location=first.location)
@@ -79,7 +79,7 @@ class Optimizers(ScriptView):
 
 @dataclass(frozen=True, slots=True)
 class OptimizedParameters(View):
-    """Wrapped parameters with gradients, and names of the parameters in optimizers."""
+    """Wrapped parameters that have gradients, and the parameters that optimizers hold."""
 
     checks = ("optimizers",)
     moved: Mapping[str, bool]  # True if the values change, by name of the wrapped parameter

@@ -57,7 +57,7 @@ class ParameterFacts:
     ) -> ParameterFacts:
         """Collect the ranks and steps in which parameters do not contribute to the loss.
 
-        `ends_here`: the run ends with the last of these steps. `explained`: parameters of other findings, left out.
+        `ends_here`: no step follows these steps. `explained`: parameters to omit, as other findings name them.
         """
         missing: dict[str, list[StepEvidence]] = {}
         for item in evidence:
@@ -81,7 +81,7 @@ class ParameterFacts:
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
 
     def list_peers_sometimes_missing(self, names: Sequence[str]) -> bool:
-        """Return True if parameters that differ from `names` in list indices are sometimes missing."""
+        """Return True if `names` are sometimes missing with another list index, as in `layers.1.weight`."""
         families = set(map(_without_indices, self.sometimes_missing))
         return all(_without_indices(name) in families for name in names)
 
@@ -121,7 +121,7 @@ class MissingGroup:
 
     @property
     def where(self) -> str:
-        """Text: line and module of the operation that ends the path to the loss."""
+        """Line and module of the operation where the path to the loss ends."""
         return f"{self.end.at} (in module {self.end.module})" if self.end.module else self.end.at
 
     def new_finding(self, code: str, message: str, evidence: Sequence[str] = (), fix: str = "") -> list[Finding]:

@@ -74,7 +74,7 @@ class Comparison:
 
     @cached_property
     def next_steps(self) -> list[_Step]:
-        """Return each optimizer's step after `steps`; of these steps only parameters are comparable."""
+        """Return each optimizer's first step after `steps`; parameters before this step are comparable."""
         following = {(single.optimizer, single.count + 1) for _, single, _ in self.steps}
         return [s for s in self._common_steps[len(self.steps) :] if (s[1].optimizer, s[1].count) in following]
 
@@ -90,7 +90,6 @@ class Comparison:
         ]
 
     def _have_same_samples(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> bool:
-        """Check if forward got the same samples in both runs."""
         sums = [math.fsum(column) for column in zip(*(step.samples for step in rank_steps), strict=True)]
         rows = max(sums[-1], single.samples[-1])
         if not min(sums[-1], single.samples[-1]):  # samples are not recorded, as without wrappers
@@ -111,7 +110,7 @@ class Comparison:
 
     @cached_property
     def computes_with_rank(self) -> bool:
-        """Check if gradients of a single process depend on its rank number (`other_rank`)."""
+        """Check if a single process gets other gradients when its rank number is changed."""
         if self.other_rank is None:
             return False
         steps = zip(*(entries_of(rank, ParityStep) for rank in (self.other_rank, self.single)), strict=False)
@@ -175,7 +174,7 @@ class Comparison:
         return _Gradients(norms, steps[0].gradient if len(norms) == count else ())  # else ranks hold parts of the model
 
     def factor_of(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> str:
-        """Return the common factor of all gradients: "N" (world size), "1/N" or ''."""
+        """Return the factor between the runs' gradients: "N" (world size), "1/N" or ''."""
         actual, expected = self._gradients_of(self.ranks, rank_steps), self._gradients_of([self.single], [single])
 
         def fits(factor: float) -> bool:
@@ -216,7 +215,6 @@ class _Gradients:
 
 
 def _relative_distance(actual: _Gradients, expected: _Gradients) -> float:
-    """Return the distance between gradients, relative to the larger norm."""
     scale = max(actual.norm, expected.norm)
     if not math.isfinite(scale):
         return 0.0 if math.isfinite(actual.norm) == math.isfinite(expected.norm) else math.inf
@@ -239,7 +237,7 @@ def saved_states(rank: RankTrace) -> dict[tuple[str, int], TensorsSaved]:
 def values_that_differ(saved: TensorsSaved, single: TensorsSaved, rerun: TensorsSaved | None) -> list[str]:
     """Return names of saved tensors whose norms differ beyond noise.
 
-    Noise is the largest change of several norms in `rerun`, because a single norm may stay equal by chance.
+    Noise is the largest change of a tensor's norms from `single` to `rerun`. A single norm may be equal by chance.
     """
     largest = dict[str, float]()  # by last part of the name, such as "exp_avg"
     for name, norms in single.norms.items():

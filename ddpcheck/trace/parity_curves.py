@@ -27,7 +27,7 @@ def curves(parity: Parity) -> tuple[ParityCurve, ...]:
 
 
 def _step_curves(parity: Parity) -> Iterator[ParityCurve]:
-    """Yield curves of gradients and losses; show divergence of losses only if gradients diverge."""
+    """Yield gradient and loss curves; mark where losses diverge only if gradients diverge."""
     pairs = zip(parity.steps, parity.gradients, strict=True)
     by_optimizer = group_by(pairs, lambda pair: pair[0][1].optimizer)
     for number, group in by_optimizer.items():

@@ -46,7 +46,7 @@ class EndingFacts:
         return [f"rank {rank.rank}: {rank.doing}" for rank in self.ranks]
 
     def enclosing(self, lines: Sequence[str], *kinds: str) -> list[Block]:
-        """Return the blocks of `kinds` around the lines of a stack, outermost first."""
+        """Return code blocks (loops, branches, ...) of `kinds` around a stack's lines, outermost first."""
         return [block for line in reversed(lines) for block in self.blocks.get(line, ()) if block.kind in kinds]
 
     def loops(self, lines: Sequence[str]) -> list[Block]:
@@ -54,15 +54,15 @@ class EndingFacts:
         return self.enclosing(lines, "loop")
 
     def has_been_in(self, rank: RankAtEnd, block: Block) -> bool:
-        """Return True if a rank called a collective inside a block."""
+        """Return True if a rank has called any collective inside `block`."""
         return any(block in self.enclosing(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
     def was_in(self, side: Position, loop: Block) -> bool:
-        """Return True if `side` was in `loop` at the last collective before the divergence."""
+        """Return True if a rank's last collective before the divergence was inside `loop`."""
         return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
     def current_stack(self, rank: RankAtEnd) -> tuple[str, ...]:
-        """Return the current stack of a rank, else the lines of its last collective."""
+        """Return a rank's current stack, or if unknown, the lines of its last collective."""
         return rank.lines or (lines_of(rank.calls[-1]) if rank.calls and not rank.ended else ())
 
 
@@ -72,13 +72,13 @@ def lines_of(call: Call) -> tuple[str, ...]:
 
 
 def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Block]:
-    """Return the loops that `leaver` has exited and `stayer` is in, outermost first."""
+    """Return loops that rank `leaver` has exited while `stayer` is inside, outermost first."""
     leaver_loops = facts.loops(leaver.lines)
     return [loop for loop in facts.loops(stayer.lines) if loop not in leaver_loops and facts.was_in(leaver, loop)]
 
 
 def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
-    """Return (line, keyword) of each early exit of `loop`; enclosing `try` blocks count."""
+    """Return (line, keyword) of early exits from `loop`, including `try` blocks around the loop."""
     exited = [] if leaver.state.ended else facts.enclosing(leaver.lines, "try")
     tries = [] if leaver.state.ended else [b for b in facts.enclosing(stayer.lines, "try") if b not in exited]
     enclosing = [b for b in tries if b.path == loop.path and b.first <= loop.first and b.last >= loop.last]
@@ -88,8 +88,9 @@ def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position
 def local_branches(facts: EndingFacts, position: Position, peer: Position) -> list[Block]:
     """Return the branches that `position` is in and `peer` never entered, innermost first.
 
-    If `peer` is outside of the function or loop that an early exit leaves, the statements after this exit are a branch
-    too, at the end of the list. Empty if `peer` is in a loop that `position` has left, as `peer` may come to it.
+    The statements after an early exit (`return`, `break`, `raise`) count as a branch, last in the list, if `peer` is
+    outside of the function or loop that the exit leaves. The list is empty if `peer` is in a loop that `position` has
+    left, since `peer` may still reach the branch.
     """
     if loops_left(facts, position, peer) and not set(facts.loops(position.lines)) & set(facts.loops(peer.lines)):
         return []
@@ -159,7 +160,7 @@ def describe_loader_pass(loader_pass: LoaderPass) -> str:
 def count_visits(rank: RankAtEnd, call: Call) -> int:
     """Count how often a rank made the same call at the same program lines.
 
-    If `call` is a DDP forward pass, but the rank logs no forward passes, count log entries whose `place` has the line.
+    If `call` is a DDP forward pass, but the log has no forward passes, log entries made at its line are counted.
     """
     forward = call.operation == DDP_FORWARD and all(logged.operation != DDP_FORWARD for logged in rank.calls)
     return sum(

@@ -23,7 +23,7 @@ WriteFacts = tuple[Location | None, list[str], tuple[int, ...]]  # line of a wri
 
 
 def common_values(by_rank: Sequence[Mapping[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Return by key the values on all ranks, if all ranks have the key."""
+    """Map each key that all ranks have to its values by rank."""
     common = [key for key in by_rank[0] if all(key in values for values in by_rank)] if by_rank else []
     return {key: [values[key] for values in by_rank] for key in common}
 
@@ -34,7 +34,7 @@ def aligned(by_rank: Sequence[Mapping[Any, _Value]]) -> list[list[_Value]]:
 
 
 def differing_values(by_rank: Sequence[Mapping[_Key, Any]]) -> dict[_Key, list[Any]]:
-    """Return by key the values on all ranks, if the values differ between ranks."""
+    """Map each key whose values differ between ranks to its values by rank."""
     return {name: values for name, values in common_values(by_rank).items() if len(set(values)) > 1}
 
 
@@ -44,7 +44,7 @@ def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple
 
 
 def values_differ(values: Sequence[Mapping[str, int]]) -> bool:
-    """Return True if the same tensors have different values on some ranks."""
+    """Return True if ranks have the same tensor names, but different values."""
     return all(state.keys() == values[0].keys() for state in values) and any(state != values[0] for state in values)
 
 
@@ -56,7 +56,7 @@ def changes_of_kind(changes: Changes, *kinds: str) -> list[ModuleChanged]:
 def ranks_by_call(
     changes: Changes, matches: Callable[[ModuleChanged], bool]
 ) -> dict[tuple[str, Location | None], list[int]]:
-    """Return the ranks of matching changes, by (call, line)."""
+    """Map (call, line) of each matching change to the ranks that made the change."""
     ranks: dict[tuple[str, Location | None], list[int]] = {}
     for rank, rank_changes in enumerate(changes):
         for change in filter(matches, rank_changes):
@@ -110,7 +110,7 @@ class ReplicaFacts:
     known: JudgeContext  # other facts of the check
 
     def first_steps(self, pick: Callable[[DdpStepEvidence], Mapping[str, int]]) -> dict[str, int]:
-        """Return names whose fingerprints differ between ranks, with the first differing step."""
+        """Map names whose fingerprints differ between ranks to the first step with a difference."""
         steps: dict[str, int] = {}
         for step, items in self.by_step.items():
             if items[0].is_local_sgd:
@@ -142,7 +142,7 @@ class ReplicaFacts:
 
 
 def steps_with_equal_end(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
-    """Return steps with equal parameters on all ranks before the optimizer steps again."""
+    """Return steps after which parameters are equal on ranks, before the next update."""
     after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
     before = {
         step - 1

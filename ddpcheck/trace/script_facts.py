@@ -75,7 +75,7 @@ class WrapperTrace:
 
     @property
     def loss_line(self) -> Location | None:
-        """Line that computes a loss of the wrapper, else line that calls backward."""
+        """Line that computes the wrapper's loss, or if unknown, the line that calls backward."""
         losses = (loss for rank_losses in self.losses for loss in rank_losses if self.number in loss.wrappers)
         return next((line for loss in losses if (line := loss.computed_at or loss.location)), None)
 
@@ -296,7 +296,7 @@ class ScriptFacts:
 
     @cached_property
     def shards(self) -> int:
-        """Largest number of sharded parameters in an optimizer."""
+        """Largest number of sharded parameters in any optimizer."""
         return max((step.shards for rank in self.ranks for step in entries_of(rank, OptimizerStep)), default=0)
 
     @cached_property
@@ -386,7 +386,7 @@ def first_steps(rank: RankTrace) -> list[OptimizerStep]:
 
 
 def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: RankTrace) -> OptimizerEnd:
-    """Return `end`, with the number of reductions added if the optimizer was freed early."""
+    """Add the number of gradient reductions to `end` if the optimizer was freed early."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
     wrapper_ids = {int(name.partition("/")[0]) for name in last.ddp_params}
@@ -401,7 +401,7 @@ def _steps_of_all_ranks(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
-    """Return the model split of each group of ranks that all its members report."""
+    """Map groups of ranks to their model split, if all members report the group."""
     groups: dict[tuple[int, ...], ModelSplit] = {}
     for rank_splits in splits.values():
         for split in rank_splits[:1]:

@@ -66,7 +66,6 @@ def shown_numbers(comparison: Comparison) -> list[ShownPair]:
 
 
 def _entries_by_occurrence(rank: RankTrace) -> dict[_Key, NumbersShown]:
-    """Return entries by line, text and number of earlier occurrences."""
     entries: dict[_Key, NumbersShown] = {}
     for entry in entries_of(rank, NumbersShown):
         occurrence = 0
@@ -119,7 +118,7 @@ def first_unequal(comparison: Comparison, steps: range, difference: float = NEAR
     Args:
         comparison: The runs.
         steps: Numbers of optimizer steps after which evaluations are compared.
-        difference: Relative difference of a number computed from the variable; a quarter, at most `NEAR`, is allowed.
+        difference: Relative difference of a shown number; variables may differ by a quarter of it, at most `NEAR`.
     """
     *values_by_rank, single_values = (_last_values(rank, steps) for rank in (*comparison.ranks, comparison.single))
     noise = _last_values(comparison.noise, steps) if comparison.noise else single_values
@@ -151,7 +150,6 @@ def line_of_number(rank: RankTrace, steps: range, text: str) -> tuple[Location, 
 
 
 def _last_values(rank: RankTrace, steps: range) -> dict[_Line, tuple[float, ...]]:
-    """Return the last value of each variable by evaluation line, in order."""
     last_values: dict[_Line, tuple[float, ...]] = {}  # loops assign a different number of values on each rank
     for traced in entries_of(rank, EvaluationTraced):
         for value in traced.values if traced.steps in steps else ():

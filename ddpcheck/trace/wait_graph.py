@@ -60,8 +60,8 @@ class WaitGraph:
 
     Attributes:
         open_calls: Calls that have not ended, by rank, in the order of entry.
-        devices: First call that peers have completed and the rank's device has not, by rank.
-        waits: Calls in which a rank waits, by rank; without the ranks of `devices`.
+        devices: First call, by rank, that is complete on peers, but not on the device of the rank.
+        waits: Calls in which a rank waits for peers, by rank; ranks in `devices` are left out.
         stopped: Ranks that other ranks wait for, and that are in no call, or in a call that peers have completed.
         missing: Ranks that other ranks wait for, and that have no dump.
     """
@@ -92,7 +92,6 @@ class WaitGraph:
         return not call.between_two and call.number < self._furthest.get(self.group(rank, call), 0)
 
     def _uncompleted_call(self, rank: int) -> RecordedCall | None:
-        """Return the first call that peers completed and the device of `rank` did not."""
         passed = [call for call in self.open_calls[rank] if self._is_completed_by_peer(rank, call)]
         if self.dumps[rank].gloo or all(call.call.operation in ROOTED for call in passed):
             return None
@@ -134,12 +133,12 @@ class WaitGraph:
         )
 
     def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
-        """Return ranks that completed most collectives of a group, and the last collective's number."""
+        """Return the ranks furthest ahead in a group, and their last completed collective's number."""
         number = self._furthest[group := self.group(rank, call)]
         return [peer for peer, position in self._places[group].items() if position[0] == number], number - 1
 
     def waits_on(self, roots: Collection[int]) -> list[_Wait]:
-        """Return the waits for any of `roots`, earliest first, with peers limited to `roots`."""
+        """Return waits for ranks in `roots`, earliest first; other awaited peers are removed."""
         waits = ((rank, call, peers & {*roots}) for all_waits in self.waits.values() for rank, call, peers in all_waits)
         return sorted((wait for wait in waits if wait[2]), key=lambda wait: wait[1].created)
 
@@ -173,7 +172,7 @@ class WaitGraph:
     ) -> list[Finding]:
         """Create a finding on `roots`, the ranks that other ranks wait for.
 
-        `cause` begins the message. The location is `call`, else the first call in which a rank waits for `roots`.
+        `cause` begins the message. The location is the line of `call`, by default the first wait for a rank of `roots`.
         """
         lines, waiting = self.who_waits(roots)
         calls = [call] if call is not None else [call for _, call, _ in self.waits_on(roots)]
@@ -196,7 +195,6 @@ class WaitGraph:
         return self.hang_finding(code, ranks, f"{format_ranks(ranks)} wait for each other", fix, evidence, circle[0][1])
 
     def _evidence_lines(self, waits: Sequence[_Wait]) -> list[str]:
-        """Return a line of evidence for each group description and operation."""
         kinds = group_by(
             waits, lambda wait: (self._group_description(wait[1]), _op_name(wait[1]), wait[1].group == DEFAULT_GROUP)
         )

@@ -77,7 +77,6 @@ class DeadlockDetector:
         return bool(self._stacks) and before in ({}, self._stacks)
 
     def _processor_seconds(self) -> list[float] | None:
-        """Return the CPU seconds per rank; `None` if any rank computes or has exited."""
         cpu_seconds = []
         for rank in self._processes.ranks:
             if rank.pid is None or rank.ended is not None or (seconds := processor_seconds(rank.pid)) is None:
@@ -115,6 +114,5 @@ def processor_seconds(pid: int, *, exclude_main_thread: bool = False) -> float |
 
 
 def _ticks(task: str) -> int:
-    """Return the CPU time of a process or thread in clock ticks."""
     fields = process_stat(task)
     return int(fields[11]) + int(fields[12])

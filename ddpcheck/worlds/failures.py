@@ -191,8 +191,7 @@ def failure_of_running_rank(rank: int, when: float, dump: str, status: str, coll
 def thread_failure(rank: int, dump: str, error: str) -> RankFailure | None:
     """Return the failure of a rank that waits for a failed thread, or `None`.
 
-    Returns `None` if any other thread runs user code.
-    `error`: JSON of [thread name, data from `exception_data`], or ''.
+    `None` if any other thread runs user code. `error`: JSON of [thread name, data from `exception_data`], or ''.
     """
     waits_in = "" if program_threads(dump) else lock_waited_for(main_stack(dump))
     if not error or not waits_in:

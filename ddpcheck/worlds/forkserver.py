@@ -45,7 +45,7 @@ _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
 
 @dataclass
 class _World:
-    """World whose ranks are forked after the sockets of all ranks have arrived."""
+    """World requested from the fork server, which forks ranks once all sockets have arrived."""
 
     notify: socket.socket
     awaited: list[int]  # ranks not forked yet
@@ -88,7 +88,7 @@ class Server:
         self._libc = ctypes.CDLL(None)
 
     def preload(self, names: Sequence[str]) -> None:
-        """Import `_PRELOAD` and `names`; an error is reported when ranks are requested."""
+        """Import torch, cloudpickle and modules `names`; report errors when ranks are requested."""
         gc.disable()  # collection takes 20% of the time to import torch
         try:
             with self._serving_on_timer():

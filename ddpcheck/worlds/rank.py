@@ -62,7 +62,7 @@ def current() -> RankContext:
 
 
 class Slots(ctypes.Structure):
-    """Memory-mapped status, current collective and compile time of a rank."""
+    """Status, current collective and compile time of a rank, memory-mapped for the parent process."""
 
     # Longer texts are truncated.
     _fields_ = (
@@ -106,7 +106,7 @@ def set_collective(text: str) -> None:
 
 
 def read_slots(directory: Path, rank: int) -> Slots:
-    """Return the slots of a rank from its file; empty slots if unreadable."""
+    """Return the `Slots` that a rank writes to its file; empty `Slots` if unreadable."""
     try:
         return Slots.from_buffer_copy((directory / f"rank{rank}.slots").read_bytes())
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def read_slots(directory: Path, rank: int) -> Slots:
 
 
 def current_slots() -> Slots:
-    """Return the slots of this rank, or empty slots outside a rank."""
+    """Return the `Slots` (status, collective, compile time) of this rank, empty outside a rank."""
     return _slots or Slots()
 
 

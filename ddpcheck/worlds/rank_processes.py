@@ -219,7 +219,7 @@ class RankProcesses:
         return True
 
     def request_exit(self, idle: bool) -> None:
-        """Ask ready ranks to exit if `idle` (no run is active), else kill; non-blocking."""
+        """Ask ranks to exit if `idle` (no run is active) and ready, else kill."""
         if self.exit_requested:
             return
         self.exit_requested = True
@@ -236,7 +236,7 @@ class RankProcesses:
             self.kill()
 
     def release(self, is_owner: bool) -> None:
-        """Close all sockets, and if `is_owner` (not a forked child), the descriptors of `StartedRanks`."""
+        """Close all sockets; if `is_owner` (not a forked child), also close the `StartedRanks`."""
         for rank in self.ranks:
             rank.sock.close()
         self._selector.close()

@@ -57,7 +57,7 @@ def gloo_interface(one_machine: bool, local_address: str, master_addresses: Iter
 
     By default gloo binds to the address of this machine's hostname. On one machine the hostname may not resolve. On
     several machines the hostname often resolves to the loopback interface, which other machines cannot reach.
-    `local_address`: own address on the route to rank 0. `master_addresses`: rank 0's machine as seen by each rank.
+    `local_address`: this machine on the route to rank 0. `master_addresses`: addresses by which ranks reach rank 0.
     """
     if one_machine:
         with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ def apply_context(config: wire.RankConfig, context: wire.ProcessContext) -> None
 
 
 def seed() -> None:
-    """Reseed every random generator: states inherited by fork are the same on all ranks."""
+    """Reseed every random generator, since forked ranks inherit equal generator states."""
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
@@ -164,7 +164,7 @@ def generators(*, thorough: bool) -> dict[str, Any]:
 
 
 def changed_since(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generator states that differ from `before`, except GPU generators."""
+    """Return the states of random generators (not of GPUs) that differ from `before`."""
     now = generators(thorough=True)
     return {name: now[name] for name in now if name != "cuda" and _as_text(now[name]) != _as_text(before.get(name))}
 

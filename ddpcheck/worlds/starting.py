@@ -91,7 +91,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessContext:
-    """Return paths, arguments and environment for ranks: from this process, updated with `variables`."""
+    """Return this process's context for ranks: paths, arguments, and environment updated with `variables`."""
     variables = variables or {}
     return wire.ProcessContext(
         environment={**inherited_environment(), **variables},
@@ -259,7 +259,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 class ForkedRanks:
-    """Ranks forked from a server that has imported `preload` and, if `ahead`, `DDP_MODULES`."""
+    """Ranks forked from a server that has imported `preload` (if `ahead`, also `DDP_MODULES`)."""
 
     def __init__(
         self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool

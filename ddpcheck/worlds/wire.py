@@ -207,7 +207,7 @@ def loads(data: bytes) -> Any:
 
 
 def importable(module: types.ModuleType) -> bool:
-    """Return True if an import of the module's name loads the same file."""
+    """Return True if ranks can import the module: its name loads the same file."""
     name = module.__name__
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:
@@ -247,7 +247,7 @@ _COUNT = 4  # bytes of the piece count at the start of the first piece
 
 
 def put_value(put: Callable[[str, bytes], object], name: str, data: bytes) -> None:
-    """Write a value in pieces; the key `name` is written last."""
+    """Write a value in 4 MiB pieces; the key `name`, written last, signals completion."""
     pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)] or [b""]
     for index, piece in enumerate(pieces[1:], 1):
         put(f"{name}#{index}", piece)

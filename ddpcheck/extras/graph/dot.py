@@ -109,7 +109,7 @@ class _Drawing:
         return self.view.modules.get(path, ModuleFact(""))
 
     def _describe(self, path: str) -> Sequence[str]:
-        """Return the label of a module: name or name range, class and sizes."""
+        """Return the name of a drawn module, and its class, size and forward calls."""
         fact, copies = self._fact(path), len(self._fact(path).copies)
         names = [name.rpartition(".")[2] for name in (fact.copies[:: copies - 1] if copies > 1 else [path])]
         words = [f"{copies} {_TIMES} {fact.class_name}" if copies > 1 else fact.class_name]

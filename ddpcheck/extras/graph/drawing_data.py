@@ -18,7 +18,7 @@ Mark = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Graph node: batch, part of a module's forward, path end, or loss."""
+    """Drawn node: batch, operations of one module, end of an autograd path, or loss."""
 
     key: str
     kind: Literal["input", "module", "stop", "loss"]
@@ -39,7 +39,7 @@ class ModuleFact:
 
 @dataclass(frozen=True, slots=True)
 class MarkedParam:
-    """Parameter or unregistered trained tensor with a finding."""
+    """Drawn parameter (or trained tensor that is not registered) that has a finding."""
 
     mark: Mark
     module: str  # path of the drawn module with the parameter

@@ -13,7 +13,7 @@ from ddpcheck.report.matrix.option_sets import DEFAULTS
 
 
 def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Advice, ...]:
-    """Return advice on the rows, most important first; `noise` is `Matrix.noise`."""
+    """Return advice on DDP options, most important first; `noise` is `Matrix.noise`."""
     rows = [row for row in rows if row.own or not row.label]  # sharded rows have none of these options
     own_row = next((row for row in rows if row.own), None)
     if own_row is None:
@@ -83,13 +83,12 @@ def _wrong_advice(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iter
 
 
 def _is_subset(less: MatrixRow, more: MatrixRow) -> bool:
-    """Return True if `less` has a proper subset of the options of `more`."""
     within = all(more.arguments.get(name) == value for name, value in less.arguments.items())
     return within and less.hook in ("", more.hook) and less.options != more.options
 
 
 def _fine_advice(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
-    """Yield advice on correct rows: slower, faster, with warnings, or equally fast."""
+    """Yield advice on correct rows: which are slower, faster, equally fast or have warnings."""
     costs, gains, warns = [], [], []
     safe: list[str] = []
     lossy: list[str] = []

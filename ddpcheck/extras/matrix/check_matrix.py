@@ -116,8 +116,6 @@ def check_matrix(
 
 @dataclass
 class _MatrixRun:
-    """Run of a matrix: one check per row, then step times."""
-
     target: Recipe | str
     asked: CheckOptions
     progress: Callable[[str], None]
@@ -130,7 +128,7 @@ class _MatrixRun:
     bug: ReportError | None = None  # bug of ddpcheck in a row
 
     def run(self, *, step_times: bool) -> Matrix:
-        """Run all rows, even after a failure."""
+        """Check all rows, even after a failure; if `step_times`, also time correct rows."""
         start = time.perf_counter()
         own = state = self._check(None, "the recipe's own options")
         if not own.stopped_by_target and not own.wrapped:  # no wrapper can be made with the recipe's own options
@@ -237,7 +235,7 @@ class _MatrixRun:
             self.rows += variant_rows(self.target, self.asked, fine[0], self.progress, self.hosts)
 
     def _run_row(self, option_set: OptionSet, expected: int) -> MatrixRow:
-        """Run an option set and return the row; a skipped row has a reason."""
+        """Check the recipe with an option set; return the row, with reason if skipped."""
         options = option_set.options
         row = partial(MatrixRow, options.arguments, hook=options.hook)
         if option_set.skip_reason:

@@ -221,7 +221,7 @@ class _Prepared:
 
 
 def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> VariantFacts:
-    """Build and wrap the model, and run the ordinary step as a reference."""
+    """Prepare compiled and micro-batched steps: run a plain step as their reference."""
     model_build.build(target, seed)
     wrap(options)
     state = rank_state()
@@ -265,7 +265,7 @@ def _num_graphs() -> int:
 
 
 def _ddp_gradients(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients, bool]:
-    """Return accumulated DDP gradients, and True if torch's random numbers were drawn."""
+    """Return gradients accumulated over `parts` under DDP, and True if torch drew random numbers."""
     prep, state = this_rank.state["variants"], rank_state()
     model, wrapper, seed = state.training_model, state.training_model.wrapper, state.seed_of(_STEP)
     prep.before.restore(state.module)
@@ -284,7 +284,7 @@ def _ddp_gradients(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients, b
 
 
 def _split_batch(prep: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
-    """Split the batch into micro-batches; return an error or "", and the gradient differences."""
+    """Split a batch into micro-batches; return (error, gradient differences from the whole batch)."""
     state = rank_state()
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in state.module.modules()):
         return "BatchNorm normalises by the statistics of a batch, and those of a micro-batch differ", ()

@@ -60,7 +60,7 @@ class ModelFacts:
 
 
 class VariantFacts(msgspec.Struct, frozen=True):
-    """Facts of a rank before its compiled or micro-batched steps."""
+    """Facts that say if a rank can run compiled and micro-batched steps."""
 
     not_compiled: str = ""  # why the module cannot or need not be compiled; empty if it can
     not_split: str = ""  # why the batch cannot be split; empty if it can
@@ -77,7 +77,7 @@ class VariantStep(msgspec.Struct, frozen=True):
 
 
 class WrappedRow(SplitModule, frozen=True):
-    """Evidence of one rank after wrapping with the options of a row."""
+    """Facts of one rank's module, wrapped with the options of a matrix row."""
 
     model: ModelFacts = msgspec.field(default_factory=ModelFacts)  # facts known to this rank
     # options that the recipe's `wrap` overrides after the constructor
@@ -86,7 +86,7 @@ class WrappedRow(SplitModule, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class OptionSet:
-    """Combination of options, with the reason if it is not tried."""
+    """Combination of DDP options, and the reason if the matrix skips this combination."""
 
     options: DDPOptions  # the combination
     skip_reason: str = ""  # why the options make no difference; empty if they can
@@ -99,7 +99,7 @@ def first_option_sets(facts: ModelFacts) -> list[DDPOptions]:
 
 
 def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DDPOptions]) -> list[OptionSet]:
-    """Return `base` with further options, and each of `graphs` with gradient_as_bucket_view."""
+    """Return option sets to try: `base` plus options, and `graphs` plus gradient_as_bucket_view."""
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         no_buffers = "" if facts.buffers else "the model has no buffers"

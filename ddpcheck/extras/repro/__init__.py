@@ -78,7 +78,7 @@ def command_for(report: Report, script: Path) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Raise a `UsageError` if `folder` is not writable, without leaving files."""
+    """Check early that scripts can be written to `folder`; raise a `UsageError` if not."""
     made, probe = not folder.exists(), folder / ".ddpcheck-can-write"
     try:
         folder.mkdir(parents=True, exist_ok=True)

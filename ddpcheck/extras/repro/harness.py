@@ -36,7 +36,7 @@ RandomNumbers = str
 
 
 class Recorder(TorchDispatchMode):
-    """Record drawn random numbers, and inputs of reductions."""
+    """Dispatch mode that records drawn random numbers and the inputs of reductions."""
 
     numbers: dict[str, list[Any]]
 
@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Rank:
-    """Rank with the bare model `net` and the DDP wrapper `module`."""
+    """Rank of a reproduction script, with bare model `net` and DDP wrapper `module`."""
 
     def __init__(self, recipe: Any, **settings: Any) -> None:
         self.recipe, self.set = recipe() if callable(recipe) else recipe, settings
@@ -65,7 +65,7 @@ class Rank:
         self.leaves, self.lost, self.start = tuple[Any, ...](), dict[str, str](), dict[str, str]()
 
     def show(self, measured: Any, at_fault: Any) -> None:
-        """Compare facts of all ranks; exit with 1 if `at_fault` flags any fact."""
+        """Gather the `measured` facts of all ranks; exit with 1 if `at_fault` flags any."""
         lines: list[str] = []
         try:
             dist.init_process_group(self.set["backend"], timeout=self.timeout)
@@ -136,7 +136,10 @@ class Rank:
         return sum(x.sum() for x in tree_tensors(losses))
 
     def train(self, whole: bool = False, numbers: Any = None) -> Any:
-        """Train; yield (part of the step, step); `numbers` fixes the random numbers of forward."""
+        """Train, and yield (part, step) after each part of a step, such as "backward".
+
+        `whole`: each rank takes the global batch. `numbers(module, data)`: context that fixes forward's random numbers.
+        """
         into_training(self.net)
         for step in range(self.steps):
             self.optim.zero_grad()
@@ -154,7 +157,10 @@ class Rank:
             yield "step", step
 
     def look(self, parts: str, facts: Any) -> Any:
-        """Train; yield `facts()` after the step parts named in `parts` ("bare": without DDP)."""
+        """Train; yield (step, `facts()`) after the parts of each step named in `parts`.
+
+        If `parts` has "bare", training is without DDP. If it has "start", the facts before training are step -1.
+        """
         self.build("bare" in parts)
         if "start" in parts:
             yield -1, facts()
@@ -202,7 +208,7 @@ class Rank:
         return {"find_unused_parameters": f"{self.module.find_unused_parameters}, unused: {len(self.missing())}"}
 
     def unused(self) -> Any:
-        """Yield parameters without gradient, training without DDP; then train with DDP (may hang)."""
+        """Train without DDP, yielding parameters without gradient; then train with DDP (may hang)."""
         yield from self.look("bare backward", self.missing)
         yield from self.look("", None)
         self.tolerated = self.module.find_unused_parameters and not self.module.static_graph
@@ -230,7 +236,7 @@ class Rank:
         return {f"number {n} of {tuple(x.shape)}": f"gradient {self.in_short(x.grad)}" for n, x in enumerate(kept)}
 
     def reductions(self) -> Any:
-        """Yield the gradients of each DDP step, and finally how often no_sync was used."""
+        """Yield DDP's gradients after each backward, and finally how often `no_sync` was used."""
         self.build()
         calls, passes = list[Any](), list[bool]()
         for ddp in [part for part in self.module.modules() if isinstance(part, DistributedDataParallel)]:
@@ -243,7 +249,7 @@ class Rank:
         yield 0, {"no_sync": under} if calls else {}
 
     def last(self, bare: bool = False, average: bool = False, **how: Any) -> Any:
-        """Return gradients of the last step; if `average`, all_reduce averages gradients without DDP."""
+        """Return the last step's gradients; if `average`, average gradients by all_reduce instead of DDP."""
         self.build(bare)
         for part, step in self.train(**how):
             for p in self.net.parameters() if average and part == "backward" else ():
@@ -265,7 +271,7 @@ class Rank:
         return lambda: gradients
 
     def compare(self, want: Any, **how: Any) -> Any:
-        """Yield gradients whose error against `want()` exceeds the tolerance, largest error first."""
+        """Train; yield gradients whose error against `want()` exceeds the tolerance, largest error first."""
         got, right, allowed = self.last(**how), want(), self.set["tolerance"]
         got, sizes = {name: got.get(name, 0 * x).to(x) for name, x in right.items()}, scales(right)
         errors = {name: norm(got[name] - x) / max(sizes[name], 1e-30) for name, x in right.items()}
@@ -299,7 +305,7 @@ class Rank:
             yield step, {"samples": text} if again or missing else {}
 
     def recorded(self, which: str) -> Any:
-        """Yield numbers that forward draws or reduces (`which`) on the samples of rank 0."""
+        """Run forward on rank 0's samples; yield the numbers "drawn" or "reduced" (`which`)."""
         self.build(bare=True)
         into_training(self.net)
         data = self.gathered(self.batch(0))[0]

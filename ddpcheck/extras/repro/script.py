@@ -78,7 +78,7 @@ _ON_EACH_RANK = ("missing", "unregistered", "zero", "search")  # comparisons tha
 
 
 def why_none(finding: Finding, report: Report) -> str:
-    """Return the reason why a finding has no script, or ""."""
+    """Return the reason why a finding has no reproduction script, or ""."""
     rule = RULES[finding.code]
     text = f"no script shows {finding.code} ({rule.name})"
     if rule.repro not in COMPARISONS:
@@ -101,7 +101,7 @@ def world_size_for(finding: Finding, report: Report) -> int:
 
 
 def tolerance_for(finding: Finding, report: Report) -> float:
-    """Return a relative tolerance between the reported tolerance and the reported error."""
+    """Return the tolerance of the script, between the reported tolerance and the reported error."""
     comparison = RULES[finding.code].repro
     reference = "local" if comparison == "average" else "single-process"
     entries = [entry for entry in report.parity if entry.reference == reference]
@@ -193,7 +193,7 @@ def script_for(
 
 
 def _repro_body(finding: Finding, report: Report, uses_random_numbers: bool, code: str) -> str:
-    """Return the function body that shows the fault and defines all names locally."""
+    """Return the body of the script's function, including the parts of the harness needed."""
     comparison, world = COMPARISONS[RULES[finding.code].repro], report.world
     num_steps, first = int(world.get("steps", 3)), min(finding.steps, default=0) + 1
     steps_to_failure = first if finding.steps else 0  # 0: the initial state shows the fault, and a step may crash
@@ -244,7 +244,7 @@ _SOURCES = (
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """Map names defined or imported in `_SOURCES` to code; methods of `Rank` are ".name"."""
+    """Map names in `_SOURCES` (".name" for methods of `Rank`) to code for scripts."""
     library: dict[str, str] = {}
     for source in _SOURCES:
         text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
@@ -261,7 +261,7 @@ def _library() -> dict[str, str]:
 
 
 def _parts_of(node: ast.stmt) -> list[ast.stmt]:
-    """Return [node], but split class `Rank` after `show`: the class, then each method."""
+    """Split class `Rank` into its head and its later methods; return [node] otherwise."""
     if not isinstance(node, ast.ClassDef) or node.name != "Rank":
         return [node]
     node.end_lineno, methods = node.body[2].end_lineno, [n for n in node.body[3:] if isinstance(n, ast.FunctionDef)]
@@ -342,11 +342,11 @@ def names_in(node: ast.AST) -> set[str]:
 def imports_from_ddpcheck(path: Path, roots: Iterable[str] | None = None) -> list[tuple[str, str]]:
     """Return the (module, name) imports from ddpcheck in a user file.
 
-    With `roots`, code that does not run if only these names are used is exempt, such as tests and the
-    `__name__ == "__main__"` block.
+    `roots`: names of the file that the script uses. Code that does not run for these names is ignored, such as tests
+    and the `__name__ == "__main__"` block.
 
     Raises:
-        UsageError: The code uses other names of ddpcheck.
+        UsageError: The code uses names of ddpcheck except `Recipe`.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     ours = {name: item for node in tree.body for name, item in imports_of(node).items() if _is_ours(item)}
@@ -374,9 +374,9 @@ def _is_ours(item: tuple[str, str]) -> bool:
 
 
 def _is_not_run_on_import(node: ast.stmt) -> bool:
-    """Return True if importing the file need not execute this statement.
+    """Return True for a statement that is not needed if the file is imported.
 
-    It is a `__main__` block, or a function or class that is undecorated or decorated only by pytest.
+    Such a statement is a `__main__` block, or a function or class that is undecorated or decorated only by pytest.
     """
     if isinstance(node, ast.If):
         return sorted(ast.unparse(node.test).split(" == ")) == ["'__main__'", "__name__"]

@@ -99,8 +99,6 @@ def check_schedule(
 
 
 class _Simulation:
-    """State of a simulation of all ranks."""
-
     def __init__(self, target: Recipe | str, asked: CheckOptions, progress: Callable[[str], None]) -> None:
         self.target, self.asked, self.progress = target, asked, progress
         self.ranks: list[SimulatedRank] = []
@@ -111,7 +109,7 @@ class _Simulation:
         self.is_changing = False  # True if the collectives still change in each round
 
     def run(self, folder: Path) -> None:
-        """Simulate all ranks repeatedly until a rank fails, or sent data no longer changes."""
+        """Repeat simulating all ranks until a rank fails or the exchanged data stops changing."""
         asked = self.asked
         count = partial(calls.schedule_phases.count_shards, self.target, asked.seed, asked.world_size)
         self.shards = sum(self._on_ranks([0], lambda _rank: count))

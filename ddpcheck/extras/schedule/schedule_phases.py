@@ -75,7 +75,7 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
 
 
 def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
-    """Return the number of shards: `world_size`, or at most 2 for small batches."""
+    """Return into how many shards to split a batch, at most 2 if small."""
     recipe = load_on_rank(target)
     if recipe.shard is not None:
         return world_size
@@ -84,7 +84,7 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
 
 
 def _write_schedule(calls: list[ScheduledCall], folder: Path) -> str:
-    """Write collectives to a file named by digest; return the digest."""
+    """Write collectives to a file named by their digest; return the digest."""
     data = msgspec.msgpack.encode(calls)
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()
     file = folder / f"schedule-{digest}"
@@ -103,7 +103,7 @@ _Parts = list[_Tensors | None]  # tensors per C++ collective of one call; None i
 
 
 class SimulatedAnswers:
-    """Tensors that a rank gives to collectives, and answers from an earlier round."""
+    """Results for the collectives of a simulated rank, from tensors sent in earlier rounds."""
 
     def __init__(self, folder: Path, rank: int, num_calls: Callable[[], int]) -> None:
         """Use the answers that `combine` saved; `num_calls` counts collectives called from Python."""
@@ -114,9 +114,9 @@ class SimulatedAnswers:
         self._sent: dict[str, tuple[tuple[int, ...], list[_Parts]]] = {}  # group name -> (ranks, sent tensors per call)
 
     def ask(self, group: Any, name: str, tensors: Any) -> list[_Tensors] | None:
-        """Record `tensors` of this rank; return the tensors of all ranks, None if unknown.
+        """Record this rank's input of a collective; return all ranks' inputs, None if unknown.
 
-        One Python call may run several collectives: `all_gather_object` gathers sizes first. All have answers, or none.
+        One Python call may run several collectives (`all_gather_object` gathers sizes first): all get answers, or none.
         """
         if not collective_log.in_collective() or _is_made_by_torch(sys._getframe(1)):
             return None
@@ -156,7 +156,7 @@ def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
 
 
 def combine(world: Simulated) -> str:
-    """Save all ranks' tensors as answers, for collectives with equal shapes on all ranks.
+    """Save all ranks' tensors as collective results for the next round, if shapes agree.
 
     Returns a digest of the tensors that differ between ranks, or '' if none differ.
     """
@@ -226,12 +226,12 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         self._name = ""
 
     def _log(self, operation: str, *tensors: Any) -> None:
-        """Log a C++ collective of DDP; collectives from Python are logged already."""
+        """Log a collective called by DDP's C++ code; calls from Python are logged elsewhere."""
         payload = ", ".join(f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors)
         collective_log.log_ddp_collective(f"{operation} of DDP", payload, self)
 
     def _share_from_root(self, operation: str, root: int, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> None:
-        """Save `own` on the root; on other ranks fill `tensors` with saved data."""
+        """Simulate sending from `root`: save `own` there, and fill `tensors` on other ranks."""
         number = self._sent[operation]
         self._sent[operation] += 1
         file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")
@@ -387,7 +387,7 @@ def _new_group_maker(_name: str, original: Callable[..., Any]) -> Callable[..., 
 
 
 def _mark_waiting(calls: list[ScheduledCall], call: Call, kwargs: Mapping[str, Any]) -> None:
-    """Mark the last collective as waiting unless it is asynchronous or functional."""
+    """Record that the rank waits in its last collective, unless asynchronous or functional."""
     if calls[-1].call is call:
         is_async = kwargs.get("async_op") or "self" in kwargs or "group_name" in kwargs
         calls[-1] = ScheduledCall(call, waits=not is_async)

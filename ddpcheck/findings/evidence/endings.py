@@ -120,7 +120,7 @@ class SimulatedRank(Struct, frozen=True):
 
 
 class Simulated(Struct, frozen=True):
-    """Parameters of a world whose ranks are simulated one by one."""
+    """Settings of a world whose ranks are simulated one by one."""
 
     world_size: int  # number of ranks
     steps: int  # training steps per rank

@@ -54,7 +54,10 @@ class ResultExchanged(Entry, frozen=True):
 
 
 class SumsReduced(Entry, frozen=True):
-    """Series of all_reduces at one line; each input is at least the previous output."""
+    """Series of all_reduces at one line, with each input at least the previous output.
+
+    In such a series, the inputs may contain sums that were reduced before.
+    """
 
     location: Location | None  # line of the calls
     inputs: tuple[tuple[float, ...], ...]  # numbers of this rank, by call
@@ -62,7 +65,7 @@ class SumsReduced(Entry, frozen=True):
 
 
 class RowsCompared(Entry, frozen=True):
-    """Elementwise comparison of two tensors with one number or row per sample."""
+    """Elementwise comparison of per-sample tensors after a gather, such as predictions and labels."""
 
     round: int  # evaluation round of the preceding gather
     location: Location | None  # line of the script
@@ -71,14 +74,14 @@ class RowsCompared(Entry, frozen=True):
 
 
 class ShownNumber(Struct, frozen=True):
-    """Number that the program prints, logs, saves, broadcasts or decides by."""
+    """Number that the program prints, logs, saves, broadcasts or tests in a condition."""
 
     text: str  # as printed; "" if passed as a number
     values: tuple[float, ...] = ()  # variables that print as `text`; or the number that was passed
 
 
 class MetricShown(Entry, frozen=True):
-    """Numbers that the program prints, saves, broadcasts or decides by after an evaluation."""
+    """Numbers that the program prints, saves, broadcasts or tests in a condition after evaluation."""
 
     round: int  # of the evaluation
     # "printed", "logged", "saved", "broadcast", or "decides" (in the condition of an `if` around a `torch.save`)

@@ -54,7 +54,7 @@ class Difference(Struct, frozen=True):
 
 
 class RepeatedStep(Struct, frozen=True):
-    """Comparison of a rank's step with repetitions: unchanged, and with doubled loss gradient."""
+    """Comparison of a step with its repetition, and with backward of the doubled loss."""
 
     differences: tuple[Difference, ...] = ()  # between the step and the repeated step
     nonlinear: tuple[str, ...] = ()  # parameters whose gradient does not double with the loss
@@ -71,7 +71,7 @@ EXACT_FIT = 1e-3  # share left by rounding alone, even for float32 gradients
 
 
 class LossTerm(Struct, frozen=True):
-    """Term of the loss, on the global batch and on each shard.
+    """Gradients of one loss term on the shards, compared with the global batch.
 
     Errors are relative to the gradient of the whole loss, with a separate scale for each parameter.
     """
@@ -152,7 +152,7 @@ class ShardAnalysis(Struct, frozen=True):
 
     @property
     def is_all_normalisation(self) -> bool:
-        """True if the weights of the loss terms explain the whole difference."""
+        """True if wrongly weighted loss terms (sums, means) explain the whole difference."""
         alike = abs(self.against_shards.ratio - 1) <= EXACT_FIT and self.against_shards.residual <= EXACT_FIT
         wrong = [term for term in self.terms if term.error > EXACT_FIT]
         exact = all(term.residual <= EXACT_FIT * term.error and term.is_normalised for term in wrong)

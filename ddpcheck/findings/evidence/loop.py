@@ -80,7 +80,7 @@ class StepDraw(Entry, frozen=True):
 
 
 class GatheredConstant(Entry, frozen=True):
-    """Loss that multiplies by rows gathered from all ranks, which carry no gradient."""
+    """Loss that multiplies by gathered rows of all ranks, through which no gradient flows."""
 
     step: int  # optimizer steps before
     operation: str  # the collective, whose input carries a gradient
@@ -167,13 +167,13 @@ class PaceRun(Entry, frozen=True):
 
 
 class WrapperPace(Struct, frozen=True):
-    """All reductions of a wrapper on one rank, as a series of `PaceRun`."""
+    """Forward passes and batches per gradient reduction of a wrapper on one rank."""
 
     runs: tuple[PaceRun, ...]
     reductions: int
 
     def lengths(self) -> list[tuple[PaceRun, int]]:
-        """Return each run with its number of reductions."""
+        """Return each `PaceRun` with its number of gradient reductions."""
         ends = [*(run.first for run in self.runs[1:]), self.reductions]
         return [(run, end - run.first) for run, end in zip(self.runs, ends, strict=True)]
 

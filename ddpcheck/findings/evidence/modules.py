@@ -24,9 +24,9 @@ _LOCAL = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduc
 def are_harmless_differences(differing: Iterable[str], options: Sequence[Mapping[str, str]]) -> bool:
     """Return True if training stays correct although wrapper options `differing` differ across ranks.
 
-    Measured on torch 2.13 with gloo: the storage of gradients may differ. Rank 0 broadcasts bucket sizes when buckets
-    are rebuilt after the first step, except under `find_unused_parameters`; the first step has one bucket, unless
-    `bucket_cap_mb_list` is set. `options` has one mapping per rank.
+    Measured on torch 2.13 with gloo: options on the storage of gradients may differ. So may `bucket_cap_mb`, unless
+    `find_unused_parameters` or `bucket_cap_mb_list` is set, since the first step has one bucket and rank 0 broadcasts
+    the sizes of rebuilt buckets. `options` has one mapping per rank.
     """
     finds_unused = any(rank_options.get("find_unused_parameters") == "True" for rank_options in options)
     has_sizes = any(rank_options.get("bucket_cap_mb_list", "None") != "None" for rank_options in options)
@@ -89,7 +89,7 @@ class WrapperFacts(Struct, frozen=True):
 
     @property
     def named(self) -> str:
-        """Name of the method that synchronises gradients."""
+        """Name, in messages, of what synchronises gradients, such as "DDP" or "fully_shard"."""
         return "DDP"
 
     @property
@@ -104,7 +104,7 @@ class WrapperFacts(Struct, frozen=True):
 
 
 class ShardedFacts(WrapperFacts, frozen=True):
-    """Facts on a sharded module; `ignored` parameters are managed by no `fully_shard` call."""
+    """Facts on a sharded module; `ignored` has parameters that no `fully_shard` call manages."""
 
     reduces_unused: bool = False  # True if gradients that are missing on a rank are reduced as zeros
     # fingerprint of each whole parameter as built by this rank, for parameters whose shard was not changed since

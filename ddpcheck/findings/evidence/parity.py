@@ -93,7 +93,7 @@ class EvaluationTraced(Entry, frozen=True):
 
 
 class ParityEnded(Entry, frozen=True):
-    """End of the recording, which may be before the end of the script."""
+    """End of recording for the single process, maybe before the end of the script."""
 
     steps: int
     backwards: int

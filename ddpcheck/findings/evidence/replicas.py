@@ -45,7 +45,7 @@ class ModelSplit(Entry, frozen=True):
 
 
 class PartStep(Entry, frozen=True):
-    """State before an optimizer step, in a process with a split model."""
+    """State before an optimizer step, on a rank that has part of a model."""
 
     optimizer: int  # number among the optimizers that have stepped
     count: int  # earlier steps of the optimizer

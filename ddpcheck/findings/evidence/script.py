@@ -108,7 +108,10 @@ OF_A_LIST = ".index()"  # suffix of the table name of a list
 
 
 class DerivedTable(Entry, frozen=True):
-    """Dictionary of plain values; for a list made from a set: index by string."""
+    """Lookup table of the script (dictionary or list), which should agree across ranks.
+
+    `values` has the items of a dictionary. For a list made from a set, `values` maps each string to its index.
+    """
 
     name: str
     values: Mapping[str, str]

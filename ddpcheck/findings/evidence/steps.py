@@ -21,7 +21,7 @@ GradientState = Literal["contributes", "zero", "missing", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class PathEnd:
-    """Reason why a parameter does not contribute to the loss."""
+    """End of a parameter's path to the loss: why the parameter does not contribute."""
 
     # `unused` (no operation reads the parameter), `unreachable` (no result reaches the loss), `cut` (the value of the
     # loss depends on the parameter, but the path left autograd), `lost` (backward returned None on the path), `zero`
@@ -153,7 +153,7 @@ class LocalStep(Struct, frozen=True):
     layout: str = ""  # digest of names, shapes, dtypes and `requires_grad`, which DDP assumes equal on all ranks
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
-        """Return a copy with reasons for missing gradients."""
+        """Return a copy in which `ends` give reasons for missing gradients."""
         return replace(self, evidence=replace(self.evidence, path_ends={**self.evidence.path_ends, **ends}))
 
 
@@ -189,7 +189,7 @@ class LoopEvent(Struct, frozen=True):
 
 
 class SharedDraw(Struct, frozen=True):
-    """Random tensor with a value per sample, as one rank drew it."""
+    """Random tensor with one value per sample, to compare the draws of the ranks."""
 
     operation: str
     module: str = ""
@@ -244,7 +244,7 @@ class ShardedStep(DdpStepEvidence, frozen=True):
 
     @property
     def updated_per_shard(self) -> frozenset[str]:
-        """Parameters whose shard was updated as if the shard were the whole parameter."""
+        """Parameters whose shard the optimizer updated as if the shard were the whole parameter."""
         return frozenset(difference.name for difference in self.against_shard if not difference.bad)
 
 

@@ -98,7 +98,7 @@ def in_backward() -> bool:
 def keeps_graph() -> bool:
     """Return True if the running backward pass keeps its graph (`retain_graph`).
 
-    Call from a hook. Private to torch: False if this torch version cannot tell.
+    Call from a hook. Uses a private function of torch; False if this torch version does not have the function.
     """
     keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
     return keeps is not None and bool(keeps())

@@ -29,9 +29,9 @@ _parts: Any = WeakIdKeyDictionary()
 
 
 def running_functions(frame: FrameType | None) -> set[type]:
-    """Return the node class of the autograd Function in which `frame` runs.
+    """Return the node class of the autograd Function whose forward `frame` runs in.
 
-    Returns several classes if several Functions inherit the same forward without `ctx` argument.
+    The result has several classes if several Functions inherit this forward, and forward has no `ctx` argument.
     """
     for caller in itertools.islice(frames_from(frame), _MOST_FRAMES):
         first = caller.f_code.co_varnames[:1]
@@ -53,7 +53,7 @@ def _classes_with_setup_context(forward: CodeType) -> set[type]:
 
 
 def record_all_to_all_functions() -> None:
-    """Start recording the Functions that call all_to_all; may be called repeatedly."""
+    """Start recording which autograd Functions call all_to_all, for `record_rank_local`; idempotent."""
     if not _patches:
         _patches.extend(patched(dist, name, _record_function) for name in ("all_to_all", "all_to_all_single"))
 
@@ -63,10 +63,10 @@ def _record_function(*_arguments: Any, **_named: Any) -> None:
 
 
 def record_rank_local(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> None:
-    """Record as rank-local the leaves that `roots` reach only through all_to_all.
+    """Record leaves that the graph of `roots` reaches only through all_to_all.
 
-    The gradient of a rank-local parameter, such as an expert, is complete on this rank. Only leaves for which
-    `is_recorded(leaf)` is True are recorded.
+    Such a leaf, e.g. a parameter of an expert, is rank-local: all_to_all sends the samples of all ranks to this rank,
+    so the gradient needs no averaging. Only leaves for which `is_recorded(leaf)` is True are recorded.
     """
     before = LossGraph(roots, is_end=_is_exchange)
     if before.is_complete and before.ends:

@@ -57,7 +57,10 @@ def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def user_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
-    """Return user-defined autograd Functions in `node_names`, as hooks with the line of `backward`."""
+    """Describe the user-defined autograd Functions that `node_names` has nodes of.
+
+    A `backward` can change gradients like a hook, so the result has a `GradientHook` with the line of each `backward`.
+    """
     hooks = []
     for cls in subclasses_of(torch.autograd.Function):
         code = code_of(cls.backward)

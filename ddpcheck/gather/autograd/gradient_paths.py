@@ -34,19 +34,19 @@ _MOST_STEPS = 4  # recorded at each end of a path
 
 @dataclass(slots=True)
 class OperationPath:
-    """Operations from a suspect (parameter without gradient) to a tensor: count and both ends."""
+    """First and last operations between a parameter without gradient and a computed tensor."""
 
     length: int = 0
     first: tuple[PathEnd, ...] = ()
     last: tuple[PathEnd, ...] = ()
 
     def extended(self, use: PathEnd) -> OperationPath:
-        """Return this path extended by operation `use`."""
+        """Return a copy of this path with operation `use` appended."""
         first = (*self.first, use) if self.length < _MOST_STEPS else self.first
         return OperationPath(self.length + 1, first, (*self.last, use)[-_MOST_STEPS:])
 
     def described(self, end: PathEnd) -> PathEnd:
-        """Return `end` with the operations of this path as its `steps`."""
+        """Return a copy of `end` that lists the operations of this path as `steps`."""
         more = min(self.length - len(self.first), _MOST_STEPS)
         path_ends = (*self.first, *self.last[len(self.last) - more :])
         steps = tuple(PathStep(path_end.reason, path_end.module, path_end.location) for path_end in path_ends)
@@ -232,7 +232,6 @@ class PathRecorder(TensorRecorder):
     def _record_operation(
         self, name: str, args: tuple[Any, ...], kwargs: Any, cuts: _Cuts, inputs: Sequence[torch.Tensor], result: Any
     ) -> None:
-        """Record that function `name` computed `result` from `inputs`."""
         outputs = list(tree_tensors(result))
         in_place = (
             name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
@@ -258,7 +257,6 @@ class PathRecorder(TensorRecorder):
             self._written.setdefault(_storage_key(target), {}).update(cuts)
 
     def _extend_paths(self, inputs: Sequence[torch.Tensor], cuts: _Cuts, use: PathEnd) -> dict[int, OperationPath]:
-        """Return the paths from suspects to `inputs`, extended by operation `use`, by suspect index."""
         known: dict[int, OperationPath] = {}
         for tensor in reversed(inputs):
             known |= self._paths.get(tensor) or {}
@@ -275,7 +273,7 @@ class PathRecorder(TensorRecorder):
     def _set_cuts(
         self, outputs: Iterable[torch.Tensor], input_cuts: _Cuts, paths: dict[int, OperationPath], cut: PathEnd | None
     ) -> None:
-        """Record cuts and paths of `outputs`; `cut`: why autograd disconnects `outputs` here, or None."""
+        """Record cuts and paths of `outputs`; `cut`: reason for a lost connection, or None."""
         for output in outputs:
             cuts = {index: known if known is not None else cut for index, known in input_cuts.items()}
             self._known[output] = (cuts, output.requires_grad)
@@ -305,7 +303,7 @@ class PathRecorder(TensorRecorder):
         return ends
 
     def exit_of(self, index: int) -> PathEnd:
-        """Return where parameter `index` became a Python value, else the parameter's last operation."""
+        """Return where parameter `index` became a Python value, else what follows its last operation."""
         use = self._last_paths[index].last[-1]
         return self._conversions.get(index) or replace(use, reason=f"what follows {use.reason}")
 
@@ -402,8 +400,8 @@ class Explainer:
     ) -> Iterator[int]:
         """Yield indices of suspects that affect the loss only through code outside torch.
 
-        Such code is numpy or a file, for example. All candidates are perturbed together. Only if this changes the loss,
-        which is rare, the candidates with the same last operation are perturbed.
+        Such code is numpy or a file, for example. All candidates are perturbed in one forward pass. If this changes the
+        loss, which is rare, the candidates are perturbed again, in groups with the same last operation.
         """
         groups: dict[PathEnd, list[int]] = {}
         for index, end in ends.items():

@@ -34,7 +34,7 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Graph edge where a loss term ends; `node` is None for the whole loss."""
+    """Autograd edge of a loss term's tensor; `node` is None for the whole loss."""
 
     node: Any  # node that reads the term
     index: int  # input index of `node`
@@ -67,9 +67,10 @@ _NEAR_NODES = 64  # nodes
 
 
 def nearest_leaf_node(node: Any) -> Any:
-    """Return the AccumulateGrad node nearest to a loss term's node, or None if far.
+    """Return the AccumulateGrad node nearest to a loss term's node; None if not near.
 
-    Terms of the samples of one batch, for example, have the same nearest AccumulateGrad node.
+    Identifies the parameter that computed the term: terms that the same layer computed, e.g. one term per sample of a
+    batch, have the same nearest AccumulateGrad node.
     """
     return next((n for n in LossGraph([node], limit=_NEAR_NODES).nodes if n.name().endswith("AccumulateGrad")), None)
 
@@ -79,10 +80,11 @@ _key: Callable[[Edge], _Key] = operator.attrgetter("part", "location", "operatio
 
 
 class PairedTerms:
-    """Numbering of loss terms that is the same in several forward passes (`runs`).
+    """Numbering of loss terms by which several forward passes (`runs`) can be compared.
 
-    A key is the part of the loss, line and operation. Terms with the same key are merged if their count differs between
-    passes (as with a term per sample) or if there are more than `most` terms. More than `most` keys make a single term.
+    The key of a term is (part of the loss, line, operation). Terms with the same key are merged into one if their count
+    differs between passes (e.g. a term per sample), or if a pass has more than `most` terms. If there are more than
+    `most` keys, all terms are merged into one.
     """
 
     def __init__(self, runs: Sequence[Sequence[Edge]], *, most: int) -> None:
@@ -101,7 +103,7 @@ class PairedTerms:
         return len(set(self._term_indices.values()))
 
     def sort(self, edges: Sequence[Edge]) -> list[list[Edge]]:
-        """Return the edges of one forward pass by term number."""
+        """Return a list per term number, with the edges of one forward pass."""
         terms: list[list[Edge]] = [[] for _ in range(len(self))]
         for edge, term_key in zip(edges, self._term_keys(edges), strict=True):
             if term_key in self._term_indices:
@@ -136,7 +138,6 @@ def backward_through_terms(total: torch.Tensor, edges: Sequence[Edge], selected:
 def _zero_gradients(
     indices: set[int], gradients: Sequence[torch.Tensor | None], _outputs: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """Node hook that zeroes the gradients of the inputs at `indices`."""
     return tuple(
         torch.zeros_like(gradient) if index in indices and gradient is not None else gradient
         for index, gradient in enumerate(gradients)

@@ -111,7 +111,7 @@ def averages_over_ranks(
 
 
 def rms_over_ranks(sizes: Sequence[float], device: torch.device, group: Any) -> list[float]:
-    """Return the root mean square of each size over `group`."""
+    """Return the root mean square over ranks of each size, e.g. gradient norm."""
     _, world_size = get_dist_info(group)
     squares = torch.tensor(sizes, dtype=torch.float64, device=device) ** 2
     if world_size > 1:
@@ -121,7 +121,6 @@ def rms_over_ranks(sizes: Sequence[float], device: torch.device, group: Any) -> 
 
 
 def _bucket_limit(coalesce: bool, bucket_size_mb: float) -> float:
-    """Return the size in bytes from which a bucket is full."""
     number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not number or math.isnan(bucket_size_mb):
         raise UsageError(f"bucket_size_mb must be a number of MiB, or -1 for a single bucket; got {bucket_size_mb!r}.")
@@ -172,7 +171,6 @@ def _layouts_over_ranks(
 
 
 def _require_equal_layouts(like: Sequence[torch.Tensor], device: torch.device, group: Any) -> None:
-    """Raise on every rank if number, shapes or dtypes of tensors differ between ranks."""
     described = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in like])
     digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
     local = [len(like), digest]
@@ -227,7 +225,6 @@ def owns_storage(tensor: torch.Tensor | None) -> bool:
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for all-reduces: float32 for 16-bit floats, uint8 for bool."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     return torch.uint8 if dtype == torch.bool else dtype
@@ -266,7 +263,6 @@ def _overwrite(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tenso
 
 
 def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the COO mean of a gradient that is dense on no rank."""
     width = torch.tensor([gradient.sparse_dim() if gradient is not None else 1], device=owner.device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
     rows = torch.zeros(owner.shape[: int(width)], dtype=torch.uint8, device=owner.device)

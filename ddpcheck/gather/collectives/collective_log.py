@@ -129,7 +129,7 @@ def record_collectives(directory: Path, rank: int) -> None:
 def record_calls(sink: Callable[[Call], object], on_enter_exit: Callable[..., object] | None = None) -> None:
     """Start calling `sink` with each collective of this process, before the collective runs.
 
-    A thread calls `on_enter_exit(begins=True)` before a collective or a wait, and `on_enter_exit(begins=False)` after.
+    `on_enter_exit(begins=True)` is called before each collective and `Work.wait`, `on_enter_exit(begins=False)` after.
     """
     import torch
     from torch.distributed import _functional_collectives as functional
@@ -179,7 +179,10 @@ after_async_collective: list[Callable[[Call, Mapping[str, Any], object], object]
 def log_ddp_collective(
     operation: str, payload: str, group: Any = None, *, known: Group | None = None, call_place: str = ""
 ) -> None:
-    """Log a collective that DDP will start in C++; `known`: result of `named_group`."""
+    """Log a collective that DDP will start in C++, unseen by wrapped functions.
+
+    `payload`: text on the tensors or the mode, for the log. `known`: result of `named_group`, if computed before.
+    """
     if _sink is not None and not _thread.depth:
         name, members, description = known or named_group(group)
         call_place = call_place or this_rank.current_slots().status
@@ -189,7 +192,7 @@ def log_ddp_collective(
 
 @contextlib.contextmanager
 def _mark_waiting(collective: str) -> Iterator[None]:
-    """Mark this rank as waiting in `collective` during the block."""
+    """Mark this rank as waiting in `collective` during the block, for deadlock detection."""
     this_rank.set_collective(collective)
     if _on_enter_exit is not None:
         _on_enter_exit(begins=True)
@@ -229,7 +232,6 @@ def _record_operators(torch: Any) -> None:
 
 
 def _wrap_wait(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Work.wait` to mark the rank as waiting in the call."""
     import torch
 
     def wait(*args: Any, **kwargs: Any) -> Any:

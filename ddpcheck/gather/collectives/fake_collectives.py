@@ -41,7 +41,7 @@ class CompletedWork(_Work):  # type: ignore[misc]
 
 @forwards_calls
 def answer_locally(operation: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return, or write into `kwargs`, a collective's result for equal values on all ranks."""
+    """Compute a collective's result as if all ranks passed equal values; fill output arguments."""
     tensor = kwargs.get("self", kwargs.get("input", kwargs.get("inputs", kwargs.get("tensor"))))
     if "output" not in kwargs and "tensor_list" not in kwargs and ("self" in kwargs or "group_name" in kwargs):
         size = int(kwargs.get("group_size", 1))
@@ -74,7 +74,7 @@ class _NoCommunication(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_collectives() -> Iterator[None]:
-    """Answer collectives in the block by `answer_locally`; raise `CommunicatesError` for other communication."""
+    """Run the block without other ranks: replace collectives by `answer_locally`, or raise `CommunicatesError`."""
 
     def make_answer(name: str, original: Any) -> Any:
         parameters = tuple(inspect.signature(original).parameters)

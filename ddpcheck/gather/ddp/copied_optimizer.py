@@ -23,9 +23,9 @@ _ROUNDINGS = 16.0
 
 
 class CopiedOptimizer:
-    """Optimizer of the recipe on copies of full parameters or of this rank's shards.
+    """Second optimizer of the recipe, to verify the update of the sharded optimizer.
 
-    `trouble` is the reason why the copies cannot be compared, or ''.
+    It updates copies of the full parameters or of this rank's shards. `trouble`: reason why it cannot verify, or ''.
     """
 
     def __init__(self, recipe: Recipe, parameters: Mapping[str, torch.Tensor], trouble: str = "") -> None:
@@ -44,7 +44,7 @@ class CopiedOptimizer:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> tuple[Difference, ...]:
-        """Step the copies from `before`; return how far `after` differs, relative to the update."""
+        """Step the copies from `before`; compare `after` with the result, relative to the update."""
         if self.trouble:
             return ()
         params = self._parameters

@@ -189,7 +189,7 @@ def hook_error(wrapper: nn.Module | None) -> float:
     """Return the largest relative error of communication hooks in the last backward pass.
 
     The error is 0 for torch's exact hooks (PowerSGD is exact until `start_powerSGD_iter`), 0.1 for hooks that quantize
-    or approximate, 1e6 for error feedback, since no single step can be judged, else machine eps of bfloat16.
+    or approximate, 1e6 for hooks with error feedback (one step cannot be judged), and bfloat16 eps for other hooks.
     """
     errors = [0.0]
     for hook, state in getattr(wrapper, "_comm_hooks", ()):

@@ -24,16 +24,16 @@ _DDP: Any = nn.parallel.DistributedDataParallel
 
 
 class LoopEventRecorder:
-    """Recorder of events of one step, and of parameter fingerprints after backward (`values`)."""
+    """Recorder of forward, backward, `no_sync` and `zero_grad` calls in one step."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.events: list[LoopEvent] = []
-        self.values: dict[str, int] = {}
+        self.values: dict[str, int] = {}  # fingerprints of parameters after the last backward pass
         self._parameters = named_parameters(module)
 
     def note(self, kind: str, **more: Any) -> None:
-        """Add an event of this kind, located at the current user line."""
+        """Add a `LoopEvent` at the current line of user code, with fields `more`."""
         location = step_location(sys._getframe(1))
         self.events.append(LoopEvent(kind, location=str(location) if location else "", **more))
 
@@ -49,7 +49,6 @@ class LoopEventRecorder:
             self.values = {name: fingerprint(p) for name, p in self._parameters.items()}
 
     def _reaches_other_leaves(self, roots: Any) -> bool:
-        """Return True if backward reaches leaves that are not parameters, or if unknown."""
         tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots or ())
         graph = LossGraph(tensors)
         param_ids = {id(p) for p in self._parameters.values()}
@@ -69,7 +68,7 @@ class LoopEventRecorder:
 def record_loop_events(
     module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[LoopEventRecorder]:
-    """Record events of `module`, its `wrapper` and its `optimizer` in the block."""
+    """Record events of a training step in the block, by hooks and patches."""
     recorder = LoopEventRecorder(module, optimizer)
 
     def before_forward(_module: nn.Module, _inputs: Any) -> None:
@@ -87,7 +86,7 @@ def record_loop_events(
 
 
 def wrap_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
-    """Wrap `no_sync` so that function `note_of(wrapper)` receives each call, enter and exit."""
+    """Wrap `no_sync` to pass each call, enter and exit to the function `note_of(wrapper)`."""
 
     @functools.wraps(original)
     def no_sync(self: Any) -> Any:

@@ -50,7 +50,7 @@ class DTensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class ModelReplica:
-    """Model replica that this rank computes, alone or with its tensor-parallel ranks."""
+    """Model replica that this rank computes, alone or together with ranks of tensor parallelism."""
 
     rank: int  # index of this replica
     size: int  # number of replicas
@@ -109,7 +109,6 @@ def _sharding_meshes(module: nn.Module) -> list[Any]:
 
 
 def _ranks_of_split(part: DTensorLayout, sharding: Sequence[Any]) -> list[int]:
-    """Return the ranks that hold the parts of a parameter, ignoring `fully_shard` dimensions."""
     data_dims = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
     coords = part.mesh.get_coordinate()
     if part.mesh in sharding or coords is None:
@@ -172,7 +171,7 @@ def is_partial(gradient: Any) -> bool:
 
 
 def changed_attributes(module: nn.Module, reference: nn.Module) -> list[dict[str, object]]:
-    """Return per submodule the original values of attributes that `wrap` changed (e.g. head count)."""
+    """Return, per submodule, values before `wrap` of attributes that `wrap` changed (e.g. head count)."""
     return [
         {key: vars(ref)[key] for key, value in vars(part).items() if _is_changed(value, vars(ref).get(key))}
         for part, ref in zip(module.modules(), reference.modules(), strict=False)

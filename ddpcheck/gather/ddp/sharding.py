@@ -60,7 +60,10 @@ def sharded_facts(
 
 
 def values_kept(module: nn.Module, full_params: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return fingerprints of `full_params` that agree with this rank's shards in `module`."""
+    """Return fingerprints of parameters that this rank's shards did not overwrite.
+
+    `full_params`: parameters as this rank built them. A parameter is omitted if the shard in `module` has other values.
+    """
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     unchanged = {}
     for name, parameter in module.named_parameters():
@@ -127,7 +130,7 @@ def copy_local_tensors(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> di
 
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return norms of the optimizer state of shards, and step counts: {"weight: exp_avg": 0.3}."""
+    """Return norms of the optimizer state of sharded parameters, e.g. {"weight: exp_avg": 0.3}."""
     states: dict[str, torch.Tensor] = {}
     for name, shard in shards.items():
         state, part = optimizer.state.get(shard), local_part(shard)
@@ -147,7 +150,7 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
 def recorded_settings() -> Iterator[list[LoopEvent]]:
     """Record, in the block, calls that set how an `FSDPModule` reduces gradients.
 
-    Such a call switches the reduction or sets the divisor. `synchronises` of an event is the value that the call sets.
+    Such a call switches reduction on or off, or sets the divisor. The value passed is the event's `synchronises`.
     """
     events: list[LoopEvent] = []
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -158,9 +161,9 @@ def recorded_settings() -> Iterator[list[LoopEvent]]:
 
 
 def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable[str] = ()) -> list[Patch]:
-    """Pass an event to `sink` for each call that switches reduction of an `FSDPModule`.
+    """Pass an event to `sink` for each call that switches gradient reduction.
 
-    `more`: names of further methods whose calls give an event. Undo the returned patches to stop.
+    `fsdp`: the class `FSDPModule`. `more`: names of other methods to record too. Undo the returned patches to stop.
     """
 
     def record_call(name: str, _module: nn.Module, value: bool = True, **kwargs: Any) -> None:
@@ -206,7 +209,7 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
 
 
 def shards_of_tied_params(module: nn.Module) -> set[int]:
-    """Return ids of shards of parameters tied after sharding, which `fully_shard` gathers repeatedly."""
+    """Return ids of shards that `fully_shard` manages repeatedly: parameters tied after sharding."""
     counts = Counter(id(getattr(param, "sharded_param", None)) for param in _parameters_of_groups(module))
     return {identity for identity, times in counts.items() if times > 1}
 
@@ -285,13 +288,13 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
 
 
 def varying_shards(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
-    """Return names of sharded parameters whose local elements are not all equal."""
+    """Return names of sharded parameters whose shard here is not constant (e.g. all zeros)."""
     splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_dtensor(parameter)}
     return varying_params({name: parameters[name] for name, s in splits.items() if s is not None and s[0] > 1})
 
 
 def varying_params(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return names of parameters whose local elements are not all equal, ignoring NaN."""
+    """Return names of tensors whose local values are not constant (e.g. zeros), ignoring NaN."""
     parts = {name: local_part(p).flatten() for name, p in parameters.items()}
     return tuple(
         name
@@ -342,7 +345,6 @@ def policies_of(module: nn.Module) -> dict[str, str]:
 
 
 def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield path and `mp_policy` (None if unreadable) of each `fully_shard` module."""
     for path, part in module.named_modules():
         if isinstance(part, sharding_classes()):
             state: Any = getattr(part, "_get_fsdp_state", lambda: None)

@@ -27,8 +27,6 @@ def _all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Differentiable all-reduce (sum), whose backward all-reduces the gradient."""
-
     @staticmethod
     @forwards_calls
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:

@@ -102,7 +102,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
 
 
 def _rounding_noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
-    """Return RMS rounding errors of gradients; empty without mixed precision or tensor parallelism."""
+    """Measure gradient rounding errors (RMS over ranks) of mixed precision and tensor parallelism."""
     noise = {} if precision is None else _rounding_errors(step, precision)
     if rank_state().training_model.replica.splits_model:  # tensor parallelism sums in another order
         exactly = _rounding_errors(step, torch.float64)
@@ -132,7 +132,6 @@ def _compare_with_averages(
     precision: torch.dtype | None,
     noise: Mapping[str, float],
 ) -> tuple[Difference, ...]:
-    """Compare the wrapper's gradients with the averaged local gradients."""
     state = rank_state()
     model, data = state.training_model, state.step
     lossy = eps_of(precision) if precision is not None else hook_error(model.wrapper)
@@ -161,7 +160,7 @@ def _sharded_step(
     whole: tuple[_Tensors, _Tensors, _Tensors],
     shard: tuple[_Tensors, _Tensors],
 ) -> ShardedStep:
-    """Compare the optimizer step with steps on copies of the full and sharded parameters.
+    """Verify the update of a sharded optimizer by `CopiedOptimizer`s.
 
     `whole`: full parameters before the step, full gradients, and full parameters after the step. `shard`: this rank's
     shards of the parameters before the step, and of the gradients.
@@ -203,7 +202,7 @@ def _record_events(model: TrainingModel) -> Iterator[LoopEventRecorder]:
 
 @replays_step
 def _rounding_errors(step: int, dtype: torch.dtype) -> dict[str, float]:
-    """Repeat the local step in `dtype`; return RMS gradient differences, or {} on failure."""
+    """Measure rounding: repeat the local step in `dtype`, and compare gradients; {} on failure."""
     state = rank_state()
     module = copied_module(state.reference.module).to(dtype)
     batch = tree_map(

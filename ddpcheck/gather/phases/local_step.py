@@ -241,7 +241,7 @@ def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> 
 
 
 def batch_again(step: int) -> tuple[int, ...]:
-    """Build the global batch of `step` again; return the fingerprints."""
+    """Return fingerprints of the global batch, built again to see if it is reproducible."""
     return training_step.batch_fingerprint(rank_state().global_batch(step))
 
 
@@ -261,7 +261,6 @@ def _classify_parameters(state: RankState, reached: Sequence[bool]) -> dict[str,
 
 
 def _with_lines(leaves: Iterable[steps.UnregisteredTensor], state: RankState) -> tuple[steps.UnregisteredTensor, ...]:
-    """Return `leaves` with the line that created each tensor or assigns its variable."""
     lines = {name: state.origins.value_line(tensor) for name, tensor in unregistered_tensors(state.module)}
     loss = state.recipe.loss
     return tuple(
@@ -307,9 +306,10 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 
 @replays_step
 def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str, ...]] | str:
-    """Repeat the local step with random numbers that match the global batch.
+    """Repeat the local step with random numbers that the single process used too.
 
-    Returns the loss and the operations that drew random indices, or the error message of a failed step.
+    If `numbers` is "by sample" or "constant", a sample has the same numbers in a shard and in the global batch. Returns
+    the loss and the operations that drew random indices, or the error message of a failed step.
     """
     state = rank_state()
     data = state.step
@@ -344,8 +344,8 @@ def local_update(step: int) -> None:
 def average_exactly(step: int, file: Path) -> str:
     """Repeat the step in float64; rank 0 saves the averaged gradients in `file`.
 
-    Returns an error message or ''. The float64 average separates a mismatch from rounding if ranks communicate in
-    forward (e.g. SyncBatchNorm), so that a single process cannot repeat the forward of a rank.
+    Returns an error message or ''. In float64, differences by rounding vanish, and mismatches remain. Ranks repeat the
+    step if forward communicates (e.g. SyncBatchNorm), since a single process cannot repeat such a forward.
     """
     state = rank_state()
     try:

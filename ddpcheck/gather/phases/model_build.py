@@ -45,7 +45,7 @@ from ddpcheck.worlds.compilation import run_eagerly
 
 
 def build(target: str | Recipe, seed: int) -> modules.BuiltModule:
-    """Load the recipe and build the module twice with the same seed."""
+    """Load the recipe; build its module twice: to wrap, and as the reference."""
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
     record_all_to_all_functions()
@@ -325,7 +325,7 @@ def _watch_construction() -> Iterator[
 
 
 def count_calls(model: TrainingModel) -> None:
-    """Start counting forward passes of the wrapper and of its module."""
+    """Count forward passes of wrapper and module, to find forwards that bypass DDP."""
 
     def count_call(key: str, _module: nn.Module, _inputs: Any) -> None:
         model.calls[key] = model.calls.get(key, 0) + 1

@@ -21,7 +21,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def note_program_data() -> None:
-    """Record small values of `program_data` before the first step, for `changed_data`."""
+    """Store hashes of `program_data` before the first step, for `changed_data`."""
     this_rank.state["program data"] = {name: hash(text) for name, text in program_data(_MOST_STATE).items()}
 
 
@@ -63,13 +63,11 @@ def _texts_in(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Map
 
 
 def _has_tensors(value: Any) -> bool:
-    """Return True if an attribute is or contains tensors, which are compared elsewhere."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else [value]
     return any(isinstance(item, torch.Tensor) for item in items)
 
 
 def _text_of(value: Any, depth: int, most: int) -> str:
-    """Return a plain value or container as text; '' if unsupported or too large."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):  # only small tensors that are not trained

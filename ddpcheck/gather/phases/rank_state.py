@@ -60,7 +60,7 @@ class ReferenceModule:
 
 @dataclass(slots=True)
 class TrainingModel:
-    """Wrapped model with its optimizer; replaced each time a module is wrapped."""
+    """Wrapped model with its optimizer; each call of `wrap` creates a new instance."""
 
     module: nn.Module  # module inside the wrapper
     wrapped: nn.Module  # returned by `wrap`, passed to the loss

@@ -46,7 +46,10 @@ _TOLERANCE_IN_EPS = 1e3  # tolerance in units of machine eps
 
 @replays_step
 def repeat_step(step: int) -> RepeatedStep:
-    """Repeat the local step with one seed: twice unchanged, then with doubled loss gradient."""
+    """Find gradients that are not reproducible, or not linear in the loss gradient.
+
+    Repeats the local step with the same seed: twice unchanged, and once with the loss gradient doubled.
+    """
     state = rank_state()
     gradients, node_names, _ = _run_scaled(state, step, 1.0)
     first: Mapping[str, torch.Tensor]
@@ -102,7 +105,6 @@ _ROOT_ARGUMENTS = ("tensors", "grad_tensors")
 def _differences(
     first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], factor: float = 1.0
 ) -> tuple[Difference, ...]:
-    """Return the differences of `second / factor` from `first`."""
     differences = []
     for name, gradient in first.items():
         repeated, tolerance = second.get(name), _TOLERANCE_IN_EPS * eps_of(gradient.dtype)
@@ -134,9 +136,9 @@ class _DrawRecorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def random_choices(samples: int) -> Iterator[dict[str, None]]:
-    """Yield a dict of draws of permutations and indices: "torch.randperm at a.py:3".
+    """Yield a dict whose keys name random choices in the block: "torch.randperm at a.py:3".
 
-    A draw of a single index, or of an index for each of the `samples`, is omitted.
+    A random choice is a draw of a permutation or of indices, except one index, or one index for each of `samples`.
     """
     choices: dict[str, None] = {}
 
@@ -152,7 +154,7 @@ def random_choices(samples: int) -> Iterator[dict[str, None]]:
 
 @replays_step
 def draws(step: int) -> list[SharedDraw]:
-    """Return the random tensors that this rank's forward draws with a row per sample."""
+    """Return the per-sample random tensors that forward draws on this rank, e.g. dropout masks."""
     state = rank_state()
     samples = next((len(t) for t in tree_tensors(state.step.batch) if t.dim()), 0)
     entries: list[SharedDraw] = []
@@ -173,7 +175,7 @@ def draws(step: int) -> list[SharedDraw]:
 
 @contextlib.contextmanager
 def _seeding_lines() -> Iterator[list[Location | None]]:
-    """Yield a list: None, then each user line that called `torch.manual_seed`."""
+    """Yield [None], to which each user line that calls `torch.manual_seed` is appended."""
     lines: list[Location | None] = [None]
 
     def record_line(*_args: Any, **_kwargs: Any) -> None:
@@ -194,10 +196,10 @@ _MOST_VALUES = 1 << 14
 
 @replays_step
 def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
-    """Run forward on rank 0's shard with rank 0's seed; return inputs of reductions.
+    """Return the inputs of reductions in forward if all ranks run rank 0's shard.
 
-    No rank can hang, since `answer_locally` answers each collective without communication. If the inputs of the same
-    call still differ between ranks, the program itself depends on the rank.
+    With equal samples and seeds, all ranks must reduce equal tensors. If a program packs values in an order that
+    differs between ranks, the inputs differ. No rank can hang, since `answer_locally` replaces each collective.
     """
     state, module = rank_state(), rank_state().reference.module
     payloads: list[ReductionInput] = []

@@ -36,7 +36,7 @@ def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size:
     """Run each of `world_size` shards without a process group to explain a mismatch.
 
     Both files have the averaged gradients of the ranks; `exact_file` has float64 gradients. `threads`: threads of a
-    rank. With another number, sums round differently, and a deep network can amplify the difference by 1000.
+    rank. With another number of threads, sums round differently, and a deep network can amplify the difference by 1000.
     """
     single: SingleProcess = this_rank.state["single"]
     num_threads = torch.get_num_threads()
@@ -93,7 +93,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
 def _add_terms(
     run: ShardRun, facts: ShardAnalysis, compared: Gradients, mean: Gradients, batch: Any, shards: Sequence[Any]
 ) -> ShardAnalysis:
-    """Return `facts` with loss terms and sample coupling; `mean`: mean gradient of the shards."""
+    """Add loss terms and dependencies between samples to `facts`; `mean`: mean gradient of shards."""
     for terms_run in filter(None, (run.exact, run)):
         try:
             results = shard_terms.analyse_terms(terms_run, batch, shards)
@@ -133,7 +133,7 @@ def _add_terms(
 def _with_statistics_of_shards(
     run: ShardRun, compared: Mapping[str, torch.Tensor], batch: Any, norms: Sequence[str], shards: int
 ) -> Fit:
-    """Fit `compared` by gradients for which BatchNorm layers `norms` normalize each shard separately."""
+    """Test if BatchNorm statistics of each shard, not the batch, explain the gradients `compared`."""
     best = Fit()
     for views in (False, True):
         with contextlib.suppress(Exception):  # rows may not be samples
@@ -150,7 +150,6 @@ def _fit_ratio(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tens
 def _mismatches(
     data: SingleStepData, averaged: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> set[str]:
-    """Return names of gradients that differ by more than the single-process tolerance."""
     return {
         name
         for name, gradient in expected.items()
@@ -164,8 +163,8 @@ def _rounded(
     """Return names of gradients whose difference is rounding, since it vanishes in float64.
 
     A scalar, e.g. the gradient of a bias, may lose far more precision on shards than on the global batch, and a deep
-    model with statistics of few samples loses much everywhere. `exact` is the ranks' average in float64, `whole` the
-    gradient of the global batch in float64.
+    model with batch statistics of few samples loses precision in all gradients. `exact` is the ranks' average in
+    float64, `whole` the gradient of the global batch in float64.
     """
     names = []
     for name in sorted(_mismatches(data, averaged, data.gradients) & set(exact) & set(whole)):
@@ -178,7 +177,7 @@ def _rounded(
 def _rounded_on_shards(
     run: ShardRun, averaged: Mapping[str, torch.Tensor], batch: Any, shards: Sequence[Any]
 ) -> tuple[str, ...]:
-    """Apply `_rounded` to averaged gradients that equal the mean gradient of the shards."""
+    """Return names, as `_rounded` does, only for averages equal to the shards' mean."""
     if run.exact is None:
         return ()
     data = run.single_process.step
@@ -198,7 +197,6 @@ def _mean_of(run: ShardRun, shards: Sequence[Any]) -> Gradients:
 
 
 def _coupling(run: ShardRun, batch: Any, shard: Any) -> Coupling:
-    """Find the first module whose output for a sample depends on other samples."""
     coupling = first_coupling(run.module, partial(run.forward, batch), partial(run.forward, shard))
     # float64 reveals a coupling smaller than rounding in the model's dtype.
     if coupling.module is None and (exact_run := run.exact) is not None:

@@ -38,7 +38,8 @@ _MOST_PRECISE = 1e-5  # resolution of weights fitted to float32 gradients
 def _forward_by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
     """Make `module` process its input shard by shard in the block.
 
-    `samples`: number of rows of a view, if the input is several views (e.g. augmentations) of the batch, concatenated.
+    `samples`: batch size, if the input may concatenate several views (augmentations) of each sample along dim 0; then
+    a part has a shard of each view.
     """
     original = module.forward
     override = vars(module).get("forward")
@@ -170,7 +171,10 @@ class Terms:
         )
 
     def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
-        """Fit the ranks' average by weighted shards; return weights per term, or None."""
+        """Return the weight of each shard in each loss term that explains `averaged`.
+
+        `averaged`: averaged gradients of the ranks. Returns a tuple per term, or None if no weights fit.
+        """
         flat = [_divide_by_scale(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
         weights, residual = fit(_divide_by_scale(averaged, self.scale), flat)
         count = len(self.parts[0])
@@ -179,7 +183,7 @@ class Terms:
         return [tuple(weights[start : start + count]) for start in range(0, len(weights), count)]
 
     def error(self, number: int, weights: Sequence[float]) -> float:
-        """Return how far weighted shard gradients are from term `number`, relative to the total."""
+        """Return how well weighted shard gradients sum to term `number`, as a relative error."""
         residual = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
         total = _scaled_norm(self.total, self.scale)
         return _scaled_norm(residual, self.scale) / total if total else 0.0
@@ -281,10 +285,10 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
 def _matching_count(
     shards: Sequence[Any], weights: Sequence[float], *, precision: float
 ) -> tuple[str, tuple[float, ...]]:
-    """Return name and values by shard of a count (e.g. samples) proportional to `weights`.
+    """Find the count (e.g. of targets) in each shard that is proportional to `weights`.
 
-    Ratios of small counts are close to each other, so counts must match within `precision`, the accuracy of `weights`;
-    the closest count wins.
+    Returns the name of the count, and its value in each shard; empty if no count is proportional within `precision`
+    (accuracy of `weights`). If several counts are, returns the closest.
     """
     counts: dict[str, list[float]] = {}
     for shard in shards:

@@ -174,7 +174,6 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
 
 
 def _model_mismatch(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
-    """Describe the first parameter that is missing or has another shape on rank 0."""
     for name, parameter in module.named_parameters():
         if name not in rank0_tensors:
             return f"{name} is missing on rank 0"
@@ -184,7 +183,7 @@ def _model_mismatch(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]
 
 
 def run_with_constants(step: int) -> SingleStep:
-    """Repeat the step with constants instead of random numbers, which later steps use too."""
+    """Repeat the step with constants instead of random numbers; later steps use constants, too."""
     single: SingleProcess = this_rank.state["single"]
     single.numbers = "constant"
     single.rewind(single.module)
@@ -223,7 +222,7 @@ def _measure_step(single: SingleProcess, step: int) -> SingleStep:
 
 
 def _comparable_gradients(single: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:
-    """Return gradients that ranks can reproduce, the loss and the number of backward calls."""
+    """Return gradients of the global batch, with random numbers that ranks can reproduce."""
     while True:
         try:
             with count_backwards() as backwards:

@@ -157,7 +157,7 @@ def stack_rows(small: Mapping[str, torch.Tensor]) -> list[Rows]:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` is dense, readable and at most 64 KiB; called often."""
+    """Return True if `tensor` is dense, readable, not empty and at most 64 KiB."""
     if type(tensor) not in PLAIN or _storage_kind(tensor) not in _READABLE or tensor.is_neg():
         return False
     size = tensor.nbytes
@@ -169,7 +169,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
-    """Return each row's numbers by name, with one transfer and one dtype per device."""
+    """Return the numbers of each row as a tuple, with one transfer per device."""
     numbers: dict[str, tuple[Any, ...]] = {}
     for names, values in _transfer_to_cpu(rows):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)
@@ -177,7 +177,7 @@ def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
 
 
 def floats_of(rows: Iterable[_NamedRows]) -> dict[str, array[float]]:
-    """Return each row's numbers by name in a float32 `array`, without Python floats."""
+    """Return the numbers of each row as a float32 `array` (little memory), by name."""
     numbers: dict[str, array[float]] = {}
     for names, values in _transfer_to_cpu((names, values.float()) for names, values in rows):
         flat, width = array("f", bytes(values.numel() * 4)), values.shape[1]

@@ -101,7 +101,7 @@ _LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
 class Parts(NamedTuple):
-    """Submodules, parameters and buffers, each once, and all names of each parameter."""
+    """Submodules, parameters and buffers of a module, without duplicates, and all parameter names."""
 
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]

@@ -228,8 +228,8 @@ def copied_module(module: nn.Module) -> nn.Module:
 def differs_in_structure(first: nn.Module, second: nn.Module, wholes: Mapping[str, torch.Size] | None = None) -> bool:
     """Return True if the modules' classes, or their parameters' names, order or shapes, differ.
 
-    `wholes`: full shapes of the parameters, by name, of which `first` has shards only. If set, order is ignored,
-    since DDP reorders parameters.
+    `wholes`: full shapes, by name, of parameters that `first` has only as shards. If not empty, order is ignored, since
+    DDP reorders parameters.
     """
     shapes = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(first).items()]
     others = [(name, p.shape) for name, p in named_parameters(second).items()]
@@ -373,7 +373,7 @@ def _restorers_of_holder(holder: Any, depth: int, visited: set[int]) -> Iterator
 
 
 def _remover_of_new_numbers(namespace: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
-    """Return a function that deletes variables with numbers, added to `namespace` from now on."""
+    """Return a function that deletes numeric variables created after this call."""
     before = frozenset(namespace)
 
     def undo() -> None:

@@ -79,7 +79,7 @@ class UserGenerator:
 
 
 def user_generator(value: Any) -> UserGenerator | None:
-    """Return and store (`_watched`) access to a random generator; None for other values."""
+    """Return access to a random generator's state, also stored for `generator_states`; else None."""
     if isinstance(value, torch.Generator):
         source = UserGenerator("torch", lambda: value.get_state().clone(), value.set_state)
     elif isinstance(value, random.Random):

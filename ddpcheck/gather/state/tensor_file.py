@@ -25,7 +25,7 @@ from ddpcheck.gather.state.fingerprints import PLAIN, has_memory, is_plain
 
 
 def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
-    """Return a callable weak reference to a tensor; `swap_tensors` accepts the tensor nonetheless."""
+    """Return a callable weak reference to a tensor that does not make `swap_tensors` fail."""
     _patch_swap_tensors()
     return _TensorRef(tensor)
 

@@ -34,7 +34,6 @@ def _is_overridden(module: nn.Module) -> bool:
 
 
 def _accepts_mode(train: Any) -> bool:
-    """Return True if `train` can be called without arguments or only a mode."""
     try:
         params = list(inspect.signature(train).parameters.values())
     except (TypeError, ValueError):

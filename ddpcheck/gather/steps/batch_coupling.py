@@ -105,7 +105,7 @@ def _tensors_by_key(results: Iterable[tuple[Any, Sequence[torch.Tensor]]]) -> di
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
-    """Return True if `part` has the first rows of a tensor in `whole`, scaled."""
+    """Return True if `part` equals the first rows of a result in `whole`, scaled."""
     for piece, full in product(part, whole):
         axes = axes_that_grow(full, piece)
         if len(axes) == 1 and piece.numel() > 1:
@@ -116,9 +116,10 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
 
 
 def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
-    """Return True if a tensor of `part` has rows that are nowhere in `whole`.
+    """Return True if results of samples change without the rest of the batch.
 
-    With `pairs`, return True also for results with an entry per pair of samples, such as a similarity matrix.
+    Results `part`, of some samples, then have rows that results `whole`, of the batch, lack. With `pairs`, also return
+    True for results with an entry per pair of samples, such as a similarity matrix.
     """
     for piece in part:
         axes = {shape: len(axes_that_grow(tensors[0], piece)) for shape, tensors in whole.items()}
@@ -132,12 +133,9 @@ def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, 
 
 
 def _all_lack_rows(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
-    """Return True if every tensor in `whole` lacks rows of `part`.
-
-    Rotates `whole`: if a line runs in a loop, the next call begins with the result of the next iteration.
-    """
+    """Return True if every tensor in `whole` lacks rows of `part`."""
     for _ in range(len(whole)):
-        whole.rotate(-1)
+        whole.rotate(-1)  # if a line runs in a loop, the next call begins with the next iteration's result
         if not _lacks_rows(whole[-1], part, rounding):
             return False
     return True
@@ -187,7 +185,7 @@ def _lacks_rows(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> boo
 
 
 def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
-    """Return the axes along which `whole` is larger than `part` by the same factor."""
+    """Return the axes that grow with the batch: `whole` is larger than `part`."""
     if whole.dim() != part.dim() or any(full < size for full, size in zip(whole.shape, part.shape, strict=True)):
         return []
     grown = [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]
@@ -201,9 +199,9 @@ def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
 
 
 class FirstActivations(TorchFunctionMode):
-    """Mode that records the first results computed from data and parameters, with gradients.
+    """Mode that records the first activations: results computed directly from data and parameters.
 
-    These activations are multiplied by `factors`: {index of the activation in the forward pass: factor}.
+    Backward records their gradients. To perturb samples, activation number `i` is multiplied by `factors[i]`.
     """
 
     def __init__(self, factors: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -247,7 +245,6 @@ class FirstActivations(TorchFunctionMode):
 
 
 def _is_data(tensor: torch.Tensor) -> bool:
-    """Return True for a leaf tensor that is not a parameter, e.g. a batch."""
     return bool(tensor.dim()) and not isinstance(tensor, nn.Parameter) and tensor.is_leaf
 
 
@@ -295,7 +292,7 @@ def factors_for_part(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]
 def gradients_changed(
     before: Mapping[int, torch.Tensor], after: Mapping[int, torch.Tensor], changes: Changes
 ) -> bool | None:
-    """Return True if `changes` change the gradients of other rows; None if not comparable."""
+    """Return True if changing some samples changed other samples' gradients; None if not comparable."""
     compared = False
     for index, (rows, _) in changes.items():
         old, new = before.get(index), after.get(index)

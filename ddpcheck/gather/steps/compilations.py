@@ -53,7 +53,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
         self._count = 0
 
     def begin(self) -> None:
-        """Start recording; call `patch_compiler_module` for each module of `MODULES` that is imported later."""
+        """Start recording; modules of `MODULES` imported later need a call of `patch_compiler_module`."""
         _open_recorders.add(self)
         for module in filter(None, map(sys.modules.get, MODULES)):
             patch_compiler_module(module)
@@ -97,7 +97,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
 
 
 def patch_compiler_module(module: ModuleType) -> None:
-    """Patch `module`, one of `MODULES`, until the last recorder closes."""
+    """Patch a module of `torch._dynamo` to record compilations, until the last recorder closes."""
     name, kind = module.__name__, vars(module).get("OutputGraph")
     if name == _FRAMES and name not in _patches and hasattr(module, "_compile"):
         _patches[name] = patched(module, "_compile", _record_compilation)
@@ -106,7 +106,7 @@ def patch_compiler_module(module: ModuleType) -> None:
 
 
 def _record_graphs(original: Any) -> Any:
-    """Wrap `call_user_compiler` to record graphs: callbacks of `patched` do not run during tracing."""
+    """Wrap `call_user_compiler` to record graphs, since `patched` has no effect during tracing."""
     note = guarded(_graphs.append)
 
     @functools.wraps(original)

@@ -65,7 +65,7 @@ class Kept(Struct):
 
 @dataclass(slots=True)
 class KeptParts:
-    """Parts of a gradient under `fully_shard`; each part is reduced onto another rank."""
+    """Records of the parts of a gradient under `fully_shard`, one for each receiving rank."""
 
     parts: list[Kept]
 
@@ -163,7 +163,7 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the tensors, which have one shape, in chunks of the same elements."""
+    """Yield chunks of the tensors (of equal shape), to limit memory for converted copies."""
     if tensors[0].numel() <= _MOST_CONVERTED:
         yield tensors
         return
@@ -198,7 +198,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def is_subnormal(gradient: torch.Tensor | None) -> bool:
-    """Return True for a float16 gradient whose root mean square is subnormal."""
+    """Return True for a float16 gradient whose RMS is subnormal, so that rounding dominates."""
     if gradient is None or gradient.dtype is not torch.float16:
         return False
     return norm(gradient) <= math.sqrt(gradient.numel()) * float(torch.finfo(torch.float16).smallest_normal)
@@ -231,9 +231,9 @@ def tolerances(
 ) -> dict[str, float]:
     """Return the tolerance of each relative error.
 
-    It is at least 16 machine eps (correct DDP stays within about 1.4 at any depth), and at least 3 times the rounding
-    error of the single-process run, of this parameter and of the median parameter. `noise`: norm of the rounding error
-    (gradient in the model's dtype minus gradient in float64) by name, or None without a float64 run.
+    It is at least 16 machine eps (correct DDP stays within about 1.4 at any depth), at least 3 times the relative noise
+    of this parameter, and at least 3 times the median of the relative noise of all parameters. `noise`: norm of the
+    rounding error (gradient in the model's dtype minus gradient in float64) by name, or None without a float64 run.
     """
     if noise is None:
         return {

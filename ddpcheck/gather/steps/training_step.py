@@ -191,7 +191,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
 
 
 def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tuple[list[torch.Tensor], str]:
-    """Return tensors that DDP finds in `outputs`, and the first class without tensors.
+    """Return tensors DDP finds in `outputs`, and the class of an output without tensors.
 
     DDP searches lists, tuples, dicts and dataclasses (torch/nn/parallel/distributed.py, `_find_tensors`). With
     `static_graph` it searches `torch.utils._pytree` nodes: lists, tuples, dicts, and registered classes

@@ -53,7 +53,7 @@ def construction_line(obj: object) -> Location | None:
 
 
 def digest_before(obj: object) -> int:
-    """Return a digest of random numbers drawn before an object's construction; 0 if unknown."""
+    """Return a digest of random numbers drawn before `obj` was constructed; 0 if unknown."""
     obj_ref, _, drawn = _objects.get(id(obj), (lambda: None, None, 0))
     return drawn if obj_ref() is obj else 0
 
@@ -70,7 +70,7 @@ def restored_by(generator: str) -> str:
 
 
 def follow(module: ModuleType) -> None:
-    """Patch the constructors and seed functions of a newly imported module."""
+    """Patch constructors and seed functions of a newly imported module, to record their lines."""
     if module.__name__ == "torch.random":
         with contextlib.suppress(Exception):
             begin_history("python")
@@ -138,7 +138,7 @@ def _line_of_construction(obj: object, frame: FrameType | None) -> Location | No
 
 
 def _seed_choosing_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame that does not just pass on its caller's seed."""
+    """Return the innermost frame whose seed is not a parameter passed by its caller."""
     caller = _frame_of_program(frame.f_back)
     while caller is not None and _passes_parameter(frame):
         frame, caller = caller, _frame_of_program(caller.f_back)
@@ -146,7 +146,7 @@ def _seed_choosing_frame(frame: FrameType) -> FrameType:
 
 
 def _passes_parameter(frame: FrameType) -> bool:
-    """Return True if a function's current line passes a parameter to another call."""
+    """Return True if the current line passes the function's own parameter to a call."""
     code = frame.f_code
     params = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
@@ -179,7 +179,7 @@ _old_draws: dict[str, bytes] = {}  # digest of earlier output
 
 
 def begin_history(generator: str) -> None:
-    """Record the state of a new or reseeded global generator ("torch", "python" or "numpy")."""
+    """Keep a global generator's state when its draws begin (at import or after seeding)."""
     global _num_seeds
     _num_seeds += 1
     if _num_seeds <= _MOST_SEEDS:
@@ -187,7 +187,7 @@ def begin_history(generator: str) -> None:
 
 
 def end_history(generator: str) -> None:
-    """Add a generator's draws to `draw_history`; called before the generator is seeded again."""
+    """Keep a digest of a generator's draws, before the generator is seeded again."""
     if _num_seeds <= _MOST_SEEDS:
         _old_draws[generator] = _output_digest(generator)
 

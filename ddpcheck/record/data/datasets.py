@@ -43,7 +43,7 @@ _FEWEST_SAMPLE_ELEMENTS = 8  # min elements of a row that is a sample
 
 
 class SampleRows:
-    """Fingerprints of the samples of a loader pass, and labels, in loading order."""
+    """Fingerprints and labels of all samples of one pass over a loader, in order."""
 
     def __init__(self) -> None:
         self._is_usable = True
@@ -53,7 +53,7 @@ class SampleRows:
         self.rows, self.labels, self.classes, self.targets = array("q"), array("q"), array("q"), array("d")
 
     def note(self, batch: Any, count: int) -> None:
-        """Add a batch of `count` samples; if it is unusable, discard the whole pass."""
+        """Add a batch of `count` samples; an unusable batch discards the whole pass."""
         tensors = [t.detach() for t in tree_tensors(batch) if t.dim() and t.layout == torch.strided and t.numel()]
         size = max((len(t) for t in tensors), default=0)
         rows = [t for t in tensors if len(t) == size and not _is_label(t)]
@@ -107,7 +107,7 @@ def _combined_fingerprints(tensors: list[torch.Tensor], size: int) -> list[int]:
 
 
 def digests_of(dataset: Any) -> dict[str, int]:
-    """Return digests of tensors and plain lists in a dataset's attributes."""
+    """Return digests of tensors, arrays and plain lists in a dataset's attributes, by name."""
     digests = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
@@ -124,8 +124,8 @@ def digests_of(dataset: Any) -> dict[str, int]:
 def first_samples(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Return fingerprints of the first items of attributes that have an item per sample.
 
-    Also return True if any attribute contains the samples themselves: the items are rows of many numbers, or names of
-    existing files. Nested datasets are searched; a dataset may be a list.
+    The second result is True if any attribute contains the samples themselves: the items are rows of many numbers, or
+    names of existing files. Nested datasets are searched; a dataset may be a list.
     """
     if type(dataset) is Subset:  # its indices are no samples
         whole: Any = dataset.dataset
@@ -154,7 +154,6 @@ def _are_samples(values: Any) -> bool:
 
 
 def _file_of(value: Any) -> tuple[str, int] | None:
-    """Return path and size of the file that a sample names, or None."""
     first = value[0] if isinstance(value, tuple | list) and value else value
     if isinstance(first, str | os.PathLike):
         with contextlib.suppress(OSError, ValueError):
@@ -193,7 +192,7 @@ def _item_digest(value: Any) -> int | None:
 
 
 def attribute_digests(dataset: Any) -> dict[str, int]:
-    """Return digests of a dataset's plain attributes, which may change by epoch."""
+    """Return digests of the plain attributes of a dataset, to notice changes between epochs."""
     attributes = getattr(dataset, "__dict__", {})
     lists = {name: value[:_MOST_PLAIN] for name, value in attributes.items() if isinstance(value, list)}
     plain = {name: value for name, value in attributes.items() if isinstance(value, str | int | float)}
@@ -202,7 +201,10 @@ def attribute_digests(dataset: Any) -> dict[str, int]:
 
 
 def length_before_slicing(dataset: Any) -> int:
-    """Return the full length of the array that `dataset` slices; -1 for texts."""
+    """Return the length of the whole array of which `dataset` contains a slice.
+
+    The result is -1 if the dataset contains a list of texts, and 0 if it contains no slice.
+    """
     for value in getattr(dataset, "__dict__", {}).values():
         for part in value if isinstance(value, tuple) else (value,):
             base = getattr(part, "_base", None) if isinstance(part, torch.Tensor) else getattr(part, "base", None)
@@ -260,7 +262,7 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
 
 
 def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
-    """Return True if samples of `dataset` differ when its attributes have the values `before`."""
+    """Return True if `dataset` returns different samples when attributes get the values `before`."""
     digests = []
     for state in (before, {}):
         with _without_side_effects():
@@ -272,7 +274,10 @@ def has_changed_samples(dataset: Any, size: int, before: Mapping[str, Any]) -> b
 
 
 def epoch_line() -> Location | None:
-    """Return the line of the loop over epochs, or of `iter(loader)` in this loop."""
+    """Return the line of the loop over epochs, which contains the loop over batches.
+
+    If the loop over epochs calls `iter(loader)` instead, return the line of this call.
+    """
     begun = user_frame(sys._getframe(1))
     for frame in frames_from(begun):
         location, file = location_of(frame), frame.f_code.co_filename
@@ -284,7 +289,7 @@ def epoch_line() -> Location | None:
 
 
 def persistent_workers_line(call: Location) -> Location:
-    """Return the line of argument `persistent_workers` in a call, or of the call."""
+    """Return the line of argument `persistent_workers`; if absent, the line of the call itself."""
     calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
     keywords = (keyword for node in calls if node.lineno == call.line for keyword in node.keywords)
     lines = (keyword.value.lineno for keyword in keywords if keyword.arg == "persistent_workers")
@@ -311,7 +316,7 @@ class InputRecorder(Recorder, subjects=("data",)):
             self._sink(Inputs(self._wrapper_number, step, samples, line, parts, noise_sketch(self._samples(), inputs)))
 
     def evaluates(self, step: int, inputs: Any) -> None:
-        """Record the inputs of a forward pass without gradients, up to a limit."""
+        """Record fingerprints of the inputs of the first forward passes without gradients."""
         if self._evaluated < _MOST_EVALUATED:
             self._evaluated += 1
             if samples := _input_samples(inputs):
@@ -337,10 +342,10 @@ def copied_samples(batch: Any) -> list[torch.Tensor]:
 
 
 def noise_sketch(samples: Sequence[torch.Tensor], inputs: Any) -> tuple[float, ...]:
-    """Return the `sketch` of the noise that forward `inputs` contain, compared to `samples`.
+    """Return a sketch of the random noise that the program added to a batch.
 
-    `samples` are from the data loader. The result is () if there is no noise. A term that is equal for all samples, and
-    a scale and an offset per sample, are not noise.
+    `samples`: tensors of the batch from the data loader. `inputs`: forward inputs. A term that is equal for all
+    samples, and a scale and an offset per sample, are not noise. The result is () if there is no noise.
     """
     for tensor in tree_tensors(inputs):
         for sample in samples if _is_sample_tensor(tensor) and tensor.is_floating_point() else ():

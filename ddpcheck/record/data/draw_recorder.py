@@ -62,7 +62,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
         follow_steps(self)
 
     def begin(self) -> None:
-        """Start the first interval, at the first wrapper: earlier draws may shuffle data."""
+        """Start the first interval at the first wrapper's construction: earlier draws may shuffle data."""
         if not self._intervals:
             self._begin_interval()
 
@@ -146,7 +146,6 @@ class DrawRecorder(Recorder, subjects=("data",)):
 
 
 def _generator_states(*, others: bool = False) -> dict[str, _State]:
-    """Return states of torch's generators, and if `others`, of Python's and numpy's."""
     states = {name: generator_state(name) for name in (available_generators() if others else ["torch"])}
     if torch.cuda.is_initialized():
         state = generator_bytes(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -155,9 +154,9 @@ def _generator_states(*, others: bool = False) -> dict[str, _State]:
 
 
 def _is_in_forward(frame: FrameType) -> bool | None:
-    """Return True if `frame` is in a wrapper's forward; None if outside of steps.
+    """Return True if a wrapper's forward calls `frame`; None for code outside of steps.
 
-    Outside of steps are data loaders, module and optimizer constructors, and ddpcheck itself.
+    Data loaders, constructors of modules and optimizers, and ddpcheck itself are outside of steps.
     """
     in_forward, in_program = False, False
     for current in frames_from(frame):

@@ -155,9 +155,9 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
 
     def _follow_unused(self, pass_: _Pass, batch: Any) -> None:
-        """Count the batches that are freed before any forward pass or optimizer step.
+        """Count skipped batches, which are freed before any forward pass or optimizer step.
 
-        At the first forward pass or step, the last batch is not counted: a copy of the batch may be in use.
+        The batch before the first forward pass or step is not counted, since a copy of the batch may be in use.
         """
 
         def note_freed(_batch: object) -> None:
@@ -242,7 +242,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             open_pass.steps_until = self._run.steps if open_pass.steps_until < 0 else open_pass.steps_until
 
     def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
-        """Return True if a dataset changed its samples since its workers were started."""
+        """Return True if a dataset's samples have changed since its workers copied the dataset."""
         now = {name: vars(dataset)[name] for name in state}
         before = self._first_attributes.setdefault(loader, now)
         changed = {name: before[name] for name in before.keys() & now if before[name] != now[name]}

@@ -53,7 +53,7 @@ class SampleDraws:
 
     @contextlib.contextmanager
     def recording(self, loader: Any) -> Iterator[None]:
-        """Replace `collate_fn` and `worker_init_fn` while the `with` block creates an iterator."""
+        """Replace `collate_fn` and `worker_init_fn` of `loader` while the `with` block creates an iterator."""
         loader.collate_fn, loader.worker_init_fn = self._recording_collate, self._begin_worker
         try:
             yield
@@ -66,7 +66,7 @@ class SampleDraws:
             self._begin_batches([number])
 
     def batch_states(self, number: int) -> Mapping[str, tuple[int, int]]:
-        """Return the states before and after batch `number` of each generator that was used."""
+        """Return (state before, state after) batch `number` for each generator that the batch used."""
         worker, index = (number % self._workers, number // self._workers) if self._workers else (0, number)
         begin = (worker * self._most_batches + index) * _NUMBERS
         recorded = self._recorded_states[begin : begin + _NUMBERS] if index < self._most_batches else []
@@ -78,7 +78,6 @@ class SampleDraws:
         self._states_before = self._states() if indices else ()
 
     def _states(self) -> list[int]:
-        """Return digests of the states of the dataset's and the global generators."""
         return [digest_of_generators(self._generators), *(generator_state(name)[0] for name in available_generators())]
 
     @forwards_calls

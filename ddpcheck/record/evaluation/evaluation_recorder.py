@@ -57,7 +57,7 @@ _Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
 @dataclass(slots=True)
 class _OpenPass:
-    """Open loader pass; an evaluation if no backward pass runs before its end."""
+    """State before an unfinished pass over a loader, which may be an evaluation."""
 
     backwards: int
     numbers: Mapping[str, float]
@@ -89,7 +89,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         patched(torch, "save", self._note_save)
 
     def note_backward(self, _loss: Any) -> None:
-        """Begin the next round if an evaluation has ended; called when backward begins."""
+        """End the current round (training, then evaluations) at the first backward after an evaluation."""
         self.awaits_backward = False
         self._backwards += 1
         self._unfinished = None
@@ -101,7 +101,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
     # Passes
 
     def note_pass(self, entry: LoaderPass, dataset: Any) -> None:
-        """Record the begin or end of a loader pass over `dataset`."""
+        """Record the begin (first call) or end (second call) of a pass over `dataset`."""
         self.awaits_backward = True
         if entry.number >= _MOST_PASSES or self._round >= _MOST_ROUNDS:
             self._remaining = [0, 0]  # later results may belong to this pass
@@ -131,7 +131,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._sink(replace(exchanged, round=self._round))
 
     def _rewrite_evaluation(self, call: Call | None = None) -> None:
-        """Write the last evaluation again, whose last batch may be counted after the pass."""
+        """Write the last evaluation again: the program may count its last batch later."""
         if self._unfinished is None:
             return
         pass_, written = self._unfinished
@@ -207,11 +207,10 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._write_shown("decides", [ShownNumber("", (value,)) for value in numbers_of_conditions()])
 
     def _is_after_evaluation(self) -> bool:
-        """Return True between an evaluation's end and the next evaluation."""
         return self._evaluated and self._remaining[1] > 0 and self._round < _MOST_ROUNDS and not self._candidates()
 
     def _candidates(self) -> list[tuple[int, int]]:
-        """Return keys of open passes without a backward pass so far, possibly evaluations."""
+        """Return keys of open passes without a backward pass so far: possible evaluations."""
         return [key for key, pass_ in self._open_passes.items() if pass_.backwards == self._backwards]
 
     def _write_shown(self, how: str, numbers: list[ShownNumber]) -> None:
@@ -227,7 +226,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
 
 
 def _changes_since(opened: _OpenPass, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the program's numbers, tables and rows that changed during a pass."""
+    """Return the program's results of a pass: changed numbers, confusion matrices, values per sample."""
     current = program_numbers.numbers_of_program()
     numbers = {name: value for name, value in current.items() if opened.numbers.get(name) != value}
     tables = {}
@@ -254,7 +253,7 @@ def _rows_in(value: Any) -> int:
 
 
 def _is_fetched_ahead() -> bool:
-    """Return True if a package or generator, which may prefetch, takes the batches."""
+    """Return True if a package or generator iterates over the loader, and may prefetch."""
     codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
     code = next((code for code in codes if is_user_file(code.co_filename)), None)
     return code is not None and (is_installed(code.co_filename) or bool(code.co_flags & inspect.CO_GENERATOR))
@@ -307,7 +306,7 @@ def _floats_of(value: Any) -> tuple[float, ...]:
 
 
 def _row_labels(value: Any) -> tuple[int, ...]:
-    """Return a label per row, given as an integer or derived from scores."""
+    """Return the label of each row: integers in `value`, or classes derived from scores."""
     value = _flattened(value)
     sizes = [_length(x) for x in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
     rows = program_numbers.labels_in(value, sum(sizes) or _length(value))
@@ -327,7 +326,7 @@ def _length(value: Any) -> int:
 
 
 def _dataset_attributes(dataset: Any, size: int) -> dict[str, Any]:
-    """Return the attributes of a dataset; for a `Subset`, also the selected rows."""
+    """Return a dataset's attributes; for a `Subset`, also the attributes' rows at its indices."""
     attrs = dict(getattr(dataset, "__dict__", None) or {})
     attrs |= {f"tensors[{number}]": tensor for number, tensor in enumerate(getattr(dataset, "tensors", None) or ())}
     if type(dataset) is Subset and size <= _MOST_LABELS:

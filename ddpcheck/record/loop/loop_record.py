@@ -53,7 +53,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self._wrapper: Callable[[], nn.Module | None] = lambda: None
 
     def attach(self, wrapper: nn.Module) -> None:
-        """Record each `no_sync` of `wrapper`, or each switch of reductions of `fully_shard`."""
+        """Record when `no_sync` (DDP) or a setting (`fully_shard`) turns reductions off or on."""
         if not is_ddp(wrapper):
             follow_switches()
         self._wrapper = ref(wrapper)
@@ -69,7 +69,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(step_location() or "")))
 
     def report(self, step: int) -> None:
-        """Request a report after `step`, of the events so far, which show a fault."""
+        """Request a report after `step`: the events recorded so far show a fault."""
         if not self.to_report:
             events = (*self._last_step, *self.ledger.events)
             is_off = any(event.kind == "forward" and not event.synchronises for event in events)
@@ -104,7 +104,10 @@ _kept_patches: list[Patch] = []  # never undone
 
 
 def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
-    """Record switches of `fully_shard` reductions in `switch_calls`; `to_the_end`: even after `detach`."""
+    """Record in `switch_calls` when the script turns reductions of `fully_shard` off or on.
+
+    `to_the_end`: True to record until the script ends, even after `detach`.
+    """
     fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not _switch_patches and not _kept_patches:
         (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
@@ -126,13 +129,13 @@ class StepListener:
         """Handle a forward pass with gradients enabled; `synced`: True if not under `no_sync`."""
 
     def backward_begins(self) -> None:
-        """Handle the first gradient that a synchronized backward pass computes for a forward output."""
+        """Handle the start of a synchronized backward pass: a forward output gets a gradient."""
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
         """Handle parameters that the step did not use and that DDP waits for."""
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Handle parameters missing in an ended step: its second backward pass never ran."""
+        """Handle parameters that an ended step did not use: its second backward never ran."""
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
         """Handle shards that backward will not reach; `fully_shard` does not wait for them."""

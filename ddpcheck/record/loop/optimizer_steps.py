@@ -43,7 +43,7 @@ class _OptimizerEntry:
 
 @dataclass(eq=False)
 class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_step")):
-    """Recorder of optimizer steps on a wrapper's parameters, into a `LoopRecord`."""
+    """Recorder of the optimizer steps that use a wrapper's gradients, in a `LoopRecord`."""
 
     _tracker: StepTracker
     _loop: LoopRecord
@@ -102,7 +102,10 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
             self._note_unreduced({*map(id, optimizer_params(optimizer))}, no_reduction=not reductions)
 
     def _count_missing_reduction(self) -> None:
-        """Count a missing reduction that forward prepared; report replaced parameters after 3, 6, 12."""
+        """Count a reduction that forward prepared but backward did not run.
+
+        Replaced parameters are the likely cause, reported after 3, 6, 12 ... missing reductions.
+        """
         self._missing_reductions += 1
         times, remainder = divmod(self._missing_reductions, _FEWEST)
         if not remainder and is_probed(times) and self._has_others():
@@ -186,12 +189,12 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Record the versions of the first and last gradient when any backward pass begins."""
+        """Keep version counters of the first and last `.grad`, to detect changes by backward."""
         self._in_forward = in_forward
         self._marks, self.reductions = self._read_marks(), reductions
 
     def backward_ended(self) -> None:
-        """Report a bypass if the first or last gradient changed without a reduction."""
+        """Report a bypass if backward changed the first or last `.grad` without a reduction."""
         marks, last_marks = self._read_marks(), self._marks
         if any(mark is not None and mark != previous for mark, previous in zip(marks, last_marks, strict=False)):
             if self._in_forward:

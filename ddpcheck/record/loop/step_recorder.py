@@ -181,7 +181,7 @@ class StepRecorder(StepListener):
 
     @property
     def uses_join(self) -> bool:
-        """Return True if ranks without further batches may have left the loop (`Join`)."""
+        """Return True if the wrapper runs under `Join`, where ranks may end training early."""
         wrapper = self.tracker.parameters.wrapper()
         return wrapper is not None and uses_join(wrapper)
 
@@ -226,7 +226,7 @@ class StepRecorder(StepListener):
     # Methods of `StepListener`
 
     def forward_begins(self) -> None:
-        """Update `may_diverge`; with `keeps_start`, fingerprint the parameters before the first forward pass."""
+        """Update `may_diverge` (ranks differ on purpose); keep fingerprints before the first forward pass."""
         wrapper = self.tracker.parameters.wrapper()
         self.may_diverge = wrapper is not None and ranks_may_diverge(wrapper)
         if self.replica.awaits_forward:
@@ -275,14 +275,14 @@ class StepRecorder(StepListener):
             self._probe.backward_begins()
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
-        """Request an exchange of reports, unless the missing parameters were reported before."""
+        """Request that ranks exchange reports, unless the missing parameters were reported before."""
         if self._probe is not None:
             self._probe.detach()
         if self._checks_parameters and not self.history.is_reported(names):
             self._sink.alarm(step)
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Request an exchange of reports one step later, unless the parameters were reported before."""
+        """Request that ranks exchange reports one step later, unless the parameters were reported before."""
         if self._checks_parameters and not self.history.is_reported(names):
             self.history.left_out(step, names, snapshot)
             self._sink.left_out(step)
@@ -333,9 +333,9 @@ class StepRecorder(StepListener):
     # Reports
 
     def notices_unfrozen(self, ended: EndedStep) -> bool:
-        """Return True the first time that a frozen parameter requires grad.
+        """Return True the first time that a parameter frozen at construction requires grad.
 
-        Return False if hooks recorded the step (`probe`): the report of this step names the parameter anyway.
+        Return False if hooks recorded the gradients of this step (`probe`): its report names the parameter anyway.
         """
         return self._checks_parameters and ended.probe is None and self.history.notices_unfrozen()
 
@@ -366,9 +366,9 @@ class StepRecorder(StepListener):
 
     @property
     def judges_at_end(self) -> bool:
-        """Return True if tolerated unused parameters are to be judged at the script's end.
+        """Return True if judges look at tolerated unused parameters when the script ends.
 
-        A watch has already judged these parameters during training, except in a short run.
+        With `watch`, these parameters were already judged during training, except in a short run.
         """
         trains_on = self.context.wrapper.continues_unused and self._checks_parameters
         return trains_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)

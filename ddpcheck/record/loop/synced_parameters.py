@@ -65,7 +65,7 @@ class SyncedParameters:
         return bool(getattr(self.wrapper(), "require_backward_grad_sync", False))
 
     def hooks_for_unsharded(self) -> list[Any]:
-        """Hook sharded modules, to find their unsharded parameters in forward; return the hook handles."""
+        """Hook the forward of sharded modules, where gathered parameters exist; return the hook handles."""
         if not self.is_sharded or (wrapper := self.wrapper()) is None:
             return []
         classes = sharding_classes()
@@ -76,7 +76,7 @@ class SyncedParameters:
         ]
 
     def find_unsharded(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
-        """Find unsharded parameters of submodule `part` in its forward; parameter names begin with `prefix`."""
+        """Find gathered parameters of submodule `part` in its forward; parameter names begin with `prefix`."""
         for name, parameter in nn.Module.named_parameters(part) if self._not_found else ():  # even if overridden
             index = self._not_found.get(prefix + name)
             if index is not None and parameter.requires_grad and is_gathered(parameter, self.tensors[index]):
@@ -92,7 +92,7 @@ class SyncedParameters:
         return self.all if all(reached) else {index for index, is_reached in enumerate(reached) if is_reached}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """Return indices of parameters reached by an AccumulateGrad node without DDP's hook (after casts)."""
+        """Return indices of parameters reached through a new AccumulateGrad node, without DDP's hook."""
         reached = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
@@ -105,7 +105,7 @@ class SyncedParameters:
         return {index_of[id(leaf)] for leaf in LossGraph([root]).leaves if id(leaf) in index_of}
 
     def add_zero_gradients(self, indices: Iterable[int]) -> None:
-        """Run a backward pass with zero gradients, which DDP's reducer accepts.
+        """Give unused parameters zero gradients by a backward pass, so that DDP's reduction ends.
 
         Parameters frozen after wrapping require grad during this pass, and have no gradient afterwards.
         """
@@ -143,5 +143,5 @@ class SyncedParameters:
         return unused
 
     def newly_used(self, used: Set[int]) -> list[int]:
-        """Return indices in `used` that step 0 did not use; under `static_graph`, DDP raises."""
+        """Return indices of used parameters that step 0 did not use; `static_graph` forbids this."""
         return sorted(used & self.unused_first) if self.unused_first and self.is_static_graph else []

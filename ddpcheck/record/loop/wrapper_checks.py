@@ -49,7 +49,7 @@ class LocalSgdTracker(StepListener, Recorder, subjects=("replicas",)):
             self._add_fingerprint(recorder)
 
     def final_entry(self) -> LocalSgdEnd | None:
-        """Return an entry with recorded and final fingerprints; None if nothing was recorded."""
+        """Return the log entry with recorded and final fingerprints; None if nothing was recorded."""
         if not self._fingerprints:
             return None
         recorder = self._recorder()
@@ -67,7 +67,7 @@ _CALLER = 3  # frames from the recording function to the assigning line
 
 
 class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
-    """Recorder of `.data` assignments without effect on shards; each forward calls `sink` with entries."""
+    """Recorder of assignments to `.data` that shards ignore; each forward pass reports to `sink`."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
         self._recorder = recorder
@@ -122,7 +122,7 @@ _ignored_data_recorders = Followers(
 
 
 class PaceRecorder(Recorder, subjects=("loop",)):
-    """Recorder of the numbers of forward passes and batches per reduction of one wrapper."""
+    """Recorder of how many forward passes and batches one wrapper takes per reduction."""
 
     def __init__(self, run: Recording, number: int) -> None:
         self._run = run
@@ -145,7 +145,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
             self._run.add(PaceRun(self._number, step, *pace, location))
 
     def ended(self, step: int) -> None:
-        """Record forward passes and batches since the last reduction, unless the loader has changed."""
+        """Record forward passes and batches after the last reduction, when the script ends."""
         pace = self.forwards, self._batches()
         if any(pace) and self._run.position[0] == self._last_loader and 0 < self._num_runs < MAX_PACE_RUNS:
             self._run.add(PaceRun(self._number, step, *pace, None))
@@ -201,7 +201,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
 
     @property
     def code(self) -> CodeType | None:
-        """Return the code of the program function that ran the last forward with gradients."""
+        """Return the code object of the function that last called forward with gradients."""
         return next((key[0] for key, line in self._lines_by_code.items() if key and line is self._line), None)
 
     @property

@@ -118,13 +118,13 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
                 return
 
     def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
-        """Return names of wrapped parameters that affect the loss only through gathered tensors."""
+        """Return names of parameters without gradient: only gathered tensors connect parameter and loss."""
         gathered_only = {id(leaf) for leaf in LossGraph(ends).leaves} - {id(leaf) for leaf in LossGraph([loss]).leaves}
         numbered = [watch.numbered for watch in list(self._run.watches)]
         return tuple(name for names in numbered for key, name in names.items() if key in gathered_only)
 
     def _hook_gradients(self, node: Any, parts: _GatheredParts, *, besides: bool) -> None:
-        """Hook `node`, which joins the tensors of all ranks, to record gradients around `node`.
+        """Hook `node`, which joins gathered tensors, to compare gradients before and after `node`.
 
         `besides`: True if this rank's tensor also reaches the loss without `node`.
         """
@@ -189,7 +189,6 @@ def _distinct_rows(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _contains_rows(constant: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Return True if `constant` contains each of `rows`, up to scale."""
     closest = (rows @ _normed(constant.detach()).T).nan_to_num(-1.0).amax(1)
     return bool((closest > 1 - _PARALLEL).all())
 
@@ -201,7 +200,10 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _find_put_back_parts(node: Any, parts: list[_GatheredParts], ends: set[Any]) -> _GatheredParts | None:
-    """Return gathered parts joined by `node`, if only the put-back own part requires grad."""
+    """Return the gathered tensors that `node` joins with this rank's own tensor.
+
+    Gathered tensors require no grad. If a script puts this rank's own tensor back, only this tensor requires grad.
+    """
     following = [next_node for next_node, _ in node.next_functions]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # a custom autograd function of the program
         inside = next((part for part in parts if part.node is not None and part.node in following), None)
@@ -217,7 +219,7 @@ def _find_put_back_parts(node: Any, parts: list[_GatheredParts], ends: set[Any])
 def _passed_gradient(
     node: Any, input_grads: Any, output_grads: Sequence[torch.Tensor | None], parts: _GatheredParts
 ) -> tuple[tuple[float, ...], float]:
-    """Return (sketch of all parts' gradients, scale of the gradient of this rank's part).
+    """Return (sketch of the gradients of all ranks' parts, scale of this rank's gradient).
 
     The sketch is `()` if the gradients of other ranks' parts are zero or unknown. The scale is the factor by which
     `node` multiplies the gradient of this rank's part, and 0 if `node` changes the direction of the gradient.
@@ -334,7 +336,7 @@ def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
-    """Return the index of the column where `rows` begin; None if absent or repeated."""
+    """Find `rows` as consecutive columns; return the first index, None if absent or repeated."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:
         return None

@@ -94,7 +94,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         self._last_scaled = id(result), scaler if scaler.is_enabled() else None
 
     def backward_begins(self, losses: Any) -> Callable[[], object] | None:
-        """Hook the terms of a loss; return a callback for backward's end, or None."""
+        """Hook a loss's terms; return a callback for backward's end, None if not recorded."""
         step = self._run.steps
         before = self._backwards_in_step[1] if self._backwards_in_step[0] == step else 0
         self._backwards_in_step = (step, before + 1)
@@ -234,7 +234,7 @@ _Scales = tuple[tuple[str, float], ...]
 
 
 def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
-    """Yield (node, "sum" or "mean", scales) per reduction in `loss`, except in large graphs."""
+    """Yield (node, name, scales) per `sum` or `mean` in `loss`, except in large graphs."""
     pending: list[tuple[Any, int, _Scales]] = [(node_of(loss), loss.output_nr, ())]
     terms = []
     for node, index, scales in pending:  # appended to in the loop
@@ -282,7 +282,6 @@ def _count_elements(node: Any) -> tuple[int, bool]:
 
 
 def _is_selected(node: Any, shape: tuple[int, ...]) -> bool:
-    """Return True if an index or mask selected the rows that `node` outputs."""
     for _ in range(_MOST_FOLLOWED):
         if node is None or ((shapes := output_shapes(node)) and shapes[0][:1] != shape[:1]):
             return False

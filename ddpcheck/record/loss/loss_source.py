@@ -48,7 +48,7 @@ _WORLD_SIZE = "world_size"  # keyword of init_process_group, and part of the nam
 
 @dataclass(frozen=True, slots=True)
 class LossSource:
-    """Source lines of a loss."""
+    """Source lines that compute a loss and scale the loss by the world size."""
 
     made: Location | None = None  # line that computes the loss, or reduces it to a scalar
     scaled: Location | None = None  # line that scales the loss by the world size, or None
@@ -72,7 +72,7 @@ def loss_source(frame: FrameType | None) -> LossSource:
 
 
 def _trace_statement(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
-    """Trace a statement's loss; return the argument name if the caller passed the loss."""
+    """Find a statement's loss; return the argument name if the caller passed the loss."""
     if statement is None:
         return None
     losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
@@ -113,7 +113,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def _trace_expr(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
-    """Trace the loss `node`, or item `part` of container `node`; return True if found."""
+    """Find the line that computes `node`, or its item `part`; return True if found."""
     trace.steps += 1
     if trace.steps > _DEEPEST or trace.made is not None:
         return trace.made is not None
@@ -249,7 +249,7 @@ def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
 
 @functools.cache
 def uncounted_at(code: CodeType) -> Location | None:
-    """Return a function's first line if its argument `num_items_in_batch` is unused, or None."""
+    """Return the first line of a loss function that ignores its argument `num_items_in_batch`."""
     body = body_of(code)
     if body is None or _ITEM_COUNT not in parameter_names(body):
         return None
@@ -289,7 +289,6 @@ def gradients_changed_at(frame: FrameType | None) -> Location | None:
 
 
 def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
-    """Return True if a statement assigns or zeroes `.grad`, or changes it in place."""
     if isinstance(node, ast.Assign | ast.AugAssign):
         written = itertools.chain.from_iterable(map(ast.walk, assignment_targets(node)))
         return any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in written)
@@ -355,7 +354,7 @@ def _is_world_size_node(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
 
 
 def _returned_values(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Scope, ast.expr]]:
-    """Yield the returned expressions of a script function, or item `part` of each."""
+    """Yield expressions that a script function returns (item `part` of tuples, if given)."""
     inner = scope_of_function(called)
     if inner is None or (inner.body, part) in seen:
         return

@@ -149,7 +149,7 @@ def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
-    """Return indices of nodes whose head (`nearest_leaf_node`) is the head of no other node."""
+    """Return indices of nodes whose last layer (`nearest_leaf_node`) is shared with no other node."""
     heads = [nearest_leaf_node(node) for node in nodes]
     return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 
@@ -171,7 +171,7 @@ def _original_output(logits: torch.Tensor) -> tuple[Any, int]:
 
 
 def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """Return [number of counted targets, common weight (0 if weights differ), number of rows]."""
+    """Return [number of targets not ignored, common weight (0 if weights differ), row count]."""
     rows = torch.tensor(float(counted.numel()), device=counted.device)
     count = counted.sum().float()
     weights = weights[sampled].float()

@@ -83,7 +83,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         self._after_clip()
 
     def backward_begins(self) -> None:
-        """Record changes of gradient norms between two backward passes, when the second begins."""
+        """Record how the program changed gradient norms since the last backward pass."""
         last_norms = self._norms
         location = user_location() if last_norms else None
         for watch in list(self._run.watches) if last_norms else ():
@@ -131,7 +131,7 @@ def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
 
 
 def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the norm before a clip; infinity if `max_norm` is infinite, None if unknown."""
+    """Return the gradient norm that a clip computed; infinity if unlimited, None if unknown."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf
     if not hasattr(clip_grad, _TORCH_CLIP):
@@ -308,7 +308,6 @@ def _is_unchanged(tracked: _TrackedOptimizer) -> bool:
 
 
 def _grad_hash(parameter: Any) -> int:
-    """Return a fingerprint of a parameter's gradient; 0 if None or zero."""
     if parameter is None or not has_gradient(parameter):
         return 0
     return fingerprint(dense(parameter.grad)) or 1
@@ -355,7 +354,7 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         return Location.parse(self._largest[1])
 
     def inputs_for(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
-        """Return all fingerprints, if inputs and one of the gradient lists have equal sizes."""
+        """Return fingerprints of the inputs if their total size fits a list of gradients."""
         sizes = [[gradient.numel() for gradient in group] for group in gradients]
         elements = {sum(size for size in group if size > least) for group in sizes for least in (0, _FEW)}
         return tuple(digest for _, digest in self._inputs) if sum(size for size, _ in self._inputs) in elements else ()

@@ -307,7 +307,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return [*filter(None, map(call, entry.watches[1]))]
 
     def _inspect_parameters(self, optimizer: Any, entry: _Optimizer) -> None:
-        """Record parameters in no wrapper, and schedules, at an optimizer's first step."""
+        """Record an optimizer's schedules and its parameters outside of wrappers, at its first step."""
         entry.sample = tensor_ref(optimizer_params(optimizer)[0])
         self._num_stepped += self._lines.constructed.get(optimizer) is not None
         self._schedules.follow_attributes(optimizer)
@@ -333,7 +333,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     # Zeroed gradients
 
     def reductions(self) -> dict[int, int]:
-        """Return the number of averaged backward passes by wrapper number."""
+        """Return, for each wrapper number, how many backward passes have been averaged."""
         return {watch.number: watch.step for watch in list(self._run.watches)}
 
     def have_hooks(self) -> bool:
@@ -400,6 +400,5 @@ def _state_norms(optimizer: Any, params: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def _is_plain_tensor(parameter: torch.Tensor) -> bool:
-    """Return True for a plain tensor, not a shard (DTensor, ShardedTensor, FSDP1)."""
     plain = type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
     return plain and not count_in_fsdp1([parameter])

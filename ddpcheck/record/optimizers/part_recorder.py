@@ -40,7 +40,7 @@ _BINDINGS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 
 
 def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location | None:
-    """Return the first line that takes the norm of gradient shards, or None.
+    """Return the first line that computes a norm of gradient shards, or None.
 
     `plain`: True if shards are plain tensors; if False, the function or its callees have to use `to_local`.
     """
@@ -53,7 +53,6 @@ def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location |
 
 
 def _norm_line(body: ast.AST) -> int | None:
-    """Return the first line that computes a norm from `.grad`, or None."""
     derived: set[str] = set()
     for node in sorted((stmt for stmt in own_nodes(body) if isinstance(stmt, _BINDINGS)), key=lambda stmt: stmt.lineno):
         value = node.iter if isinstance(node, ast.For) else node.value
@@ -114,7 +113,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._sink(ModelSplit(ranks, where))
 
     def hook_split_inputs(self, modules: Iterable[nn.Module]) -> None:
-        """Hook those of `modules` whose inputs are split, as set by an earlier `parallelize_module`."""
+        """Hook each of `modules` whose inputs an earlier `parallelize_module` splits."""
         for module in modules:
             for layouts in [*input_layouts(module)]:
                 self._hook_split_input(module, layouts)
@@ -140,7 +139,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _before_forward(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Record if an input requires no grad: the script itself splits data over ranks."""
+        """Record that the script itself splits data, if an input requires no grad."""
         inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():
             self._script_splits_input |= any(isinstance(t, torch.Tensor) and not t.requires_grad for t in inputs)

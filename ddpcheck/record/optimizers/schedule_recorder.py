@@ -76,7 +76,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         patched(ReduceLROnPlateau, "step", self._note_plateau_metric)
 
     def state_of(self, optimizer: Any) -> ScheduleState | None:
-        """Return the state of the schedule of `optimizer` that has made the most steps."""
+        """Return the state of the optimizer's schedule; of several, the schedule with most steps."""
         if not self.followed_types:
             return None
         groups = optimizer.param_groups  # shared with wrappers around the optimizer
@@ -86,7 +86,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         return max((s.state for s in reversed(schedules)), key=lambda state: state.steps, default=None)
 
     def follow_attributes(self, optimizer: Any) -> None:
-        """Follow user objects that hold an optimizer and have a `step`."""
+        """Record steps of the program's own schedules: objects that hold `optimizer` and have `step`."""
         for _, value in program_contents():
             step = getattr(type(value), "step", None)
             if not is_program_code(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
@@ -366,7 +366,6 @@ def _optimizer_states_in(obj: Any, numbers: Mapping[str, int], depth: int) -> It
 
 
 def _step_count(step: Any) -> int:
-    """Return `step` of an optimizer state as an integer; 0 if on a GPU."""
     if isinstance(step, torch.Tensor) and step.numel() == 1 and step.device.type == "cpu":
         return int(step)
     return step if type(step) is int else 0

@@ -42,7 +42,7 @@ class HookedGradients:
         self._before: dict[str, torch.Tensor] = {}
 
     def attach(self, name: str, leaf: torch.Tensor, accumulated: Callable[[str], object]) -> list[Any]:
-        """Register hooks before and after the program's hooks; return the handles.
+        """Register hooks around the program's hooks, to compare gradients; return the handles.
 
         `accumulated(name)` is called after hooks that may have changed `.grad`. The lists of hooks are private to
         torch. If a torch version lacks the lists, nothing is registered.
@@ -61,7 +61,7 @@ class HookedGradients:
         return handles
 
     def attach_to_module(self, name: str, module: nn.Module) -> list[Any]:
-        """Register hooks before and after a module's full backward hooks; return the handles."""
+        """Register hooks around a module's full backward hooks, to compare gradients; return the handles."""
         handles: list[Any] = []
         for attribute, registration in _REGISTRATIONS.items():
             if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, attribute):

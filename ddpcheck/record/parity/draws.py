@@ -324,7 +324,7 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf
 
 
 class Noise:
-    """Perturbation of clocks, random numbers and gradients, to measure differences that are chance."""
+    """Perturbation of clocks, random numbers and gradients, to measure how much chance changes results."""
 
     def __init__(self) -> None:
         self._has_begun = False
@@ -352,7 +352,7 @@ class Noise:
             self.eps = max(self.eps, torch.finfo(autocast.fast_dtype).eps)
 
     def round(self, tensors: Iterable[torch.Tensor], times: int = 1) -> None:
-        """Change each element by `times` rounding errors, with random signs."""
+        """Perturb each element by `times` rounding errors, with random signs."""
         for tensor in tensors:
             if tensor.layout == torch.strided and tensor.is_floating_point():
                 eps = times * max(self.eps, torch.finfo(tensor.dtype).eps)

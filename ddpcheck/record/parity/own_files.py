@@ -58,9 +58,10 @@ _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR",
 
 
 def redirect_files(folder: str | Path, since: float, keep: Sequence[str | Path]) -> None:
-    """Redirect writes of this process and its forks into the second run's folder.
+    """Redirect files that this process and its forks write into `folder`.
 
-    The first run began at `since` (seconds since the epoch). Files in `folder` and `keep` are not redirected.
+    The script runs for the second time, and must neither see nor change files of the first run, which began at `since`
+    (seconds since the epoch). Files in `folder` and `keep` are not redirected.
     """
     _Functions(_Overlay(folder, since, keep))
 
@@ -96,7 +97,7 @@ class _Overlay:
         self._parents: dict[str, str] = {}  # resolved folders
 
     def locate(self, path: Any, follow: bool = True, folder: int | None = None) -> _File | None:
-        """Resolve `path`, relative to the descriptor `folder`; None if `path` is not redirected."""
+        """Resolve `path`, relative to the folder with descriptor `folder`; None if not redirected."""
         if not path or not isinstance(path, str | bytes | os.PathLike):
             return None
         text = os.fsdecode(path)
@@ -118,7 +119,7 @@ class _Overlay:
         return None if file.path != text and self._is_exempt(file.path) else file
 
     def script_path(self, path: str) -> str:
-        """Return the path that the script uses for a file of the overlay."""
+        """Convert a path inside the overlay to the path that the script uses."""
         return (path.removeprefix(self._files) or "/") if f"{path}/".startswith(f"{self._files}/") else path
 
     def entries(self, path: str) -> dict[str, os.DirEntry[str]]:
@@ -227,7 +228,6 @@ class _Overlay:
         return False
 
     def _creation_time(self, path: str) -> float:
-        """Return the creation time (seconds) of a path; an estimate without statx."""
         buffer, statx = ctypes.create_string_buffer(256), getattr(ctypes.CDLL(None), "statx", None)
         if statx and not statx(-100, os.fsencode(path), 0x100, 0x800, buffer):  # AT_SYMLINK_NOFOLLOW, STATX_BTIME
             if struct.unpack_from("I", buffer)[0] & 0x800:
@@ -241,8 +241,6 @@ class _Overlay:
 
 
 class _Functions:
-    """Patches of Python's file functions and of some C functions."""
-
     def __init__(self, overlay: _Overlay) -> None:
         self._overlay = overlay
         make = functools.partial(overlay.open, _MAKE)
@@ -379,8 +377,6 @@ def _patched_open(original: Any) -> Any:
 
 
 class _Scandir(contextlib.AbstractContextManager["_Scandir"], Iterator["_DirEntry"]):
-    """Iterator returned by the patched `os.scandir`."""
-
     def __init__(self, entries: dict[str, os.DirEntry[str]], folder: Any) -> None:
         self._entries = (_DirEntry(entry, folder) for entry in entries.values())
         self.close = self._entries.close
@@ -393,8 +389,6 @@ class _Scandir(contextlib.AbstractContextManager["_Scandir"], Iterator["_DirEntr
 
 
 class _DirEntry(os.PathLike[Any]):
-    """Directory entry with the path that the script uses."""
-
     def __init__(self, entry: os.DirEntry[str], folder: Any) -> None:
         self.name: Any = os.fsencode(entry.name) if isinstance(folder, bytes) else entry.name
         self.path = os.path.join(folder, self.name)

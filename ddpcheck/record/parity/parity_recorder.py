@@ -222,7 +222,10 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             _set_rates(optimizer, recorded[0])
 
     def _exit_if_in_turn(self, number: int) -> None:
-        """Exit (`IN_TURN`) if a single-process step has world-size times the rows of all ranks."""
+        """Exit (`IN_TURN`) if a single-process step has world-size times the rows of all ranks.
+
+        Each step then accumulates world-size times as many batches. A repeated run takes the ranks' batches in turn.
+        """
         key, rows = f"rows {number}", self._input_features[-1].item()
         if self._reader is None:
             self.samples.keep(key, rows)
@@ -321,13 +324,12 @@ def _patched_get_rank(original: Callable[..., int], rank: int) -> Callable[..., 
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    """Return True if a parameter is sharded by `fully_shard`, tensor parallelism or FullyShardedDataParallel."""
     in_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or type(parameter).__name__ == "FlatParameter"
     return is_dtensor(parameter) or in_fsdp1
 
 
 def _is_first_replica(parameter: Any) -> bool:
-    """Return True if no lower rank has the same shard or whole parameter."""
+    """Return True if no lower rank holds the same shard or same whole parameter."""
     if not is_dtensor(parameter):
         return _is_sharded(parameter) or not dist.is_initialized() or dist.get_rank() == 0
     coordinate = parameter.device_mesh.get_coordinate() or ()
@@ -335,7 +337,7 @@ def _is_first_replica(parameter: Any) -> bool:
 
 
 def _sum_of_sketches(parts: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the sum of the sketches, each permuted and with its own signs."""
+    """Add sketches, each with own order and signs, so exchanged sketches change the sum."""
     size = max(map(len, parts.values()), default=0)
     total = [0.0] * size
     for index, part in enumerate(parts.values()):

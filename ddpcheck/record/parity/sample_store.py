@@ -133,7 +133,8 @@ def _offsets_in(path: Path) -> dict[str, tuple[int, int]]:
 def join_ranks(values: Sequence[Any], *, is_whole: bool = False) -> Any:
     """Concatenate the values of all ranks along the batch dimension.
 
-    If all values are equal, and `is_whole` is False, one value is returned instead.
+    If all values are equal, one value is returned instead, except with `is_whole`: the single process has a value with
+    as many rows as all ranks together.
 
     Raises:
         ConcatenationError: The values have no batch dimension, or their other dimensions differ.
@@ -236,7 +237,7 @@ _DEEPEST = 3
 
 
 def scale_batch_size(size: int, scaled: int) -> Iterator[str]:
-    """Assign `scaled` to batch-size variables on the stack; yield their names."""
+    """Assign `scaled` to the program's batch-size variables whose value is `size`; yield their names."""
     seen = set[int]()
     for frame in program_frames():
         yield from _scale_all(frame.f_globals, size, scaled, "", seen)

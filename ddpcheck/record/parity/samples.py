@@ -144,7 +144,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self._writer.add(key, value)
 
     def replayed(self, key: str, number: int, rows_here: int = 0) -> Any:
-        """Return the concatenated values of all ranks; `rows_here`: rows of this process's value.
+        """Return the concatenated values of all ranks; `rows_here`: row count of this process's value.
 
         Raises:
             ConcatenationError: No rank has a value, or the values cannot be concatenated.
@@ -167,7 +167,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return value
 
     def note_rows(self, rows: tuple[int, ...]) -> None:
-        """Record row counts by rank of a concatenated value; () clears the record."""
+        """Record each rank's row count in a concatenated value; () clears the record."""
         if rows:
             self.rows.pop(sum(rows), None)
             self.rows[sum(rows)] = rows
@@ -238,7 +238,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     def _batch_size_of(
         self, frame: FrameType, kind: type, loader: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> int | None:
-        """Return a new batch size for a loader, or None; ranks record the size."""
+        """Return the batch size for a new loader; None to keep the script's size."""
         if os.getpid() != self._process or not (line := _line_of(frame, loader)):
             return None
         name = kind.__name__
@@ -345,7 +345,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
     @property
     def is_under_way(self) -> bool:
-        """Return True during a loader pass in which no backward pass has begun."""
+        """Return True during a pass over a loader, until its first backward pass begins."""
         return any(
             pass_.began == self.backwards and pass_.batches and not pass_.is_over
             for pass_ in self._passes_by_iterator.values()
@@ -364,7 +364,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return pass_.is_replayed
 
     def _has_ended(self, pass_: _Pass) -> bool:
-        """Return True if no rank has another batch in a replayed pass."""
+        """Return True if the ranks have no more batches for a replayed pass."""
         if self._reader is None or not self._is_replayed(pass_):
             return False
         ended = self._reader.get(f"{pass_.key} ended")
@@ -400,7 +400,6 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
 
 def _line_of(frame: FrameType, instance: object) -> str:
-    """Return the program line that constructs or iterates over `instance`."""
     for current in frames_from(frame):
         if is_of_program(current.f_code.co_filename):
             if current.f_code.co_name != "__init__" or next(iter(variables_of(current).values()), None) is not instance:

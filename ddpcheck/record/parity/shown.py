@@ -72,7 +72,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         when_imported(("wandb",), lambda module: patched(module, "log", self._record_scalars))
 
     def keep_known_numbers(self) -> None:
-        """Keep the program's numbers before an evaluation, and their quotients by integer numbers."""
+        """Keep the numbers that the program has before an evaluation, unlike the evaluation's results."""
         known = program_numbers.numbers_of_program()
         counts = [(name.partition(".")[0], value) for name, value in known.items() if value > 1 and value == value // 1]
         shares = {v / n for name, v in known.items() for function, n in counts if name.startswith(f"{function}.")}
@@ -276,7 +276,6 @@ def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
 
 
 def _numbers_of(value: Any) -> _Numbers | None:
-    """Return the numbers in a scalar, or a small tensor, list or dict."""
     if type(value) is bool:
         return None
     if isinstance(value, torch.Tensor) and value.dim():

@@ -162,7 +162,7 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
 
 
 def _path_in(watch: WrapperRecorder, module: nn.Module) -> str | None:
-    """Return the path of `module` in the wrapped module; "" for a containing module."""
+    """Return `module`'s path in the wrapped module; "" if `module` contains the wrapped module."""
     path = watch.path_of(module)
     return "" if path is None and any(part is watch.module for part in module.modules()) else path
 
@@ -174,7 +174,7 @@ _LARGEST_OFFSET = 4  # padding, unknown, begin and end tokens of a vocabulary
 
 
 class ConstructionRecorder(Recorder):
-    """Recorder of lines that register parameters, buffers and submodules; sizes of variables in scope."""
+    """Recorder of lines that register parameters, buffers and submodules, and of variable sizes there."""
 
     def __init__(self) -> None:
         # by id(): `torch.compile` would trace into a WeakKeyDictionary, and a module may define __eq__
@@ -264,7 +264,7 @@ def _sized_variables(variables: Iterable[tuple[str, Any]], where: Location) -> I
 
 
 def _modules_in_set_order(module: nn.Module) -> Iterator[str]:
-    """Yield paths of modules whose children (3 or more) are in a set's order."""
+    """Yield paths of modules whose children were added in a set's (random) order."""
     for path, part in module.named_modules():
         names = [name for name, _ in part.named_children()]
         if len(names) > 2 and not all(name.isdigit() for name in names) and is_order_of_a_set(names):

@@ -102,8 +102,8 @@ _logs_faults = False  # True if the script has not enabled `faulthandler`, so fa
 def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Callable[..., Any]]) -> None:
     """Watch every wrapper constructed from now on; call after joining a process group.
 
-    `replacements` maps the name of a collective to the function to call instead; `stand_ins` are the functions that
-    the script may have imported by name.
+    `replacements` maps the name of a collective to the function to call instead. `stand_ins` are functions that already
+    replace functions of torch, and that the script may have imported by name.
     """
     global _rank
     for function in stand_ins:
@@ -328,7 +328,7 @@ class _RankRecorder:
         return watch
 
     def _record_overwrite(self, call: Call, call_args: Mapping[str, Any]) -> None:
-        """Record a collective that has overwritten its tensor; hook the tensor to notice backward."""
+        """Record that a collective overwrote its tensor, and if later backward uses the tensor."""
         self._sums.note_output(call, call_args)
         tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()
@@ -423,13 +423,12 @@ def _main_frame() -> FrameType | None:
 
 
 def _last_error() -> BaseException | None:
-    """Return the last exception that an excepthook printed (`sys.last_value`), or None."""
     error: BaseException | None = getattr(sys, "last_value", None)
     return error
 
 
 def _end_of_main(frame: FrameType | None) -> ProgramEnded:
-    """Return how the main module ended, and the last line if by SystemExit.
+    """Return how the main module ended, with the last line in case of SystemExit.
 
     A SystemExit calls no hook. `f_lasti` is the last executed instruction of the frame, which outlives its module.
     """

@@ -29,7 +29,7 @@ by the exception being handled, if any."""
 
 
 def mark_first_process() -> None:
-    """Record torchrun's run and store port in the environment, unless a parent process did."""
+    """Record in the environment that torchrun started this process, unless a parent is recorded."""
     run = os.environ.get(_RUN)
     if run and os.environ.get(_USES_AGENT) and os.environ.get(_MARK, "::").split(":", 2)[2] != run:
         os.environ[_MARK] = f"{os.getpid()}:{os.environ.get(_PORT, '')}:{run}"
@@ -104,7 +104,7 @@ _PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store
 
 @contextlib.contextmanager
 def joining_file(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
-    """Keep a file with the arguments during `init_process_group`, and a file with its error."""
+    """Note in a file that `init_process_group` is running, and later its error."""
     options, file = options_of_run(os.environ), None
     if options is not None:
         with contextlib.suppress(Exception):  # invalid arguments: torch raises its own error

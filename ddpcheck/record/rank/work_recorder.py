@@ -57,8 +57,6 @@ _MOST_CHECKS = 64  # checks per line
 
 
 class _Pending(Struct):
-    """Started collective without a wait yet."""
-
     handle: Any  # weak reference to the `Work`
     operation: str
     location: Location
@@ -150,7 +148,6 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             self._add(WorkDropped(pending.operation, pending.location, of_gradients))
 
     def _count_check(self, pending: _Pending) -> bool:
-        """Count a check of the collective's line; return True for the first `_MOST_CHECKS` checks."""
         self._check_counts[pending.location] += 1
         return self._check_counts[pending.location] <= _MOST_CHECKS
 
@@ -161,7 +158,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
 
 
 def _bumps_version(tensor: torch.Tensor, call: Call, backend: str) -> bool:
-    """Return True if gloo itself bumps the version of `tensor` (by division or copy)."""
+    """Return True if gloo itself increments the version counter of `tensor` (division or copy)."""
     on_cpu, averages = tensor.device.type == "cpu", "AVG" in call.payload.split(", ")
     return (on_cpu or "nccl" not in backend) and (averages or not on_cpu or tensor.layout != torch.strided)
 

@@ -144,7 +144,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         return self._collectives.code, self._collectives.line
 
     def has_other_shards(self) -> bool:
-        """Return True if the module uses new shards, e.g. after `load_state_dict(assign=True)`."""
+        """Return True if new shards replaced the recorded shards, e.g. after `load_state_dict(assign=True)`."""
         name, param = next(iter(self.parameters.items()), ("", None))
         value: Any = self.module
         for attribute in name.split("."):
@@ -180,11 +180,11 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._log.add(ModuleChanged(self.number, "replaced", name, (name,), where, forwards, self.step))
 
     def find_unsharded(self, prefix: str, part: nn.Module) -> None:
-        """Find unsharded parameters (names begin with `prefix`) of submodule `part` while they replace shards."""
+        """Find gathered parameters of submodule `part` in its forward; parameter names begin with `prefix`."""
         self._recorder.tracker.parameters.find_unsharded(prefix, part)
 
     def shard_scales(self) -> dict[str, float]:
-        """Return each shard's gradient norm relative to its norm after the reduction, by "0/name"."""
+        """Return, by shard, the gradient norm now divided by the norm after the reduction."""
         gradients = {name: self.parameters[name].grad for name in self._reduced_norms}
         now = norms({name: gradient for name, gradient in gradients.items() if gradient is not None})
         return {f"{self.number}/{name}": size / self._reduced_norms[name] for name, size in now.items()}
@@ -195,7 +195,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
 
     @property
     def has_live_wrapper(self) -> bool:
-        """Return True if the wrapper is alive; the module may be trained without it."""
+        """Return True if the wrapper is alive; training may continue without the wrapper."""
         return self._recorder.wrapper is not None
 
     @property
@@ -308,7 +308,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._log.add(StepsReported(self.number, report, is_conclusive=True))
 
     def left_out(self, step: int) -> None:
-        """Report parameters left out of `step` now, since the next forward pass may raise."""
+        """Report parameters missing in `step` immediately, since the next forward pass may raise."""
         self._report(self._recorder.history.report(step, settled=False))
 
     def absent(self, report: RankReport) -> None:
@@ -365,7 +365,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
     # Methods of `StepListener`
 
     def called(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Record collectives of the forward pass, and its inputs if gradients are disabled."""
+        """Record the buffer broadcast of a forward pass, and inputs if gradients are disabled."""
         if not self._is_attached:
             return
         self._collectives.note_broadcast(wrapper)

@@ -73,7 +73,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         Patch(kind, "data", self._patched_data)
 
     def patch_for_step(self, *, begins: bool) -> None:
-        """Undo patches when an optimizer step begins; redo patches when the step ends."""
+        """Undo the patches while an optimizer step runs, whose own writes are not recorded."""
         if begins is self.stepping:  # a step has raised, or is nested
             return
         self.stepping = begins

@@ -232,7 +232,7 @@ def _matches_submodule(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapp
 def _matching(
     ours: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, by_name: bool
 ) -> dict[str, torch.Tensor]:
-    """Return tensors that match all `ours` (by name or position, and shape); else {}."""
+    """Return tensors that match each parameter in `ours`; {} if any match is missing."""
     if not by_name:
         ours = _by_name(list(ours.values())) if len(ours) == len(tensors) else {}
     matched = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
@@ -264,7 +264,7 @@ def _may_be_weights(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch
 
 
 def _have_similar_directions(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the copy of the largest parameter (mixed signs) has similar direction."""
+    """Return True if copy and original of the largest parameter have similar directions."""
     a, b = _largest(copies, ours)
     is_enough = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
     return bool(is_enough and torch.dot(a, b) > _LEAST_COSINE * a.norm() * b.norm())
@@ -362,7 +362,6 @@ def _nested_variables(path: str, value: Any, depth: int, nested: int) -> Iterato
 
 
 def _items_to_search(container: Any) -> list[tuple[Any, Any]]:
-    """Return the items of a container, except plain values and tensors."""
     items = container.copy().items() if type(container) is dict else enumerate(list(container))
     return [(key, item) for key, item in items if not issubclass(type(item), torch.Tensor | str | int | float)]
 

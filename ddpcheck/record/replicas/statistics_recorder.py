@@ -83,7 +83,7 @@ class _Snapshot:
 
 @dataclass(slots=True)
 class _Tally:
-    """Changes ("moves") of a variable since the last recorded wrapper call, and their fit."""
+    """Changes ("moves") of a variable between recorded calls, and if inputs explain each change."""
 
     moves: list[int] = field(default_factory=list)  # number of equations per move; 0 if no inputs fit
     features: int = 0  # features of a found statistic; 0 if none
@@ -328,7 +328,7 @@ def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _are_shares(moved: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return a mask of `moved` rows that are a fraction of the `distance` rows."""
+    """Return a mask of rows in which `moved` is a fraction of `distance`."""
     part: torch.Tensor = (moved.norm(dim=1) < _LARGEST_SHARE * distance.norm(dim=1)) & (moved.norm(dim=1) > 0)
     part &= _residuals(moved, distance) < _FITS
     return part
@@ -375,7 +375,6 @@ def _add_quotients(current: _Snapshot, last: _Snapshot) -> None:
 
 
 def _row_size(tensor: torch.Tensor) -> int:
-    """Return the size of the last dimension; 0 for a vector or scalar."""
     return tensor.shape[-1] if tensor.dim() > 1 else 0
 
 

@@ -36,7 +36,7 @@ def is_order_of_a_set(names: list[str]) -> bool:
 
 
 def _have_ascending_slots(names: list[str]) -> bool:
-    """Return True if the names' hash slots mostly ascend for some hash table size."""
+    """Return True if hash slots of `names` mostly ascend, as in a set."""
     hashes, size = [hash(name) for name in names], 8
     while size < _SLOTS * len(names):
         rising = sum(current & (size - 1) <= following & (size - 1) for current, following in pairwise(hashes))
@@ -47,7 +47,7 @@ def _have_ascending_slots(names: list[str]) -> bool:
 
 
 def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
-    """Return lookup tables (dictionaries, lists in set order) in the attributes of a dataset."""
+    """Return lookup tables in a dataset's attributes: dictionaries, and lists in a set's order."""
     name = type(holder).__name__
     attrs = getattr(holder, "__dict__", {})
     file = file_of_class(type(holder))
@@ -58,7 +58,7 @@ def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
 
 
 def tables_of_program() -> list[DerivedTable]:
-    """Return dictionaries, and lists in set order, in variables of running user code."""
+    """Return lookup tables in program variables: dictionaries, and lists in a set's order."""
     tables: list[DerivedTable] = []
     for path, value, location in program_variables(depth=1):
         if table := _table(value):
@@ -86,7 +86,7 @@ def _indices_of_texts(path: str, value: Any, where: Location | None) -> list[Der
 
 
 def _table(value: Any) -> dict[str, str] | None:
-    """Return a dictionary of plain keys and values as `repr` strings, or `None`."""
+    """Return `repr` strings of a dictionary's items, or `None` if `value` is not plain."""
     if type(value) is not dict or not _FEWEST <= len(value) <= _MOST or value is os.environ:
         return None
     table = value.copy()  # copy first: another thread may change the dictionary

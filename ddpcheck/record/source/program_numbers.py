@@ -37,7 +37,7 @@ _CONTAINER_NODES = ast.Dict | ast.List | ast.Set | ast.Tuple
 
 @functools.cache
 def clock_variables(code: CodeType) -> frozenset[str]:
-    """Return the variables that hold only times, e.g. "elapsed" or "self.batch_time"."""
+    """Return the variables of a function that hold only times, e.g. "self.batch_time"."""
     body, clocks = body_of(code), set[str]()
     pairs = [] if body is None else list(_values_of_variables(body))
     while new := {name for name, values in pairs if name not in clocks and all(_has_time(v, clocks) for v in values)}:
@@ -82,7 +82,7 @@ _MOST_PARTS = 16  # items of a list or tuple that are searched
 
 
 def numbers_of_program() -> dict[str, float]:
-    """Return the numbers in program variables ("train.loss", "train.sum(losses)")."""
+    """Return numbers in program variables, and sums of lists ("train.loss", "train.sum(losses)")."""
     numbers: dict[str, float] = {}
     for name, value in program_contents():
         number = number_of(value)
@@ -109,9 +109,9 @@ def counters_of_program() -> dict[str, torch.Tensor]:
 
 
 def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str, float]:
-    """Return the numbers that a script may compute from `numbers`: items, sum, trace.
+    """Return the numbers that a script may compute from a counter: items, sum, trace.
 
-    More than three integers are counts of many classes: these items are skipped, unless an item equals `samples`.
+    Items are left out if there are more than three integers, which count samples by class, and no item is `samples`.
     """
     function, _, variable = name.partition(".")
     parts = {}
@@ -351,7 +351,7 @@ def program_frames() -> Iterator[FrameType]:
 
 
 def line_of_output() -> Location | None:
-    """Return the innermost running program line outside of functions that are named `print`."""
+    """Return the program line that prints, not a line in a function named `print`."""
     return user_location(next((frame for frame in program_frames() if frame.f_code.co_name != "print"), None))
 
 
@@ -364,7 +364,7 @@ def numbers_printed_as(text: str, numbers: Iterable[float]) -> tuple[float, ...]
 
 
 def numbers_of_conditions() -> list[float]:
-    """Return the non-integer values of variables in conditions of enclosing `if` statements."""
+    """Return the non-integer numbers on which the `if` statements around the running lines depend."""
     numbers: list[float] = []
     for frame in itertools.islice(program_frames(), 3):
         variables = {**frame.f_globals, **variables_of(frame)}
@@ -384,7 +384,7 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
 
 
 def lines_of_value() -> dict[str, Location]:
-    """Return the line that assigned the first argument of each running function's current call."""
+    """Return, by running function, where the first argument of the current call was assigned."""
     lines: dict[str, Location] = {}
     for frame in itertools.islice(program_frames(), 4):
         path, line = relative_path(frame.f_code.co_filename), _line_of_value(frame.f_code, frame.f_lineno)
@@ -416,7 +416,6 @@ def lines_after() -> dict[str, Location]:
 
 @functools.cache
 def _line_after(file: str, line: int) -> int:
-    """Return the line after the `for` loop whose header is at `line`, or 0."""
     for node in ast.walk(parsed_source(file)):
         for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             for stmt, following in itertools.pairwise(body if isinstance(body, list) else []):

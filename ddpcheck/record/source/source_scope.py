@@ -54,7 +54,7 @@ class Scope:
 
 
 def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
-    """Return (code, globals) of the script function that calling `called` runs, or (None, {})."""
+    """Return (code, globals) of the script function that `called()` runs, or (None, {})."""
     while isinstance(called, nn.Module):
         mods = dict(called._modules.items())  # not a dict in a scripted module
         inner = mods.get("_orig_mod") if mods.get("module") is None else mods["module"]  # truth would call `__len__`
@@ -71,7 +71,7 @@ def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
 
 
 def scope_of_function(called: Any) -> Scope | None:
-    """Return the scope of the script function that calling `called` runs; `None` without source."""
+    """Return the scope of the script function that `called()` runs, or `None` without source."""
     code, outer = function_of(called)
     body = None if code is None else body_of(code)
     return None if code is None or body is None else Scope(code.co_filename, body, {}, outer)
@@ -83,7 +83,7 @@ def is_program_code(code: Any) -> bool:
 
 
 def resolve_node(scope: Scope, node: ast.expr) -> Any:
-    """Return the value of a name or attribute, else UNKNOWN; runs no script code."""
+    """Return the value of a name or attribute without running script code, else UNKNOWN."""
     if isinstance(node, ast.Name):
         return scope.value(node.id)
     if isinstance(node, ast.Attribute) and (owner := resolve_node(scope, node.value)) is not UNKNOWN:
@@ -184,7 +184,7 @@ def user_caller(frame: FrameType) -> FrameType | None:
 
 @functools.cache
 def skipping_lines(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
-    """Return lines whose condition may skip `step` but not `backward` (stacks of both calls)."""
+    """Return lines that may skip an optimizer step after backward (arguments: both call stacks)."""
     files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
     return tuple(Location(block.path, block.line) for block in skipping_blocks(step, backward, files))
 
@@ -232,7 +232,7 @@ def _text_of(file: str) -> bytes:
 
 @functools.cache
 def names_searched_by_index(file: str) -> frozenset[str]:
-    """Return the names whose method `index` a file calls."""
+    """Return the names in a file on which `.index(...)` is called."""
     return frozenset(name.decode() for name in _INDEX_CALLS.findall(_text_of(file)))
 
 
@@ -267,7 +267,7 @@ def updating_line(path: str, holder: type, *, own: bool = False) -> Location | N
 
 @functools.cache
 def assignment_in_program(name: str, value: bool | None = None) -> Location | None:
-    """Return the only program line that assigns this attribute or item, or `None`.
+    """Return the only program line that assigns the attribute or item `name`, or `None`.
 
     `value`: ignore lines that assign a constant different from `value`.
     """
@@ -292,7 +292,7 @@ def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bo
 
 
 def _statements(tree: ast.AST, *, repeats: bool, of_class: str = "") -> Iterator[tuple[ast.stmt, bool, str]]:
-    """Yield (statement, True if it may run repeatedly, name of the enclosing class)."""
+    """Yield (statement, True if the statement may run repeatedly, name of the enclosing class)."""
     if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef):
         repeats = tree.name != "__init__"
     if isinstance(tree, ast.ClassDef):

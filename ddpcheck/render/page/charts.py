@@ -70,7 +70,7 @@ def chart_view(curve: ParityCurve) -> dict[str, Any]:
 
 
 def _segments(x: Axis, y: Axis, places: Sequence[int], values: Sequence[float | None]) -> list[str]:
-    """Return curve segments, split at missing values; a single point is a dash."""
+    """Return a curve as SVG points, split at missing values; single points become dashes."""
     segments = []
     for is_gap, pairs in itertools.groupby(zip(places, values, strict=True), lambda pair: pair[1] is None):
         points = [(x.at(position), y.at(value)) for position, value in pairs if value is not None]

@@ -27,7 +27,7 @@ _DATA = re.compile(r'<script type="application/(json|zlib)" id="ddpcheck-data">(
 
 
 def embedded_data(report: Document) -> tuple[str, str]:
-    """Return the format, "json" or "zlib", and the text of the data to embed."""
+    """Return the report for embedding in a page: format ("json" or "zlib"), and text."""
     text = report.to_json(indent=None)
     if len(text) <= _PLAIN:
         return "json", in_ascii(text, besides="<>&")

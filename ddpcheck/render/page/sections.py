@@ -49,7 +49,7 @@ class Plot:
 
 
 def plots(parity: Iterable[ParityEntry]) -> list[Plot]:
-    """Return one plot per reference."""
+    """Return a plot of gradient errors for each reference of the comparison."""
     groups = group_by(parity, lambda entry: entry.reference)
     return [_plot(reference, entries) for reference, entries in sorted(groups.items())]
 
@@ -150,7 +150,7 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
 
 
 def _waits(groups: Sequence[Group]) -> dict[int, list[int]]:
-    """Map group indices to indices of the groups that each waits for."""
+    """Map each group's index to the indices of groups that the group waits for."""
     number_of = {log.rank: number for number, group in enumerate(groups) for log in group.logs}
     waits = {
         number: sorted({number_of[rank] for rank in group.log.waits_for if rank in number_of} - {number})

@@ -97,7 +97,7 @@ def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
 
 
 def _check_name_of(part: str, finding: Finding) -> str:
-    """Return `part` if the rule has this check line, else its first check line."""
+    """Return `part`, or the rule's first check line if the rule lacks `part`."""
     names = RULES[finding.code].checks.get("report", ())
     return part if part in names else next(iter(names), "")
 
@@ -124,7 +124,7 @@ class Tally:
 
     @classmethod
     def count(cls, entries: Iterable[ParityEntry]) -> Tally:
-        """Count `entries` with the same reference."""
+        """Count gradient comparisons by result; all `entries` have the same reference."""
         entries = list(entries)
         steps = tuple(sorted({entry.step for entry in entries}))
         largest_error = max([0.0, *(entry.relative_error for entry in entries)])

@@ -100,7 +100,7 @@ class CheckRun(CheckWorlds):
                 self._skip_rest(f"{fatal[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
     def _wrap(self) -> list[WrappedModule]:
-        """Wrap the model; stop if wrapper options differ, before DDP hangs."""
+        """Wrap the model; stop the check before DDP hangs if ranks' wrapper options differ."""
         try:
             return self._all(self.wrap)
         except RankError as error:
@@ -239,7 +239,7 @@ class CheckRun(CheckWorlds):
             self._skip_rest(f"{findings[0].code}: the loss is not finite on {format_ranks(findings[0].ranks)}")
 
     def _train(self, step: int, words: str) -> bool:
-        """Run the step through the wrapper if possible; return True if gradients are wrong."""
+        """Run the step through the wrapper unless skipped; return True if gradients are wrong."""
         judging.decide_on_ddp(self.state, step)
         if self.state.steps.ddp_skipped:
             return False
@@ -262,7 +262,7 @@ class CheckRun(CheckWorlds):
         return not (state.wrapper.static_graph and missing)
 
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
-        """Explain missing gradients by rank, unless the ranks' collectives already differ."""
+        """Find out on each rank why gradients are missing, if ranks' collectives still match."""
         in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
         topic = "why gradients are missing"
         return self._explained(topic, {}, calls.repeated_step.explain, step) if in_step else [{} for _ in local]
@@ -296,7 +296,7 @@ class CheckRun(CheckWorlds):
         return self._compare_with_single(step, averaged)
 
     def _average_with_numbers(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
-        """Save average gradients of a step repeated with `numbers`; return an error, or ""."""
+        """Repeat a step with `numbers` and save average gradients; return an error, or ""."""
         topic = f"the gradients with random numbers {numbers}"
         replies = self._explained(topic, "the step with them failed", calls.local_step.comparable_step, step, numbers)
         if reason := next((item for item in replies if isinstance(item, str)), ""):
@@ -389,7 +389,7 @@ class CheckRun(CheckWorlds):
         return True
 
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
-        """Analyse the shards one by one to explain a difference, or return an error."""
+        """Analyse each shard to explain why the ranks' average differs from the global batch."""
         topic = "why the ranks' average differs from the global batch"
         local = self.state.steps.local
         args = (step, averaged, self._average_exactly(step), len(local), local[0].threads)

@@ -83,7 +83,7 @@ class CheckOptions:
 
 
 def bug_error(error: Exception) -> ReportError:
-    """Return the report error for an unexpected exception in this process."""
+    """Return an unexpected exception in this process as a `ReportError`: a bug of ddpcheck."""
     bug = as_bug(error)
     return ReportError(str(bug), EXIT_USAGE, bug.detail)
 
@@ -165,14 +165,14 @@ class RankSteps:
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # where gradients become zero, by parameter
 
     def add_local(self, local: Sequence[LocalStep], per_model: Sequence[LocalStep]) -> None:
-        """Add a step without the wrapper; `per_model` has the first rank of each model."""
+        """Add a step without the wrapper; `per_model` has one rank of each split model."""
         self.local = per_model
         self.first_local = self.first_local or per_model
         self.parameters += [item.evidence for item in local]
         self.add_norm(local[0].evidence.step, max(item.norm for item in local))
 
     def add_norm(self, step: int, norm: float) -> None:
-        """Add a norm of all gradients; the largest norm is kept."""
+        """Add a step's norm of all gradients; keep the largest norm of the step."""
         self.norms[step] = max(norm, self.norms.get(step, 0.0))
 
     def generators_equal(self) -> bool:
@@ -186,7 +186,7 @@ class RankSteps:
         return group_by_step(item for item in self.ddp if item.is_local_sgd)
 
     def missing(self) -> dict[tuple[int, int], frozenset[str]]:
-        """Return the missing parameters by step and rank."""
+        """Return the parameters missing from the loss, by step and rank."""
         return {
             (item.step, item.rank): frozenset(name for name, state in item.states.items() if state == "missing")
             for item in self.parameters
@@ -267,7 +267,7 @@ class CheckState:
         return sorted({item.together for item in self.wrapped if item.together})
 
     def per_model(self, by_rank: Sequence[Item]) -> Sequence[Item]:
-        """Return one item per model, or `by_rank` if no model is split."""
+        """Return the item of each split model's first rank; without split models, return `by_rank`."""
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
     def without_rank_params(self, ranks: Sequence[Values]) -> Sequence[Values]:
@@ -288,7 +288,7 @@ class CheckState:
         self.part_findings = [(part, finding) for part, finding in self.part_findings if is_kept(finding)]
 
     def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Take losses and random choices from a step's repetition with comparable random numbers."""
+        """Overwrite the step's losses and random choices with values of a comparable repetition."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
             for item, (loss, choices) in zip(self.steps.local, self.per_model(steps), strict=True)
@@ -316,9 +316,10 @@ class CheckState:
 
     @property
     def wants_analysis(self) -> bool:
-        """Return True if the current step, which differs, should be analysed.
+        """Return True if the shards of the current, differing step should be analysed.
 
-        True for the first such step. If that step had random choices, True for a later step without random choices.
+        The first differing step is analysed. If that step chose by random numbers, a later step without random choices
+        is analysed, too.
         """
         single = self.single
         return single.analysis is None or (

@@ -96,7 +96,7 @@ class CollectiveMismatchWatch:
 
 @dataclass
 class CheckWorlds:
-    """Rank world and single process of a check, and the resulting `CheckState`."""
+    """Processes of a check: the ranks and the single process, with the resulting `CheckState`."""
 
     target: Recipe | str
     asked: CheckOptions
@@ -221,7 +221,7 @@ class CheckWorlds:
         raise CheckStopped
 
     def _fail(self, error: errors.RankError) -> None:
-        """Record the root cause of a failed world and why phases were skipped."""
+        """Record why the ranks of a world failed, and why later phases were skipped."""
         first = error.first
         if first is not None and isinstance(first.exception, errors.UsageError):
             raise first.exception
@@ -252,7 +252,7 @@ class CheckWorlds:
             )
 
     def _add(self, findings: Sequence[Finding]) -> None:
-        """Add findings; default location: the line that creates the finding's first subject."""
+        """Add findings; a finding without location gets the line that creates its first subject."""
         without_location = sorted({finding.subjects[0] for finding in findings if finding.location is None})
         by_rank: list[dict[str, Location]] = []
         try:

@@ -184,7 +184,7 @@ def _judge_gradients(state: CheckState, context: JudgeContext) -> None:
 
 
 def _judge_compilations(state: CheckState) -> list[Finding]:
-    """Judge recompilations, and compiled graphs unless random draws or few steps explain differences."""
+    """Judge recompilations; also judge compiled graphs, except with random draws or few steps."""
     by_rank = group_by(state.steps.compiled, lambda item: item.rank)
     compiled = [[entry for item in steps for entry in item.compiled] for steps in by_rank.values()]
     is_random = any(item.random.libraries - {"torch"} for item in state.steps.local)

@@ -93,7 +93,9 @@ _UNKNOWN_LOSS = """return output.float().square().mean()  # or output["loss"], i
 
 
 def recipe_path(model: str, output: str | None = None) -> Path:
-    """Return the recipe path: beside the model's file, or in the working folder.
+    """Return the path of a new recipe: `output`, or `check_NAME.py` by default.
+
+    The default is beside the model's file, or in the working folder if `model` is `pkg.module:Class`.
 
     Raises:
         UsageError: `model` names no class, or the model cannot be imported from the folder of `output`.

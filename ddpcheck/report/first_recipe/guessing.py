@@ -144,7 +144,7 @@ _BY_LAYER: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
 def _guesses(
     model: nn.Module, names: tuple[str, ...], layers: list[tuple[Sample, ...]]
 ) -> Iterator[tuple[Sample, ...]]:
-    """Yield guessed inputs: first by argument name, then by layer order, then any layer."""
+    """Yield inputs to try, most likely first: by argument name, layer order, any layer."""
     flat = [sample for samples in layers for sample in samples]
     choices = []
     for index, name in enumerate(names):
@@ -171,7 +171,7 @@ def _samples_for_name(model: nn.Module, name: str, integers: list[Sample]) -> It
 
 
 def _run_batches(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
-    """Run batches of 4 and 6 samples; return the common output kind, or None."""
+    """Run batches of 4 and 6 samples; return the output kind, None if different."""
     kinds = []
     for samples in (4, 6):
         generator = torch.Generator().manual_seed(0)

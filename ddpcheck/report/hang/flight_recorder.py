@@ -173,7 +173,7 @@ def _payload(operation: str, raw: Mapping[str, Any]) -> str:
 
 
 def _num_gathered_ranks(raw: Mapping[str, Any]) -> int:
-    """Return the number of ranks in an all_gather of the default group, else 0."""
+    """Return the world size shown by an all_gather of the default group, else 0."""
     inputs: Sequence[Any] = raw.get("input_sizes") or ()
     outputs: Sequence[Any] = raw.get("output_sizes") or ()
     gathers = str(raw["profiling_name"]) == "gloo:all_gather" and str(raw["process_group"][0]) == DEFAULT_GROUP
@@ -197,7 +197,7 @@ def world_size_of(dumps: Mapping[int, RankDump]) -> int:
 
 
 def aligned_groups(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
-    """Align the collectives of each process group, from the first call in every dump."""
+    """Align each process group's collectives, beginning with the first call in all dumps."""
     world_size = world_size_of(dumps)
     for name, members in _process_groups(dumps, world_size):
         group_dumps = {rank: dumps[rank] for rank in members if rank in dumps}
@@ -227,7 +227,7 @@ def _process_groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[
 
 
 def _fill_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[RecordedCall]:
-    """Yield entries, with a placeholder for each number that gloo did not record."""
+    """Yield entries, with a placeholder for each call that gloo did not record."""
     for entry in entries:
         for number in range(expected, min(entry.number, expected + _MOST_MISSING)):
             yield RecordedCall(entry.group, number, Call(_UNRECORDED, entry.group, ()), True)
@@ -252,7 +252,7 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
     """Read one dump per rank in `folder`; a dump with stacks is preferred.
 
     Raises:
-        UsageError: There are no dumps, a file named as a dump is invalid, or no dump of a rank is preferred.
+        UsageError: There are no dumps, a file named as a dump is invalid, or a rank has several equally good dumps.
     """
     try:
         files = sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))

@@ -79,7 +79,6 @@ def _timelines(
 
 
 def _describe_wait(dump: RankDump) -> str:
-    """Describe the pending or last collective of a rank, from its dump."""
     open_calls = [entry for entry in dump.entries if not entry.ended]
     if open_calls:
         more = f", and in {plural(len(open_calls) - 1, 'other')} after it" if len(open_calls) > 1 else ""

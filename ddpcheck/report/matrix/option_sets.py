@@ -24,7 +24,7 @@ class DDPOptions:
         return ", ".join([*words, self.hook] if self.hook else words) or "defaults"
 
     def plus(self, hook: str = "", **arguments: Any) -> DDPOptions:
-        """Return these options with others added."""
+        """Return these options, with `hook` and `arguments` added."""
         return DDPOptions({**self.arguments, **arguments}, hook or self.hook)
 
 

@@ -62,7 +62,7 @@ def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -
 
 
 def explain_by_rendezvous(facts: FailureFacts) -> list[Finding]:
-    """Explain failed calls of `init_process_group`: as a hang (DDP402), or by an exception (DDP401)."""
+    """Report failed `init_process_group` calls: DDP402 if processes waited, DDP401 if a process raised."""
     raised = [p for p in facts.joining if p.error]
     others = [p for p in raised if not (is_of_communication(p.error) or p.error.startswith("DistStoreError"))]
     is_incomplete = raised and not others and all(p.started for p in facts.joining)  # single-node job
@@ -84,7 +84,7 @@ def explain_by_rendezvous(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
-    """DDP401: first exception, and other ranks that raised the same type. Runs last."""
+    """DDP401: first exception, reported with all ranks that raised the same type. Runs last."""
     if not facts.ended or facts.ended[0].kind != "raised":
         return []
     first, fix = facts.ended[0], ""
@@ -125,7 +125,7 @@ def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Finding]:
-    """DDP401, to replace `finding`: an exception ended a thread at the line of `finding`."""
+    """Replace `finding` by a DDP401 if an exception ended a thread at its line."""
     for thread in _threads_that_raised(facts):
         lines = {thread.failure.location, *program_lines(thread.failure.traceback)}
         if thread.failure.rank in finding.ranks and str(finding.location) in lines:

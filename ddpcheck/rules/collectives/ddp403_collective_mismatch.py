@@ -355,8 +355,8 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
 def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
     """DDP403: collectives of several threads in one process group, ordered differently on each rank.
 
-    Each thread makes the same calls on all ranks. Logs have calls in the order in which they began. If all ranks have
-    the same order, two threads of a rank must be waiting: pieces of object collectives may interleave in the backend.
+    Each thread makes the same calls on all ranks, but the ranks begin the calls of two threads in different orders. If
+    the order is the same, two threads of a rank must be waiting, since parts of object collectives may interleave.
     """
     for group in sorted({call.group for rank in ranks for call in rank.calls if call.thread}):
         by_rank = {rank.rank: [call for call in rank.calls if call.group == group] for rank in ranks}

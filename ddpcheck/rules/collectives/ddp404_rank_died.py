@@ -57,7 +57,6 @@ _FIX_OF_DEATH = {  # by exit code; negative for signals
 
 
 def _fix_of_death(failure: RankFailure) -> str:
-    """Return the fix for a dead rank, or '' for the rule's default."""
     if failure.location and (failure.exit_code or 0) > 0:
         return "Raise an exception, which is shown, instead of exiting without a message (sys.exit, os._exit)."
     if failure.exit_code == -signal.SIGSEGV and not failure.location:
@@ -87,7 +86,7 @@ def early_exit_finding(facts: EndingFacts, leaver: Position, stayer: Position, w
 
 
 def explain_by_exit(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
-    """DDP404: `sys.exit` or `os._exit` on a rank while others continue."""
+    """DDP404: `sys.exit` or `os._exit` on a rank while other ranks continue."""
     called, where = leaver.state.exit_at, leaver.state.exit_at.rpartition(" ")[2]
     if not (leaver.state.ended and where and leaver.call is None and stayer.call is not None):
         return []
@@ -98,7 +97,7 @@ def explain_by_exit(facts: EndingFacts, leaver: Position, stayer: Position) -> l
 
 
 def explain_by_unlogged_exit(facts: EndingFacts) -> list[Finding]:
-    """DDP404: `sys.exit` or `os._exit` on a rank while others wait in unlogged calls."""
+    """DDP404: `sys.exit` or `os._exit` on a rank while other ranks wait in unlogged calls."""
     exited = [rank for rank in facts.ranks if rank.ended and rank.exit_at]
     waiting = [rank for rank in facts.ranks if rank.waits and rank.lines and not rank.exit_at]
     if not exited or not waiting:

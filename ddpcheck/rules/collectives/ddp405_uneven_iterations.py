@@ -86,7 +86,7 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
 
 
 def _fix_of_loader(facts: EndingFacts) -> str:
-    """Return the fix for uneven batches; it mentions `Join` only without `fully_shard`."""
+    """Return the fix for uneven batches, with `Join` unless `fully_shard` is used."""
     sharded = any(call.operation == SHARD_FORWARD for rank in facts.ranks for call in rank.calls)
     join = (
         " Or enter `with Join([model]):` around the loop, so that a rank that has left the loop still answers the "
@@ -99,7 +99,7 @@ def _fix_of_loader(facts: EndingFacts) -> str:
 
 
 def _has_rank_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
-    """Return True if a rank trains beyond another rank's batches of loader pass `key`."""
+    """Return True if, in pass `key`, a rank trains beyond another rank's last batch."""
     ended = [p.batches for p in passes.values() if p.exhausted]
     if not ended or max(p.batches for p in passes.values()) <= min(ended):
         return False

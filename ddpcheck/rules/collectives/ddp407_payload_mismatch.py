@@ -27,7 +27,7 @@ from ddpcheck.findings.wording import format_ranks, minority_ranks, new_finding,
 def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
     """DDP407: reduced tensors with the same values in a different order on some ranks.
 
-    `sent`: reduction inputs of each rank, for the same samples. Inputs after a different operation are skipped.
+    `sent`: reduction inputs of each rank, for the same samples. If operations differ, later inputs are not compared.
     """
     findings: dict[str, list[Finding]] = {}
     for number, calls in enumerate(zip(*sent, strict=False)):
@@ -62,7 +62,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
 
 
 def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
-    """Return True if ranks order equal values differently, unless ranks fill different slots."""
+    """Return True if ranks order equal values differently, apart from slots filled by rank."""
     if len(set(values)) == 1 or len({tuple(sorted(rank_values)) for rank_values in values}) > 1:
         return False
     moved = [value for column in zip(*values, strict=True) if len(set(column)) > 1 for value in column]

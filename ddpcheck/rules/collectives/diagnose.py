@@ -147,7 +147,7 @@ def explain_shards(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_missing_shard(facts: FailureFacts) -> list[Finding]:
-    """Explain a shard replaced by a plain tensor, in load_state_dict or after sharding."""
+    """Explain a shard that `load_state_dict` or the script replaced by a plain tensor."""
     if "_fully_shard" not in facts.text:
         return []
     if "load_state_dict" in facts.text:
@@ -271,7 +271,7 @@ EXPLANATIONS = (
 
 
 def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """Return one finding per cause: mismatched calls in groups, then ranks that are awaited.
+    """Return one finding per cause: mismatched calls, then ranks that other ranks wait for.
 
     `at_end`: what each rank with a dump was doing, in words.
     """

@@ -36,7 +36,7 @@ def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) ->
 
 
 def _skipped_blocks(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Block]:
-    """Return blocks that `stayer` is in and `leaver` was in earlier, innermost first."""
+    """Return branches of `stayer` that `leaver` now skips but took earlier, innermost first."""
     leaver_blocks = facts.enclosing(leaver.lines, "branch", "rest", "try")
     stayer_blocks = reversed(facts.enclosing(stayer.lines, "branch", "rest", "try"))
     return [block for block in stayer_blocks if block not in leaver_blocks and facts.has_been_in(leaver.state, block)]

@@ -47,7 +47,8 @@ def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> l
 def _may_exit_early(facts: EndingFacts, loop: Block, inner: Block, leaver: Position, stayer: Position) -> bool:
     """Return True if `leaver` may have left `loop` before `stayer`.
 
-    False if `leaver` repeated `inner` as often as `stayer`; without repetition, if `loop` is a range without exits.
+    `inner` is a loop in `loop`. False if `leaver` ran `inner` as often as `stayer`. If both ran `inner` at most once,
+    False if `loop` iterates over a range and nothing can exit the loop early.
     """
     runs = [len(calls_per_execution(facts, inner, side.state.calls)) for side in (leaver, stayer)]
     if max(runs) > 1:
@@ -165,7 +166,7 @@ def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Positio
 
 
 def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
-    """Return the backward pass in which a rank waits, or that follows its forward."""
+    """Return `stayer`'s current backward pass, or the next pass if `stayer` is in forward."""
     if stayer.call is None:
         return None
     if stayer.call.operation != DDP_FORWARD:
@@ -185,8 +186,8 @@ def _loader_pass_of(rank: RankAtEnd, backward: Backward) -> LoaderPass | None:
 def _last_part_of_iteration(facts: EndingFacts, leaver: Position, stayer: Position, pending: Backward) -> str:
     """Return the last part of `stayer`'s current iteration that `leaver` executed.
 
-    "forward": `leaver` skipped only the backward pass. "batch": `leaver` also skipped the forward pass. "unknown":
-    "forward" or "batch". "": `leaver` may have left the loop early.
+    "forward": `leaver` skipped only the backward pass. "batch": `leaver` also skipped the forward pass. "unknown": it
+    is not known if `leaver` ran the forward pass. "": `leaver` may have left the loop early.
     """
     loops = loops_left(facts, leaver, stayer)
     if not loops or _has_as_many_backwards(leaver.state, stayer) or not (leaver.lines or leaver.state.ended):
@@ -218,7 +219,7 @@ def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
 
 
 def _common_backwards(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
-    """Yield (leaver's, stayer's) backward passes of the forward at `pending.line`, latest first."""
+    """Yield backward passes that both ranks made after the forward at `pending.line`, latest first."""
     for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
         backward, other_backward = backward_of(call), backward_of(other_call)
         if backward is not None and other_backward is not None and backward.line == other_backward.line == pending.line:

@@ -32,7 +32,7 @@ def ranks_in_complete_collective(logs: Sequence[Sequence[Call]], inside: Mapping
 
 
 def mismatch_number(finding: Finding) -> int | None:
-    """Return the number of the first mismatched collective in a finding's tags, or None."""
+    """Return the number of the mismatched collective that a finding's tags name, or None."""
     numbers = [tag.removeprefix(DIVERGES_AT) for tag in finding.tags if tag.startswith(DIVERGES_AT)]
     return int(numbers[0]) if numbers else None
 
@@ -80,7 +80,7 @@ def extra_call_index(logs: Sequence[Sequence[Call]]) -> int | None:
 def _find_extra_call(
     logs: Sequence[Sequence[Call]], ranks: Sequence[int]
 ) -> tuple[int, Mapping[int, Sequence[int]], int, int] | None:
-    """Return the first extra call's index, encoded logs, a calling and a missing rank."""
+    """Return (index of first extra call, encoded logs, calling rank, missing rank), or None."""
     mismatch = first_unequal_call([logs[rank] for rank in ranks])
     if mismatch is None:
         return None
@@ -163,7 +163,7 @@ class _Comparison:
         )
 
     def _has_extra_lines(self, start: int) -> bool:
-        """Return True if logs match from `start` on, apart from lines of one rank."""
+        """Return True if, from `start`, logs differ only in lines that one rank calls."""
         index, other_index, matched = start, start, 0
         waiting, confirmed = list[int](), list[int]()  # extra calls not yet / already followed by a match
         while index < len(self._log) and other_index < len(self._peer_log):
@@ -183,7 +183,7 @@ class _Comparison:
         return 0 < len(confirmed) <= matched and (other_index == len(self._peer_log) or set(waiting) <= set(confirmed))
 
     def _has_extra_run(self, start: int) -> bool:
-        """Return True if logs match from `start` on, apart from one sequence of calls.
+        """Return True if logs match after removing one sequence of calls at `start`.
 
         Logs of ranks that take turns also match after a shift, but their calls have never paired up with equal calls.
         """
@@ -204,6 +204,6 @@ class _Comparison:
 
 
 def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], names: Sequence[str]) -> list[Finding]:
-    """Return mismatched collectives of the ranks, or else a circular wait."""
+    """Return findings on mismatched collectives; if all collectives match, on a circular wait."""
     calls = {name: [scheduled.call for scheduled in schedule] for name, schedule in schedules.items()}
     return judge_collectives([calls[n] for n in names]) or judge_schedule_waits([schedules[n] for n in names])

@@ -138,7 +138,7 @@ def _mention_groups(groups: Sequence[Sequence[int]]) -> list[str]:
 
 
 def _repeats_evenly(lists: Sequence[Sequence[int]]) -> bool:
-    """Return True if each sample repeats equally often in a row (repeated augmentation)."""
+    """Return True if samples repeat equally often on neighbouring ranks, for repeated augmentation."""
     lengths = [len(list(group)) for _, group in itertools.groupby(itertools.chain(*zip(*lists, strict=True)))]
     return len(set(lengths[1:-1])) == 1 and lengths[1] > 1
 
@@ -289,10 +289,10 @@ def judge_streams(
     inputs: Mapping[int, Sequence[Inputs]],
     evaluated: Mapping[int, Sequence[EvaluationInputs]],
 ) -> list[Finding]:
-    """DDP505: ranks that draw samples from one random stream, shifted by an evaluation.
+    """DDP505: rank that trains on samples that another rank has drawn for evaluation.
 
-    A rank trains on samples that another rank has drawn for evaluation, in the same order, and both generators once had
-    the same state. Arguments are by rank of a wrapper's group.
+    A finding requires that the samples have the same order on both ranks, and that both random generators once had the
+    same state: evaluation has moved one generator ahead. Arguments are by rank of a wrapper's group.
     """
     drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # samples -> (first rank to evaluate them, position)
     for peer in inputs:
@@ -352,7 +352,7 @@ def judge_delayed_samples(inputs: Mapping[int, Sequence[Inputs]]) -> list[Findin
 
 
 def _shared_seed_line(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
-    """Return where a generator with equal states on both ranks is seeded, else used."""
+    """Return where a generator with equal states is seeded or, if unknown, used."""
     states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
     shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)
     return next((line for draw in shared if (line := draw.seeded_at or draw.location) is not None), None)

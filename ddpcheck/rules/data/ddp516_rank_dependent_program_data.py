@@ -188,7 +188,7 @@ def _labels_by_row(loaders: Sequence[LoaderPass]) -> dict[int, int]:
 def judge_tables(
     tables: Sequence[Sequence[DerivedTable]], passes: Sequence[Sequence[LoaderPass]] = ()
 ) -> list[Finding]:
-    """DDP516: dictionaries with equal keys and values, but different pairs of them on ranks.
+    """DDP516: dictionaries that assign the same values to the same keys differently on ranks.
 
     Lists of the same texts in a different order are also reported, unless `passes` (over all loaders) show equal labels
     on all ranks. Returns at most one finding, because a script may keep a label map twice: inverted, or renamed.

@@ -100,7 +100,7 @@ def judge_sharded_twice(loader: Loader) -> list[Finding]:
 
 
 def _taken_positions(loader: LoaderPass) -> set[int]:
-    """Return the positions that the sampler took, in its subset or dataset."""
+    """Return the positions of the sampler's samples in the `Subset`, else in the dataset."""
     if not loader.subset:
         return set(loader.indices)
     positions = {index: number for number, index in enumerate(loader.subset)}
@@ -137,7 +137,7 @@ def _are_disjoint_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
 
 
 def _positions_differ(passes: Sequence[Sequence[LoaderPass]]) -> bool:
-    """Return True if each position is a different sample on each rank."""
+    """Return True if a dataset position holds a different sample on each rank."""
     by_rank = [(values_by_index(loaders, labels=False), values_by_index(loaders, labels=True)) for loaders in passes]
     for (rows, labels), (other_rows, other_labels) in itertools.combinations(by_rank, 2):
         common = rows.keys() & other_rows.keys()

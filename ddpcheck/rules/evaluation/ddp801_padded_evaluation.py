@@ -95,7 +95,7 @@ _Evidence = tuple[str, Location | None]
 
 
 def _find_collective_of_counts(evals: Sequence[RankEvaluation], metrics: Sequence[RankMetric]) -> _Evidence | None:
-    """Find a collective whose input is each rank's sample count or its samples' mean."""
+    """Find a collective whose inputs are the ranks' sample counts, or means over samples."""
     samples = [ev.samples for ev in evals]
     calls = list(exchanged_numbers(evals))
     numbers = evals[0].results.numbers

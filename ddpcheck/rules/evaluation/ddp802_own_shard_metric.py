@@ -48,7 +48,7 @@ LEAST_DIFFERENCE = 1e-4  # relative, of a metric that differs between ranks
 
 @rule
 def judge_shard_metric(evaluations: Evaluations) -> list[Finding]:
-    """DDP802: metric of one shard, if all ranks evaluate and if only some do."""
+    """DDP802: metric of one shard, evaluated by all ranks or by some ranks only."""
     complete = evaluations.complete
     loops = dict.fromkeys(evaluation.loop for evaluation in complete)
     findings = [finding for loop in loops for finding in judge_rank_shard([e for e in complete if e.loop == loop])]
@@ -125,7 +125,7 @@ def _numbers_not_on_all_ranks(
 
 
 def _bits_by_value(matches: Sequence[_Match]) -> dict[float, float]:
-    """Return, by distinct shown value, how strongly a match is evidence, in bits."""
+    """Return the evidence, in bits, of one match for each distinct metric value."""
     return {float(f"{metric.values[0]:.5g}"): bits for bits, _, _, metric in matches}
 
 
@@ -152,7 +152,7 @@ def _is_metric_shared(evals: Sequence[RankEvaluation], rank: int, shown: MetricS
 
 
 def _exchanges_metric(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:
-    """Return True if a collective's inputs, or a quotient of two, are the metric."""
+    """Return True if a collective gets the metric, or two inputs with this quotient."""
     count = ev.results.numbers.get(metric.key, metric.values[rank])
     table = ev.results.tables.get(metric.key)
     if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):

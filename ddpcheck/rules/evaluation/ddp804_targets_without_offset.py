@@ -30,7 +30,7 @@ from ddpcheck.trace.evaluations import Evaluations
 
 @rule
 def judge_targets(evaluations: Evaluations) -> list[Finding]:
-    """DDP804: targets that index rows of another rank.
+    """DDP804: targets that index another rank's rows in a tensor of gathered rows.
 
     Reported if each rank's rows begin at a different class, targets are equal on all ranks or consecutive, and some
     ranks have no target among their own rows. Correct scripts put own rows first, or add an offset to the targets.

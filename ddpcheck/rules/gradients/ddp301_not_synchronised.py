@@ -193,7 +193,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 def _changed_finding(
     steps: Steps, clips: Clips, names: Sequence[str], message: str, ranks: Sequence[int], evidence: Sequence[str]
 ) -> list[Finding]:
-    """Create a finding at the GradScaler load, clip or other change of the gradients."""
+    """Create a DDP301 at the line that made averaged gradients differ between ranks."""
     first, scales = steps[0], [step.scale for step in steps]
     at_step: dict[str, Any] = {"ranks": ranks, "steps": (first.count,), "location": first.location}
     finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_FIX)
@@ -225,7 +225,6 @@ def _explain_by_clip(finding: Finding, clip: GradientsClipped, message: str, fix
 
 
 def _clip_difference(clips: Sequence[GradientsClipped]) -> tuple[str, str] | None:
-    """Return how a clip differs between ranks and how to fix it, or `None`."""
     norms, limits = [clip.norm for clip in clips], [clip.limit for clip in clips]
     if clips[0].of_parts and not are_close(norms) and max(norms) > max(limits) > 0:
         return (
@@ -248,7 +247,7 @@ def _format_by_rank(values: Sequence[float]) -> str:
 def judge_separate_meshes(
     ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], line: Location | None
 ) -> list[Finding]:
-    """DDP301: parameters that diverge between meshes; `ranks` and each step's captures are by mesh."""
+    """DDP301: parameters that diverge between separate meshes (`ranks` and `by_step`: grouped by mesh)."""
     if len(by_step) < 2 or _shards_that_differ(by_step[min(by_step)]):
         return []
     differing = _shards_that_differ(by_step[max(by_step)])
@@ -280,7 +279,7 @@ def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]
 def judge_hand_split(wrappers: Sequence[WrapperTrace], world_size: int) -> list[Finding]:
     """DDP301: parameters with equal initial values but unequal gradients within a split model.
 
-    Reported only if the initial values of other parameters differ, because these are split over the ranks. Parameters
+    A finding requires that other parameters have unequal initial values: the model is split over the ranks. Parameters
     with constant initial values are ignored, because split parameters may have the same constants.
     """
     number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
@@ -401,7 +400,7 @@ def judge_meshes(wrappers: Sequence[WrapperTrace], world_size: int) -> list[Find
 
 
 def judge_variant_gradients(gradients: Sequence[Mapping[str, int]]) -> list[Finding]:
-    """DDP301: gradient fingerprints of ranks that differ in a compiled or micro-batch step."""
+    """DDP301: gradients of a compiled or micro-batch step that differ between ranks."""
     names = differing_names(gradients)
     return new_finding("DDP301", sorted(names), "the gradients differ between ranks") if names else []
 

@@ -38,7 +38,7 @@ from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, draws_differ
 
 
 def explain_error_of_unfinished_reduction(facts: WrapperErrorFacts) -> list[Finding]:
-    """Explain DDP's error by a parameter that contributes only without the wrapper (DDP302)."""
+    """Explain DDP's error: a parameter contributes to the loss only without the wrapper (DDP302)."""
     message = "A parameter that contributes to the loss without the wrapper did not contribute under it"
     return facts.finding_of_error("DDP302", message, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING)
 
@@ -105,7 +105,7 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
 
 
 def describe_rounding(finding: Finding, hook: str, error: float) -> str:
-    """Return the message of a finding, for DDP302 with the hook's rounding error."""
+    """Return a finding's message; a DDP302 message gets the communication hook's rounding error."""
     rounding = f"what {hook} rounds away is up to {error:.2g} of a gradient: " if finding.code == "DDP302" else ""
     return rounding + finding.message
 

@@ -132,7 +132,7 @@ def _hook_finding(
 def explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
     """Report gradients that backward changes nonlinearly, or differently on each rank (DDP310).
 
-    Runs first: a gradient that backward has changed fits no loss pattern, or a wrong one.
+    Runs first: a changed gradient fits none of the explanations by the loss, or fits a wrong explanation.
     """
     known = facts.known
     names = [item.name for item in facts.wrong]

@@ -163,7 +163,7 @@ _CAUSES_AND_FIXES = {  # by what averages the other gradients: the cause and the
 
 
 def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged_by: str) -> list[Finding]:
-    """DDP501: parameters that nothing averages (`averaged_by`: key of `_CAUSES_AND_FIXES`)."""
+    """DDP501: parameters whose gradients nothing averages; `averaged_by`: what averages the other gradients."""
     first, calls = steps[0][0], [step[0].collectives for step in steps]
     if averaged_by == "nothing" and all(before < later for before, later in itertools.pairwise(calls)):
         averaged_by = "collectives"

@@ -96,7 +96,7 @@ def _find_switch(events: Sequence[LoopEvent]) -> LoopEvent | None:
 
 
 def locate_condition(finding: Finding, facts: ScriptFacts) -> Finding:
-    """Move a DDP502 to the `if` enclosing `no_sync`, unless a loop or function intervenes."""
+    """Relocate a DDP502 to the `if` that directly encloses `no_sync`, if any."""
     if finding.code != "DDP502" or finding.severity is not Severity.ERROR or finding.location is None:
         return finding
     if finding.subjects != ("no_sync",) or BY_SYNC_FLAG in finding.evidence:

@@ -83,7 +83,7 @@ def skipped_pass_finding(
 ) -> list[Finding]:
     """DDP508: forward or backward pass that `ranks` skip, and `others` do not.
 
-    `last_done`: what `ranks` did before the skipped pass: "batch" (forward is skipped) or "forward" (backward is).
+    `last_done`: "batch" if `ranks` skipped the forward pass too, "forward" if `ranks` skipped the backward pass only.
     """
     line = skipped.line if last_done == "batch" else skipped.call.location
     words = "the backward pass" if last_done == "forward" else "the forward pass"
@@ -119,7 +119,7 @@ def judge_schedule_steps(rank_steps: Steps) -> list[Finding]:
 def skipped_steps_finding(
     rank_steps: Steps, ranks: Sequence[int], action: str, label: str, counts: Sequence[int]
 ) -> list[Finding]:
-    """Create a DDP508 at the only line that may skip steps, else the step."""
+    """Create a DDP508 at the only line that may skip steps, else at `step()`."""
     step, lines = rank_steps[0].location, rank_steps[0].left_out_at
     reasons = [f"{line} may leave it out" for line in lines]
     if len(lines) == 1:
@@ -183,7 +183,7 @@ def judge_wrapper_paces(loop: Loop) -> list[Finding]:
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
-    """DDP508: backward passes or batches skipped in different steps, so reductions average different steps."""
+    """DDP508: ranks that skip different backward passes or batches, so reductions mix steps."""
     totals = {pace.reductions for pace in paces}
     if len(paces) < 2 or len(totals) > 1:
         return []  # reported as a hang or a failure

@@ -38,7 +38,7 @@ def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_error_of_undefined_gradient(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP509: gradient that arrives after the reduction; without the wrapper, the step succeeds."""
+    """DDP509: gradient that arrives after the reduction, in a step that succeeds without DDP."""
     return facts.finding_of_error("DDP509", _GRADIENT_TOO_LATE, UNDEFINED_GRADIENT)
 
 

@@ -135,7 +135,7 @@ NOT_COMPARED = (
 
 
 def reason_updates_not_compared(item: ShardedStep) -> str:
-    """Return why updates are not compared with an unsharded step, or ''."""
+    """Return why parameter updates are not compared with an unsharded step, or ''."""
     lost = [bad.name for bad in item.against_whole if bad.bad and bad.name not in item.updated_per_shard]
     if item.uncompared or not lost:
         return item.uncompared
@@ -143,7 +143,7 @@ def reason_updates_not_compared(item: ShardedStep) -> str:
 
 
 def judge_sharded(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
-    """Judge gradients, loaded state and updates under `fully_shard`."""
+    """Judge gradients, loaded optimizer state and parameter updates under `fully_shard`."""
     facts = ReducerFacts.from_evidence(evidence, known)
     findings = explain_by_ignored_parameters(facts) + first_explanation(SHARDED_EXPLANATIONS, facts)
     return findings + judge_loaded_state(evidence) or judge_updates(facts)

@@ -119,7 +119,7 @@ def _judge_changes(wrapper: WrapperTrace, trained: Collection[str]) -> list[Find
 
 
 def _group_reports(wrapper: WrapperTrace) -> _Reports:
-    """Return reports by step and rank, without early (`begun`) reports of completed steps."""
+    """Return each step's reports by rank, without interim reports of steps that ended."""
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.events(StepsReported), strict=True):
         for entry in entries:
@@ -130,7 +130,7 @@ def _group_reports(wrapper: WrapperTrace) -> _Reports:
 
 
 def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -> tuple[ReportedCauses, dict[str, int]]:
-    """Judge all steps; also return the first differing step of buffers that differ later."""
+    """Judge all steps; also map buffers that differ only later to their first step."""
     info, entries = wrapper.made, [*chain.from_iterable(wrapper.events(StepsReported))]
 
     def locate(finding: Finding) -> Finding:
@@ -186,7 +186,7 @@ def collect_later_buffers(more: dict[str, int], reported: Sequence[Finding], new
 
 
 def add_later_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
-    """Add to a finding on buffers the evidence that further buffers differ later."""
+    """Add evidence to a finding on buffers: the buffers in `more` differ later, too."""
     names = [name for name in more if RULES[finding.code].buffers_only and name not in finding.subjects]
     if not names:
         return finding

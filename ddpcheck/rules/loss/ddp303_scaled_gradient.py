@@ -197,7 +197,7 @@ def judge_scaled_by_hooks(
 
 @rule
 def judge_rescaled_gradients(changes: GradientChanges) -> list[Finding]:
-    """DDP303: averaged gradients that are scaled, unless a change before the average is reported."""
+    """Report gradients scaled after averaging (DDP303), unless the script also changes gradients before averaging."""
     if changes.local_clips or changes.changes_while_accumulating:
         return []
     return [f for used in changes.reduced for f in judge_rescaled(used, changes.losses, len(changes.losses))]
@@ -246,8 +246,8 @@ def judge_rescaled(
 def explain_by_common_factor(facts: SingleProcessFacts) -> list[Finding]:
     """Report gradients that all differ from correct gradients by the same factor (DDP303).
 
-    If the factor is absent from the same shards without a process group, it comes from the world size; otherwise loss
-    values show its cause. Runs before explanations by differences between ranks: the factor is equal on all ranks.
+    If a single process gets shard gradients without this factor, the script scales by the world size; otherwise loss
+    values show the cause. Runs before explanations by differences between ranks: the factor is equal on all ranks.
     """
     analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
@@ -272,9 +272,9 @@ def explain_by_common_factor(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
-    """Report shard gradients scaled by a rank-dependent factor (DDP303).
+    """Report ranks that multiply their gradients by a rank-dependent factor (DDP303).
 
-    Runs before explanations by collectives, because an exact fit of weights rules out another computation.
+    Runs before explanations by collectives: one factor for each rank, if it fits exactly, rules out other causes.
     """
     if not facts.world_changed or facts.analysis.rank_weights.residual > facts.tolerance:
         return []
@@ -290,9 +290,9 @@ def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
-    """Report loss terms whose gradient is a multiple of the global batch's gradient (DDP303).
+    """Report loss terms whose gradient is a constant times the single-process gradient (DDP303).
 
-    Requires `facts.world_changed`. Runs after explanations by non-differentiable collectives: these allow any factor.
+    Requires `facts.world_changed`. Runs after non-differentiable collectives, which can cause a constant factor too.
     """
     analysis = facts.analysis
     scaled = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
@@ -402,8 +402,9 @@ def _judge_global_sum(passes: Passes) -> list[Finding]:
 
 
 def _judge_counted_twice(passes: Passes, losses: Losses) -> list[Finding]:
-    """Report sums divided by a count that every rank of one model adds to.
+    """Report sums divided by a count that includes each element more than once.
 
+    The ranks that compute one model together have equal elements, and a sum over these ranks counts each element again.
     If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of replicas again.
     """
     together, summed = losses.ranks_per_model, losses.is_for_sums

@@ -87,9 +87,9 @@ def explain_by_batch_choice(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
-    """Report coupled samples if per-shard batch statistics explain the ranks' gradient (DDP304).
+    """Report samples coupled by batch statistics, if per-shard statistics explain the gradients exactly (DDP304).
 
-    Runs before causes that are only likely: later explanations find no coupling if ranks also exchange tensors.
+    Runs early, because later explanations do not look for coupled samples if ranks also exchange tensors.
     """
     fit, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
     is_exact = max(abs(fit.ratio - 1), fit.residual) <= max(facts.tolerance, EXACT_FIT)

@@ -150,7 +150,7 @@ def _severity_by_error(facts: SingleProcessFacts) -> Severity | None:
 
 
 def explain_by_common_weight(facts: SingleProcessFacts) -> list[Finding]:
-    """Report gradients that differ from the global batch by one unexplained factor (DDP305)."""
+    """Report gradients that are a constant times the correct gradients, without another explanation (DDP305)."""
     if not facts.has_common_factor:
         return []
     weight = 1 / (facts.known.world_size * facts.analysis.against_global.ratio)
@@ -176,7 +176,7 @@ def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm
 
 
 def normalising_line_finding(facts: SingleProcessFacts) -> list[Finding]:
-    """Report a loss line that scales samples by the local batch (DDP305)."""
+    """Report the loss line that normalises by a value of the local batch (DDP305)."""
     return facts.new_finding(
         "DDP305",
         "The loss is normalised by a quantity of the local batch that differs between ranks, so the mean of the ranks' "
@@ -206,7 +206,7 @@ def _counts_finding(passes: Passes, all_counts: Sequence[list[float]], unequal: 
 
 
 def _line_of_sums(losses: Sequence[LossDifferentiated], counts: Sequence[float]) -> Location | None:
-    """Return the line of the all_reduce over some ranks that yields each rank's divisor."""
+    """Return the line of a subgroup all_reduce whose results equal the divisors `counts`."""
     for numbers in zip(
         *([number for number in loss.allreduce_inputs if number.members] for loss in losses), strict=False
     ):
@@ -218,7 +218,7 @@ def _line_of_sums(losses: Sequence[LossDifferentiated], counts: Sequence[float])
 
 
 def _line_of_counts(passes: Passes) -> Location | None:
-    """Return the line of the only term whose count or factor differs between ranks."""
+    """Return the only line whose loss terms differ between ranks in count or factor."""
     lines = {
         terms[0].location
         for by_rank in passes
@@ -259,7 +259,7 @@ def _known_weight(term: ScaledTerm) -> float:
 
 
 def _keeps_ratio(numbers: Sequence[Sequence[float]]) -> bool:
-    """Return True if a rank's numbers divided by rank 0's numbers stay similar."""
+    """Return True if a rank's numbers are nearly proportional to rank 0's numbers."""
     for rank in range(1, len(numbers[0])):
         ratios = [math.log(by_rank[rank] / by_rank[0]) for by_rank in numbers]
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
@@ -303,7 +303,7 @@ def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
 
 
 def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
-    """Return the severity of unequal weights (by step and rank), from ratios within steps."""
+    """Return the severity of weights, by step and rank, that differ between ranks."""
     steps = [step for step in steps if step and min(step) > 0]
     if not steps:
         return Severity.WARNING
@@ -332,7 +332,7 @@ def judge_counts(passes: Passes) -> list[Finding]:
 
 
 def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[float]:
-    """Return each rank's integer divisor of a sum, if divisors differ, else []."""
+    """Return the different integers by which ranks divide a loss sum, or []."""
     sample_heads = set().union(*map(_heads_by_sample, losses))
     for terms in zip(*(loss.terms for loss in losses), strict=False):
         if any(term.head in sample_heads for term in terms):
@@ -345,20 +345,23 @@ def _rank_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[fl
 
 
 def _heads_by_sample(loss: LossDifferentiated) -> set[int | None]:
-    """Return the `head` of loss terms that have a separate weight for each sample."""
+    """Return the heads (`ScaledTerm.head`) whose terms have a separate weight for each sample."""
     by_head = group_by((term for term in loss.terms if term.head is not None), lambda term: term.head)
     return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
-    """Return a sum's divisor, or a mean's divisor relative to `factor`; 0 if unknown."""
+    """Return the number by which a loss term divides its sum, or 0.
+
+    `weight`: factor of an undivided sum. `factor`: factor of a mean on rank 0.
+    """
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.is_selected and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0
 
 
 def settle_severity(finding: Finding, reports: Sequence[Sequence[RankReport]]) -> Finding:
-    """Set the severity of a DDP305 by all reported steps; return other findings unchanged."""
+    """Set the severity of a DDP305 from all reported steps; return other findings unchanged."""
     if finding.code != "DDP305":
         return finding
     batches = [[batch for report in rank_reports for batch in report.micro_batches] for rank_reports in reports]

@@ -44,7 +44,7 @@ from ddpcheck.trace.unwrapped_params import param_name
 def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Requires `MIN_GATHERS` such steps on all ranks, or one such step if parameters get no gradient (DDP then raises).
+    Requires these features in `MIN_GATHERS` steps on all ranks, or in one step if parameters get no gradient.
     """
     uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]
@@ -104,7 +104,7 @@ def judge_local_parts(losses: Losses) -> list[Finding]:
 
 
 def describe_lost_factor(losses: Losses) -> dict[str, Any]:
-    """Return `new_finding` arguments for a loss over all ranks, whose gradients DDP wrongly averages."""
+    """Return `new_finding` arguments for a gathered loss whose gradients lack a factor (world size)."""
     first, size, is_mixed = losses.local_parts[0][0], len(losses.parts), losses.uses_features_directly
     phrase = "its part of the gradients is" if is_mixed else "gradients are"
     mixed_note = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
@@ -211,8 +211,8 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
     """DDP309: backward through a tensor that a collective has overwritten.
 
     A single number, such as a logged loss, is reported only if divided by the world size, and not if the script
-    accumulates gradients: then the divisor may be the number of micro-batches. If all ranks compute the same from a
-    sum (Barlow Twins loss), only a factor is wrong. From an average, the gradient is right, and nothing is reported.
+    accumulates gradients: then the divisor may be the number of micro-batches. If a sum gets equal gradients on all
+    ranks (Barlow Twins loss), only a factor is wrong. If an average gets equal gradients, nothing is wrong.
     """
     for index, use in ((index, use) for uses in loop.reduced_in_place for index, use in enumerate(uses)):
         scaled = use.factor is not None and math.isclose(use.factor * loop.world_size, 1.0, rel_tol=1e-5)

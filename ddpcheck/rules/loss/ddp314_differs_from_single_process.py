@@ -60,7 +60,7 @@ _FIXES = {
 
 @rule
 def judge_parity(parity: Parity) -> list[Finding]:
-    """Return at most one finding: the first divergence, with later ones as evidence."""
+    """Return at most one finding: the first divergence, with later divergences as evidence."""
     diverged = parity.divergences
     if not diverged:
         return []

@@ -114,7 +114,7 @@ def judge_accumulated(losses: LossesByRank) -> list[Finding]:
 def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
     """Return True if backward passes are micro-batches whose losses are undivided means.
 
-    `before`: number of batches taken before the step; it exceeds later numbers if a new epoch has begun.
+    `before`: number of batches taken from the loader before the step; the loader counts from 0 again in a new epoch.
     """
     last, wrappers = passes[-1], set(passes[-1].wrappers)
     kinds = {tuple(term.kind for term in loss.terms) for loss in passes}
@@ -137,7 +137,7 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
 
 
 def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
-    """Return known factors of a mean (or sum divided by rows), else ()."""
+    """Return the numbers that scale a mean in the loss; () for other terms."""
     rows = next((div for div in term.divisors if div > 1 and not term.count % div), 1.0) if term.kind == "sum" else 1.0
     divisors = [div for div in term.divisors if div not in (rows, 0.0)]
     known = is_near(math.prod(term.multipliers) / math.prod(divisors) / rows, abs(term.factor))
@@ -155,7 +155,7 @@ def _has_division_by(scales: Sequence[float], count: int) -> bool:
 def explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
     """Report accumulation without dividing by the number of micro-batches (DDP514).
 
-    Runs before explanations of other factors, because the number of backward passes gives this factor.
+    Runs before explanations of other factors: this factor is the ratio of backward passes on a rank and without DDP.
     """
     expected, actual = facts.known.local.backwards
     ratio = facts.analysis.against_global.ratio

@@ -16,7 +16,7 @@ from ddpcheck.trace.losses import Losses, unequal_targets
 
 @rule
 def judge_losses(losses: Losses) -> list[Finding]:
-    """Report gathered features used as constants (DDP309), and the first wrong scale of losses."""
+    """Report a loss of wrong scale, and gathered features used as constants (DDP309)."""
     return _explain_scale(losses) + judge_gathers(losses)
 
 

@@ -60,15 +60,15 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
 
 
 def _drop_rank_options(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Drop options whose value on every rank is the rank."""
+    """Drop options whose value on each rank is the number of this rank."""
     numbers = {name for name in options[0] if all(opts.get(name) == str(rank) for rank, opts in enumerate(options))}
     return [{name: value for name, value in opts.items() if name not in numbers} for opts in options]
 
 
 def judge_param_sets(first: Steps) -> list[Finding]:
-    """DDP223: optimizers that hold different parameters on ranks, if parameters have diverged.
+    """DDP223: optimizers that hold different parameters on each rank.
 
-    A manually sharded optimizer also holds different parameters, but sends the updated parameters to the other ranks.
+    Call only if parameters have diverged: a sharded optimizer, too, holds different parameters, but sends updates.
     """
     params = [{"its parameters": ", ".join(sorted(map(param_name, step.ddp_params)))} for step in first]
     if not all(step.ddp_params for step in first):

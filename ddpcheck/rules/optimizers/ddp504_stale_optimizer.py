@@ -41,7 +41,7 @@ _ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 
 def judge_foreign_optimizer(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
-    """DDP504: parameters that never change, beside an optimizer whose tensors are in no module."""
+    """DDP504: parameters that never change, if the optimizer's tensors are in no module."""
     unknown = steps[-1][0].loose_params if steps else ()
     idle = [name for name, changes in moved.items() if not changes and name not in param_names]
     if not unknown or not idle:

@@ -103,7 +103,7 @@ def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
 
 
 def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP306 and 521: sharded optimizer state, loaded on some ranks or saved by one."""
+    """DDP306, DDP521: sharded optimizer state that only some ranks load, or one rank saved."""
     for rank_steps in steps:
         states, first = [step.shard_states for step in rank_steps], rank_steps[0]
         loaded = [step.restored_at for step in rank_steps]

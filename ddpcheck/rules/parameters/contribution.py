@@ -67,7 +67,7 @@ def judge_parameters(
     """Judge all parameters of a module.
 
     `nonzero_when_perturbed`: parameters whose gradient is zero only at their current values. `zero_ends`: by parameter,
-    where the gradient becomes zero. `ends_here`: True if no forward pass follows the evidence.
+    where the gradient becomes zero. `ends_here`: True if the run ends with the last step of `evidence`.
     """
     changed = judge_changed_in_forward(evidence, wrapper, names)
     explained = {name for finding in changed for name in finding.subjects}

@@ -59,7 +59,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
 
 
 def _drop_weak(stat: RunningStatistic) -> RunningStatistic:
-    """Return `stat`, with 0 `equations` if too many changes of the statistic are unexplained."""
+    """Discard the evidence (`equations=0`) if samples leave too many changes of `stat` unexplained."""
     return stat if stat.unexplained_moves <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
 
 
@@ -75,7 +75,7 @@ def _follows_samples(stats: dict[int, RunningStatistic]) -> bool:
 
 
 def _largest_difference(stats: Sequence[RunningStatistic]) -> float:
-    """Return the largest difference from the first rank, relative to the normalisation's divisor."""
+    """Return the largest difference from the first rank's statistic, relative to the normalisation's divisor."""
     first = stats[0]
     rows = [row for stat in stats[1:] for row in zip(stat.values, first.values, first.scale, strict=False)]
     return max((abs(value - base) / scale for value, base, scale in rows if scale > 0), default=0.0)

@@ -17,7 +17,10 @@ _CALLS = ("load_state_dict", "apply")  # load_state_dict sets values, apply may;
 def locate_reduction(
     kinds: Sequence[str], finding: Finding, changes: Changes, _wrapped_at: Location | None = None
 ) -> Finding:
-    """Relocate a finding to the last call of `kinds`, which determines the gradient reduction."""
+    """Relocate a finding to the last call that changed how gradients are reduced.
+
+    `kinds`: values of `ModuleChanged.what` to consider, "hook" for a communication hook or "scale" for a divisor.
+    """
     calls = changes_of_kind(changes, *kinds)
     calls = [call for call in calls if call.what != "scale" or not set(call.names).isdisjoint(finding.subjects)]
     if not calls:

@@ -101,7 +101,6 @@ def _states_by_name(states: Sequence[LocalModel]) -> dict[tuple[int, str], dict[
 
 
 def _copy_finding(steps: Sequence[Sequence[LocalModel]], first: int, written: WriteFacts) -> list[Finding]:
-    """Report a module that differs between ranks from `steps[first]` on."""
     states, state = steps[first], steps[first][0]
     names = [name for name in state.values if len({peer.values.get(name) for peer in states}) > 1]
     ranks = minority_ranks([tuple(peer.values.items()) for peer in states]) if len(states) > 2 else ()

@@ -110,7 +110,7 @@ def locate_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
 
 
 def advise_under_sharding(finding: Finding) -> Finding:
-    """Replace the fix of a DDP208 on replicated shards by one for `fully_shard`."""
+    """Replace the fix of a DDP208 on replicated shards by the fix for `fully_shard`."""
     if finding.code != "DDP208":
         return finding
     fix = (

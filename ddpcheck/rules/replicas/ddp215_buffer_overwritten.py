@@ -36,7 +36,7 @@ def judge_overwritten_buffers(facts: ReplicaFacts) -> list[Finding]:
 
 
 def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
-    """Relocate to the line that writes the buffer."""
+    """Relocate a finding to the line that writes the buffer."""
     writes = [change for name in finding.subjects for change in buffer_writes(changes, name).values()]
     location = next((change.location for change in writes if change.location is not None), None)
     return replace(finding, location=location) if location else finding

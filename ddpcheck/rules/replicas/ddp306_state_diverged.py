@@ -251,7 +251,7 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[LocalSgdEnd]]) -> list[Fi
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
-    """Turn DDP208 into DDP306: no backward pass has been averaged so far."""
+    """Reword a DDP208 as a DDP306: ranks diverged because no backward pass was averaged."""
     return replace(
         finding,
         code="DDP306",
@@ -413,7 +413,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
 
 
 def unequal_module_finding(state: LocalModel, ranks: Sequence[int], evidence: str) -> list[Finding]:
-    """Report an unequal frozen model, such as a teacher, that the training loop calls."""
+    """Report a frozen model (e.g. a teacher) in the loop that differs between ranks."""
     return new_finding(
         "DDP306",
         (state.name,),
@@ -431,7 +431,7 @@ def unequal_module_finding(state: LocalModel, ranks: Sequence[int], evidence: st
 def diverged_copy_finding(
     state: LocalModel, ranks: Sequence[int], evidence: Sequence[str], written: WriteFacts
 ) -> list[Finding]:
-    """Report an unequal copy of the wrapped module, such as an EMA."""
+    """Report a copy of the wrapped module (e.g. EMA) that differs between ranks."""
     location, how_written, writers = written
     return new_finding(
         "DDP306",

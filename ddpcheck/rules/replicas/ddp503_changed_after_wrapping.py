@@ -144,7 +144,7 @@ def judge_replaced(changes: Changes) -> list[Finding]:
 
 
 def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
-    """Relocate to the line that changes the parameters."""
+    """Relocate a finding to the line that changes the parameters."""
     subjects = set(finding.subjects)
     loads = [change for rank_changes in changes for change in rank_changes if change.how == "load_state_dict"]
     for change in (*changes_of_kind(changes, "requires_grad", "parameters", "replaced"), *loads):
@@ -172,7 +172,7 @@ def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Fi
 
 
 def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Return True if gradients of a DDP503's parameters are equal on all ranks."""
+    """Return True if the script itself averages the gradients of a DDP503's parameters."""
     if finding.code != "DDP503":
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):

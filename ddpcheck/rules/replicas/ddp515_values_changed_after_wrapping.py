@@ -121,7 +121,7 @@ def judge_changed_in_step(facts: ReplicaFacts, divergence: Divergence) -> list[F
 
 
 def relocate(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
-    """Relocate to the line that changes the values, else to `wrapped_at`."""
+    """Relocate a finding to the line that changes the values, else to `wrapped_at`."""
     if stepped := changes_of_kind(changes, "stepped"):
         return locate_step_in_backward(finding, stepped[0])
     moved = locate_values(finding, changes, after_forward=False)

@@ -108,7 +108,7 @@ class Reason:
 def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
     """Compare the arguments of the DDP constructors on all ranks, in order.
 
-    The n-th wrapper of a process group is paired with the n-th one on the other ranks, as their collectives are.
+    Compares the n-th wrappers of a process group on all ranks, since DDP pairs the collectives of these wrappers.
     """
     findings: list[Finding] = []
     for members in dict.fromkeys(wrapper.ranks for rank_wrappers in ranks for wrapper in rank_wrappers):
@@ -169,7 +169,7 @@ def _registration_line(wrapper: WrapperBegun, name: str) -> Location | None:
 
 
 def _outermost_difference(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
-    """Return the first subject, or its outermost parent module with differing classes."""
+    """Return the outermost parent module with differing classes, else the finding's first subject."""
     kinds = [{path: kind for path, kind, *_ in wrapper.description.modules} for wrapper in wrappers]
     *parents, name = _prefixes_of(finding.subjects[0])
     return next((path for path in parents if len({by_path.get(path) for by_path in kinds}) > 1), name)
@@ -221,7 +221,7 @@ _EXPLANATIONS = {SET: explain_missing_modules, ORDER: explain_order, SHAPE: expl
 
 
 def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
-    """Find a variable that equals `sizes` (by rank) minus a constant, as the cause."""
+    """Find a variable that differs from `sizes` by the same constant on every rank."""
     by_name = [group_by(wrapper.sizes, lambda variable: variable.name) for wrapper in wrappers]
     candidates: list[tuple[int, bool, int, SizedVariable, str]] = []
     for index, (name, variables) in enumerate(by_name[0].items()):

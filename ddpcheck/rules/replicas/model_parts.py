@@ -41,7 +41,7 @@ def model_groups_of_recipe(
 
 @rule
 def judge_hand_splits(split: HandSplit) -> list[Finding]:
-    """DDP301: layers that the script itself splits over ranks, of all wrappers."""
+    """DDP301: layers of wrapped modules that the script itself splits over ranks."""
     return [finding for wrappers in split.wrappers for finding in judge_hand_split(wrappers, split.facts.world_size)]
 
 
@@ -58,7 +58,7 @@ def judge_model_parts(
 
 
 def describe_split(models: Sequence[tuple[int, ...]]) -> str:
-    """Describe which ranks compute a model together, and the arguments of `shard`."""
+    """Describe which ranks compute a model together, and how `shard` divides samples among models."""
     several = f"shard is given a rank's place among the {len(models)} models, which are trained data parallel"
     return (
         f"tensor parallelism: {', '.join(map(format_ranks, models[:4]))}{' ...' if len(models) > 4 else ''} compute a "
@@ -82,7 +82,7 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
 
 @rule
 def judge_groups(parts: ModelParts) -> list[Finding]:
-    """Judge ranks that share a model: their samples, else steps, else gradient norms."""
+    """Return findings on samples, else steps, else gradient norms of ranks sharing a model."""
     facts, steps = parts.facts, parts.steps
     groups, wrapped, inputs = list(facts.model_groups), bool(facts.wrappers), facts.events(Inputs)
     data_findings, step_findings = [], []
@@ -100,7 +100,7 @@ def judge_groups(parts: ModelParts) -> list[Finding]:
 
 
 def _merge_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return one group's findings, adding the ranks of other groups with equal codes."""
+    """Return the first group's findings, on the ranks of all groups with equal findings."""
     first = next(filter(None, findings_by_group), ())
     codes = {finding.code for finding in first}
     equal_groups = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]

@@ -56,7 +56,7 @@ def judge_state(
 ) -> list[Finding]:
     """Judge state that diverges between ranks in the steps.
 
-    `start`: parameters before the first step, by rank. `gradients_differ` already explains diverged parameters.
+    `start`: parameters before the first step, by rank. `gradients_differ`: True if this explains diverged parameters.
     """
     facts = ReplicaFacts(group_by_step(evidence), start, known)
     return [

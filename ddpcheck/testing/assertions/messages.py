@@ -97,7 +97,6 @@ def _is_relevant(finding: Finding) -> bool:
 
 
 def _why_skipped(check: str, report: Report) -> str:
-    """Return why gradients were not compared for check line `check`, or ''."""
     reference, subject = _REFERENCES[check]
     result = next((result for result in report.checks if result.name == check), None)
     is_skipped = result is not None and result.status == "skipped"
@@ -283,7 +282,6 @@ def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
 
 
 def _numbers_are_close(entries: Mapping[int, ComparedItem | None], reference: int, options: CompareOptions) -> bool:
-    """Return True if all entries are numbers of one type, within the tolerance."""
     values = {rank: entry.value for rank, entry in entries.items() if entry and entry.kind == "number"}
     if len(values) < len(entries) or len({*map(type, values.values())}) > 1 or isinstance(values[reference], bool):
         return False

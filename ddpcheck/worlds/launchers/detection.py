@@ -47,7 +47,7 @@ def tasks_of_node(layout: str, node: str) -> int | None:
 
 
 def port_of_job(job: str) -> int:
-    """Return a port computed from `job`, "<job id> <step id>"; not necessarily free."""
+    """Return a rendezvous port computed from `job`, "<job id> <step id>"; possibly taken."""
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS
 
@@ -75,7 +75,7 @@ class LauncherEnv:
 
 
 class _Variables(NamedTuple):
-    """Environment variables of a launcher; if a field names several, the first set counts."""
+    """Names of a launcher's environment variables; each field's first variable that is set counts."""
 
     launcher: str
     rank: str

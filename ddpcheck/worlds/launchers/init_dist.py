@@ -256,7 +256,7 @@ class RankDevices:
 
 
 def local_ranks(all_devices: Sequence[RankDevices]) -> list[int]:
-    """Return the local rank of each rank, counted per machine if not set."""
+    """Return each rank's local rank from its launcher, or else by counting per machine."""
     counted: Counter[str] = Counter()
     ranks = []
     for devices in all_devices:
@@ -311,7 +311,7 @@ def choose_backend(all_devices: Sequence[RankDevices]) -> str:
 
 
 class _Rendezvous:
-    """Exchange between ranks before the process group exists."""
+    """Exchange of texts between ranks over a store, before the process group exists."""
 
     def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float) -> None:
         self.store, self.launch, self._seconds = store, launch, seconds

@@ -36,7 +36,7 @@ _ORPHANED = 5.0  # seconds until a process without a launcher is forced to exit
 
 @dataclass(slots=True)
 class Epoch:
-    """Interval between two calls of `RankGroup.begin` or `RankGroup.end`."""
+    """Section of the program, such as one test, that all ranks begin in order."""
 
     number: int
     label: str
@@ -52,7 +52,7 @@ class RankGroup:
         epoch: Current epoch of this rank.
         gone: Rank -> message, for ranks that exited without `leave`; complete on the leader, elsewhere only the ranks
             that this rank has waited for.
-        terminated: `time.monotonic()` of SIGTERM or loss of the launcher; `None` before.
+        terminated: `time.monotonic()` at SIGTERM or at loss of the launcher; `None` if neither has happened.
         leader: Leader of worlds on rank 0; `None` on other ranks.
         broken: Reason why the ranks can no longer synchronize, or `None`.
     """
@@ -118,7 +118,7 @@ class RankGroup:
     # --- Gathering --------------------------------------------------------------------------------------------------
 
     def begin(self, label: str) -> None:
-        """Begin an epoch; every rank begins the same epochs in order."""
+        """Begin the epoch `label`, such as a test; order is equal on all ranks."""
         self.epoch = Epoch(self.epoch.number + 1, label)
         with contextlib.suppress(StoreGoneError):
             self.store.put(f"at/{self.rank}", label.encode())
@@ -156,7 +156,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def without_interrupt(self) -> Iterator[None]:
-        """Keep SIGTERM from raising KeyboardInterrupt in a block, which raises a clearer error."""
+        """Keep SIGTERM from raising KeyboardInterrupt in a block that raises a clearer error."""
         before, self._is_working = self._is_working, True
         try:
             yield
@@ -221,7 +221,7 @@ class RankGroup:
             raise RankError(self.broken)
 
     def mark_broken(self, sentence: str) -> str:
-        """Set `broken` unless already set, and return `broken`."""
+        """Record the first reason why ranks cannot synchronize in `broken`, and return `broken`."""
         if self.broken is None:
             self.broken = f"The ranks cannot work together any more, since {self.epoch.label}: {sentence}"
         return self.broken

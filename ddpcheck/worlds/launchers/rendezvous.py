@@ -61,7 +61,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a process to the leader."""
+    """First message of a launched process to the leader, the process of rank 0."""
 
     launch: LauncherEnv  # environment set by the launcher
     machine: str  # id of the machine with its pid, network and mount namespaces
@@ -82,7 +82,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Reply of the leader to a process."""
+    """Reply of the leader (rank 0) to the `Hello` of a launched process."""
 
     shared: bool  # True if the process is on the same machine as the leader
     offset: float  # leader's clock minus this process's clock, in seconds

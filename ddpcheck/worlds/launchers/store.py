@@ -69,7 +69,7 @@ class LauncherStore:
         return get_value(partial(self._request, "get"), name)
 
     def claim(self, name: str, text: str) -> None:
-        """Set a short text unless already set; read it with `claimed`."""
+        """Store a short text under `name`; only the first call has an effect."""
         self._request("compare_set", name, "", text)
 
     def claimed(self, name: str) -> str:
@@ -180,7 +180,7 @@ def _with_address(launch: LauncherEnv, uses_port: bool) -> LauncherEnv:
 
 
 def connect(address: str, port: int, timeout: float, is_server: bool = False, listener: int | None = None) -> Store:
-    """Connect to a TCPStore, whose server this process runs if `is_server`."""
+    """Connect to a TCPStore; if `is_server`, also run the server (on socket `listener`)."""
     from torch._C._distributed_c10d import TCPStore
 
     # The libuv server does not accept a listener before torch 2.5; clients work with both servers.
