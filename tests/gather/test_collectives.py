@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from ddpcheck.findings.errors import EmptyShardError, HangError, RankFailure
 from ddpcheck.findings.evidence.steps import Call, ReductionInput
@@ -33,32 +36,22 @@ REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forwa
 GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
 
 
-ONE, TWO = replace(REDUCE, group="1"), replace(GATHER, group="2")
-OF_RANK_1 = replace(REDUCE, group="3", members=(1,))
-
-
-@pytest.mark.parametrize(
-    "logs",
-    [
+def test_ranks_that_call_the_same_are_in_step() -> None:
+    first, second = replace(REDUCE, group="1"), replace(GATHER, group="2")
+    of_rank_1 = replace(REDUCE, group="3", members=(1,))
+    for logs in (
         [[], []],
         [[REDUCE, GATHER, REDUCE]] * 2,
         [[REDUCE], [replace(REDUCE, location="other.py:1", place="step 0: loss")]],
-        [[ONE, TWO], [TWO, ONE]],
-        [[REDUCE], [OF_RANK_1, REDUCE, OF_RANK_1]],
-    ],
-    ids=["nothing", "the same", "other lines", "two groups", "a group of one"],
-)
-def test_ranks_that_call_the_same_are_in_step(logs: list[list[Call]]) -> None:
-    assert judge_collectives(logs) == []
+        [[first, second], [second, first]],
+        [[REDUCE], [of_rank_1, REDUCE, of_rank_1]],
+    ):
+        assert judge_collectives(logs) == []
 
 
-@pytest.mark.parametrize(
-    "other",
-    [GATHER, replace(REDUCE, payload="float32 of shape (4,)"), replace(REDUCE, payload="float64 of shape (3,)")],
-    ids=["operation", "shape", "dtype"],
-)
-def test_the_first_call_that_is_another_one_on_a_rank(other: Call) -> None:
-    everyone = [replace(call, members=(0, 1, 2)) for call in (REDUCE, other)]
+@pytest.mark.parametrize("call", [GATHER, replace(REDUCE, payload="float32 of shape (4,)")])
+def test_the_first_call_that_is_another_one_on_a_rank(call: Call) -> None:
+    everyone = [replace(each, members=(0, 1, 2)) for each in (REDUCE, call)]
     finding = only(judge_collectives([everyone[:1], everyone, everyone[1:]]))
     assert finding.code == "DDP403" and finding.ranks == (2,) and "number 0" in finding.message
     assert "in step 0: forward" in finding.evidence[0]
@@ -88,9 +81,6 @@ def log(rank: int, tmp_path: Path) -> Callable[..., list[Call]]:
 
 @pytest.mark.ddp
 def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Callable[..., list[Call]]) -> None:
-    import torch
-    import torch.distributed as dist
-
     this_rank.set_status("step 7: forward")
     group = dist.new_group([0, 1])
     dist.all_reduce(torch.zeros(3, requires_grad=True).detach())
@@ -123,10 +113,6 @@ def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Cal
 def test_collectives_of_autograd_functions_and_functional_ones_are_logged_once_each(
     log: Callable[..., list[Call]],
 ) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import _functional_collectives as functional
-
     class Summed(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -165,9 +151,6 @@ def test_collectives_of_autograd_functions_and_functional_ones_are_logged_once_e
 def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
     log: Callable[..., list[Call]], rank: int
 ) -> None:
-    import torch
-    import torch.distributed as dist
-
     seen: list[str] = []
     x = torch.ones(1)
     with replace_collectives(lambda operation, given, call: seen.append(f"{operation} {sorted(given)} {call.payload}")):
@@ -184,9 +167,6 @@ class SlowToRead:
 
 
 def record_and(what: str) -> None:
-    import torch
-    import torch.distributed as dist
-
     collective_log.record_collectives(this_rank.current().directory, this_rank.current().rank)
     this_rank.set_status("step 0: forward")
     if what.startswith("skip") and dist.get_rank() == 1:
@@ -252,9 +232,8 @@ def test_the_same_numbers_in_another_order_are_told_with_the_line_and_the_rank()
     assert len(judge_packing([[packed(2.0, 3.0)] * 2, [packed(3.0, 2.0)] * 2])) == 1, "a line that reduces twice"
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
+def test_what_is_not_a_reordering_is_no_finding() -> None:
+    for first, second in (  # equal, other values, sizes, not known, slots of several kinds, operations
         ((2.0, 3.0), packed(2.0, 3.0)),
         ((2.0, 3.0), packed(2.0, 4.0)),
         ((2.0, 3.0), packed(2.0, 3.0, 4.0)),
@@ -263,11 +242,8 @@ def test_the_same_numbers_in_another_order_are_told_with_the_line_and_the_rank()
         ((2.0, 1.0), packed(1.0, 2.0)),
         ((2.0, -1e9), packed(-1e9, 2.0)),
         ((2.0, 3.0), packed(3.0, 2.0, operation="reduce")),
-    ],
-    ids=["equal", "values", "sizes", "not known", "slots", "slots of ones", "slots of a large number", "operations"],
-)
-def test_what_is_not_a_reordering_is_no_finding(first: tuple[float, ...], second: ReductionInput) -> None:
-    assert judge_packing([[packed(*first)], [second]]) == []
+    ):
+        assert judge_packing([[packed(*first)], [second]]) == [], (first, second)
 
 
 def failure(rank: int, kind: Any, message: str = "it failed", **more: Any) -> RankFailure:
@@ -299,7 +275,6 @@ WAITS_0 = failure(0, "stuck", collective="recv")
         ([WAITS_0], "DDP402", (0,)),
         ([WAITS_0, replace(WAITS_0, rank=1)], "DDP402", ()),
     ],
-    ids=["raised on all", "exited", "waits alone", "all wait"],
 )
 def test_the_cause_of_a_failure(failures: list[RankFailure], code: str, ranks: tuple[int, ...]) -> None:
     finding = judge(*failures)
@@ -331,13 +306,9 @@ def test_the_rank_that_hangs_is_the_one_in_no_collective() -> None:
     assert "rank 0: had finished" in only(diagnose(FailureFacts([sleeps], [[], []], [0]))).evidence
 
 
-def stack(*lines: str) -> str:
-    return "\n".join(f'  File "{file}", line 3, in {name}' for file, name in (line.split() for line in lines))
-
-
 def test_the_advice_on_a_hang_is_for_what_the_ranks_do() -> None:
-    reducing = stack("torch/autograd/graph.py _engine_run_backward", "train.py loss")
-    looping = stack("train.py loss", "train.py main")
+    reducing = '  File "torch/autograd/graph.py", line 3, in _engine_run_backward\n  File "train.py", line 3, in loss'
+    looping = '  File "train.py", line 3, in loss\n  File "train.py", line 3, in main'
     in_backward = failure(0, "stuck", place="step 0: backward", stack=reducing, location="train.py:3")
     loops = failure(1, "stuck", place="step 0: forward", stack=looping, location="train.py:9")
     finding = judge(in_backward, loops)
@@ -349,9 +320,8 @@ def test_the_advice_on_a_hang_is_for_what_the_ranks_do() -> None:
     for place in ("loading the target", "building the model"):
         slow = judge(replace(loops, rank=0, place=place), replace(loops, place=place)).what_to_do
         assert "--timeout" in slow and "--preload" in slow and "collective" not in slow
-    waits = failure(0, "stuck", collective="recv")
-    assert judge(waits, replace(waits, rank=1)).what_to_do == RULES["DDP402"].fix
-    assert judge(in_backward, replace(in_backward, rank=1)).what_to_do == RULES["DDP402"].fix
+    for waits in (WAITS_0, in_backward):
+        assert judge(waits, replace(waits, rank=1)).what_to_do == RULES["DDP402"].fix
 
 
 def test_a_rank_without_samples_is_the_cause_unless_all_are() -> None:

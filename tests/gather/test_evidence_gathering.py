@@ -37,31 +37,6 @@ class Mixing(nn.Module):
         return x - x.mean(0)
 
 
-def coupling(layer: nn.Module, finish: Any) -> tuple[str, str]:
-    net = nn.Sequential(nn.Linear(3, 3), layer)
-    batch = torch.randn(8, 3)
-    part = batch[:4]
-    found = first_coupling(net, lambda: finish(net(batch)), lambda: finish(net(part)))
-    return found.module, str(found.line).rpartition("/")[2] if found.line else ""
-
-
-def test_the_first_place_at_which_samples_meet() -> None:
-    line = Mixing.forward.__code__.co_firstlineno + 1
-    assert coupling(Mixing(), torch.Tensor.mean) == ("1", f"test_evidence_gathering.py:{line}")
-    assert coupling(nn.BatchNorm1d(3), torch.Tensor.mean) == ("1", "")
-    assert coupling(nn.BatchNorm1d(3), torch.tanh) == ("1", "")  # a line after the module is not where they meet first
-    assert coupling(nn.Tanh(), torch.Tensor.mean) == (None, "")
-    module, at = coupling(nn.Tanh(), lambda out: (out @ out.T).exp().mean())
-    assert module is None and at.startswith("test_evidence_gathering.py:")
-
-
-def test_two_views_in_one_batch_do_not_couple() -> None:
-    net = nn.Sequential(nn.Linear(3, 3))
-    one, other = torch.randn(8, 3), torch.randn(8, 3)
-    found = first_coupling(net, lambda: net(torch.cat([one, other])), lambda: net(torch.cat([one[:4], other[:4]])))
-    assert (found.module, found.line) == (None, None)
-
-
 class Pyramid(nn.Module):
     """One layer sees tensors of several shapes; samples meet outside of it."""
 
@@ -74,9 +49,24 @@ class Pyramid(nn.Module):
         return self.act(x - x.mean(0)) + narrow[: len(x), :1]
 
 
-def test_a_layer_that_sees_many_shapes_does_not_hide_where_samples_meet() -> None:
-    net, batch = Pyramid(), torch.randn(8, 4)
-    assert first_coupling(net, lambda: net(batch), lambda: net(batch[:4])).module == ""
+def coupling(layer: nn.Module, finish: Any, start: Any = torch.clone) -> tuple[str | None, str]:
+    net = nn.Sequential(nn.Linear(3, 3), layer)
+    batch = torch.randn(8, 3)
+    part = batch[:4]
+    meeting = first_coupling(net, lambda: finish(net(start(batch))), lambda: finish(net(start(part))))
+    return meeting.module, str(meeting.line).rpartition("/")[2] if meeting.line else ""
+
+
+def test_the_first_place_at_which_samples_meet() -> None:
+    line = Mixing.forward.__code__.co_firstlineno + 1
+    assert coupling(Mixing(), torch.Tensor.mean) == ("1", f"test_evidence_gathering.py:{line}")
+    assert coupling(nn.BatchNorm1d(3), torch.Tensor.mean) == ("1", "")
+    assert coupling(nn.BatchNorm1d(3), torch.tanh) == ("1", "")  # a line after the module is not where they meet first
+    assert coupling(nn.Tanh(), torch.Tensor.mean) == (None, "")
+    module, at = coupling(nn.Tanh(), lambda out: (out @ out.T).exp().mean())
+    assert module is None and at.startswith("test_evidence_gathering.py:")
+    assert coupling(nn.Tanh(), torch.tanh, lambda x: torch.cat([x, -x])) == (None, ""), "two views in one batch"
+    assert coupling(Pyramid(), torch.tanh)[0] == "1"
 
 
 class Loop(nn.Module):
@@ -120,38 +110,32 @@ def test_rejection_sampling_ends_in_silence(monkeypatch: pytest.MonkeyPatch) -> 
             raise AssertionError("the loop never ended")
 
 
-def recorder(net: nn.Module, rate: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
-    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
-    return record_loop_events(net, net, optimizer), optimizer
-
-
-def kinds(found: LoopEventRecorder) -> list[str]:
-    return [event.kind + (" lost" if event.discarded else "") for event in found.events]
+def kinds(recorder: LoopEventRecorder) -> list[str]:
+    return [event.kind + (" lost" if event.discarded else "") for event in recorder.events]
 
 
 def test_gradients_count_as_lost_only_where_nobody_has_used_them() -> None:
     net = nn.Linear(2, 1)
-    block, optimizer = recorder(net)
-    with block as found:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with record_loop_events(net, net, optimizer) as recorder:
         net(torch.ones(3, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         net(torch.ones(3, 2)).sum().backward()
         net.zero_grad()
-    assert kinds(found) == ["forward", "backward", "forward", "backward", "zero_grad lost", "step"]
-    assert found.events[-2].location.rpartition("/")[2].startswith("test_evidence_gathering.py")
+    assert kinds(recorder) == ["forward", "backward", "forward", "backward", "zero_grad lost", "step"]
+    assert recorder.events[-2].location.rpartition("/")[2].startswith("test_evidence_gathering.py")
 
 
 def test_gradients_for_an_input_and_a_rate_of_zero_are_no_loss() -> None:
     net = nn.Linear(2, 1)
     probe = torch.ones(3, 2, requires_grad=True)
     for inputs, rate, lost in ((probe, 0.1, 0), (probe.detach(), 0.0, 0), (probe.detach(), 0.1, 1)):
-        block, _ = recorder(net, rate=rate)
-        with block as found:
+        with record_loop_events(net, net, torch.optim.SGD(net.parameters(), lr=rate)) as recorder:
             net(inputs).sum().backward()
             net.zero_grad()
-        assert kinds(found) == ["forward", "backward", "zero_grad lost", "step"]
-        assert len(Ledger(found.events).lost) == lost
+        assert kinds(recorder) == ["forward", "backward", "zero_grad lost", "step"]
+        assert len(Ledger(recorder.events).lost) == lost
 
 
 def test_a_backward_inside_another_one_is_part_of_it() -> None:
@@ -164,7 +148,7 @@ def test_a_backward_inside_another_one_is_part_of_it() -> None:
 
 def test_everything_is_put_back_after_a_step() -> None:
     before = (torch.autograd.backward, nn.Module.zero_grad, torch.optim.Optimizer.zero_grad)
-    block, _ = recorder(nn.Linear(2, 1))
-    with pytest.raises(ZeroDivisionError), block:
+    net = nn.Linear(2, 1)
+    with pytest.raises(ZeroDivisionError), record_loop_events(net, net, torch.optim.SGD(net.parameters(), lr=0.1)):
         raise ZeroDivisionError
     assert (torch.autograd.backward, nn.Module.zero_grad, torch.optim.Optimizer.zero_grad) == before

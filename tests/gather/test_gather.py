@@ -1,11 +1,14 @@
 """Gathering evidence: fingerprints, silenced random numbers, distances, tolerances, state, synchronised statistics."""
 
+import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,13 +23,7 @@ from ddpcheck.gather.state import randomness
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import capture_state, copied_module
-from ddpcheck.gather.state.randomness import (
-    QuietRandomness,
-    generator_states,
-    mixed_seed,
-    seed_everything,
-    without_rnn_dropout,
-)
+from ddpcheck.gather.state.randomness import QuietRandomness, mixed_seed, seed_everything, without_rnn_dropout
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, fit, norm, scales, tolerances
 from ddpcheck.gather.steps.training_step import compute_gradients, compute_loss, visible_tensors
 from ddpcheck.recipe.recipe import Recipe
@@ -52,22 +49,14 @@ def test_a_description_is_equal_for_modules_that_are_built_alike() -> None:
     assert [(name, shape) for name, shape, _ in described.state] == [("cache", (4,))]
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: Any) -> None:
+class Tokens(nn.Module):
+    def __init__(self, kind: Any, *sizes: int, **options: Any) -> None:
         super().__init__()
-        self.rnn = kind(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+        self.layer = kind(6, *sizes, dropout=0.5, batch_first=True, **options)
 
     def forward(self, x: Any) -> Any:
-        return self.rnn(x.unsqueeze(1).expand(-1, 3, -1))[0].flatten(1)
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True)
-
-    def forward(self, x: Any) -> Any:
-        return self.layer(x.unsqueeze(1) * torch.arange(1.0, 5.0).view(1, 4, 1)).flatten(1)
+        output = self.layer(x.unsqueeze(1) * torch.arange(1.0, 5.0).view(1, 4, 1))
+        return (output[0] if isinstance(output, tuple) else output).flatten(1)
 
 
 def attend(x: Any) -> Any:
@@ -97,10 +86,10 @@ RANDOM: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "multinomial": lambda: lambda x: x.gather(1, torch.multinomial(x.softmax(1), 2)),
     "gumbel softmax": lambda: lambda x: F.gumbel_softmax(x, hard=False),
     "scaled dot product attention": lambda: attend,
-    "encoder layer": Encoder,
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "gru": lambda: Recurrent(nn.GRU),
-    "rnn": lambda: Recurrent(nn.RNN),
+    "encoder layer": lambda: Tokens(nn.TransformerEncoderLayer, 2, 8),
+    "lstm": lambda: Tokens(nn.LSTM, 6, num_layers=2),
+    "gru": lambda: Tokens(nn.GRU, 6, num_layers=2),
+    "rnn": lambda: Tokens(nn.RNN, 6, num_layers=2),
     "checkpointed dropout": lambda: lambda x: checkpoint(F.dropout, x, 0.5, use_reentrant=False),
     "mixup": lambda: lambda x: 0.75 * x + 0.25 * x * torch.distributions.Beta(0.4, 0.4).sample((1,)),
 }
@@ -176,24 +165,21 @@ def test_layers_get_their_dropout_back_even_when_something_raises() -> None:
 
 
 def test_a_seed_covers_all_generators_and_a_draw_is_seen() -> None:
-    import random
-
-    numpy = pytest.importorskip("numpy")
     cpu = torch.device("cpu")
     draws: list[Callable[[], Any]] = [random.random, numpy.random.rand, lambda: torch.rand(1).item()]
     for draw in draws:
         seed_everything(3)
-        states = generator_states(cpu)
-        assert generator_states(cpu) == states
+        states = randomness.generator_states(cpu)
+        assert randomness.generator_states(cpu) == states
         first = draw()
-        assert generator_states(cpu) != states
+        assert randomness.generator_states(cpu) != states
         seed_everything(3)
         assert draw() == first
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_seeding_is_that_of_torch_with_and_without_other_devices(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.gather.state.randomness._has_only_cpu", lambda: alone)
+    monkeypatch.setattr(randomness, "_has_only_cpu", lambda: alone)
     torch.manual_seed(5)
     expected = torch.get_rng_state()
     torch.manual_seed(6)
@@ -231,8 +217,6 @@ def test_a_constant_factor_is_measured(dtype: Any, factor: float) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.copysign(math.nan, -1.0), math.inf, -math.inf])
 def test_what_is_not_finite_is_never_within_tolerance_and_goes_into_json(value: float) -> None:
-    import json
-
     got = torch.ones(3)
     got[1] = value
     found = difference("w", got, torch.ones(3), scale=1.0, tolerance=1.0)
@@ -289,9 +273,8 @@ def test_tolerances_follow_the_rounding_that_was_measured() -> None:
 @quickly
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=4))
 def test_the_weights_of_shards_are_found(weights: list[float]) -> None:
-    parts = [
-        {"w": filled(torch.float64, 9, seed=i), "b": filled(torch.float64, 3, seed=9 + i)} for i in range(len(weights))
-    ]
+    numbers = range(len(weights))
+    parts = [{"w": filled(torch.float64, 9, seed=i), "b": filled(torch.float64, 3, seed=9 + i)} for i in numbers]
     target = {key: sum(w * part[key] for w, part in zip(weights, parts, strict=True)) for key in ("w", "b")}
     found, residual = fit(target, parts)
     assert found == pytest.approx(weights, abs=1e-9) and residual < 1e-6
@@ -303,24 +286,18 @@ def recipe(loss: Callable[[Any, Any], Any] = lambda model, batch: model(batch).m
     return Recipe(model=lambda: nn.Linear(2, 1), batch=lambda step: torch.ones(4, 2), loss=loss)
 
 
-def test_every_nest_of_scalars_is_a_loss() -> None:
+def test_every_nest_of_scalars_is_a_loss_and_of_two_precisions_the_better_one_is_kept() -> None:
     model, batch = nn.Linear(2, 1), torch.ones(4, 2)
     for make in (
         lambda value: value,
         lambda value: value.reshape(1, 1),
         lambda value: {"a": value / 2, "b": [value / 4, value / 4]},
         lambda value: (value, torch.tensor(7)),
+        lambda value: ((value * 0).bfloat16(), value),
+        lambda value: (value, (value * 0).bfloat16()),
     ):
-        loss = compute_loss(recipe(lambda m, b, make=make: make(m(b).mean())), model, batch, step=0, seed=0)
-        assert loss.value == pytest.approx(model(batch).mean().item()) and not loss.drew
-
-
-def test_a_loss_of_two_precisions_keeps_the_better_one() -> None:
-    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
-    for order in (lambda low, high: (low, high), lambda low, high: (high, low)):
-        make = recipe(lambda m, b, order=order: order((m(b).mean() * 0).bfloat16(), m(b).mean() + 1 / 3))
-        loss = compute_loss(make, model, batch, step=0, seed=0)
-        assert loss.value == pytest.approx(model(batch).mean().item() + 1 / 3, rel=1e-5)
+        loss = compute_loss(recipe(lambda m, b, make=make: make(m(b).mean() + 1 / 3)), model, batch, step=0, seed=0)
+        assert loss.value == pytest.approx(model(batch).mean().item() + 1 / 3, rel=1e-5) and not loss.drew
 
 
 @pytest.mark.parametrize(

@@ -10,27 +10,14 @@ import pytest
 import ddpcheck
 from ddpcheck.findings.errors import ChoiceError, DDPCheckError, HangError, UsageError
 from ddpcheck.gather.collectives import allreduce
-from ddpcheck.gather.collectives.allreduce import (
-    allreduce_grads,
-    allreduce_params,
-    average_over_ranks,
-    averages_over_ranks,
-)
+from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params, average_over_ranks
 from ddpcheck.worlds.launchers import detection
-from ddpcheck.worlds.launchers.init_dist import (
-    RankDevices,
-    choose_backend,
-    choose_gpus,
-    get_dist_info,
-    init_dist,
-)
+from ddpcheck.worlds.launchers.init_dist import RankDevices, choose_backend, choose_gpus, get_dist_info, init_dist
 from tests.launchers.commands import clean_environment
 from tests.launchers.slurm import free_ports
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
-
-DTYPES = ["float32", "float64", "bfloat16", "float16", "complex64"]
 
 
 def local_tensors(rank: int) -> list[Any]:
@@ -40,10 +27,10 @@ def local_tensors(rank: int) -> list[Any]:
     def made(*shape: int, dtype: Any = torch.float32) -> Any:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    tensors = [made(3, 2, dtype=getattr(torch, name)) for name in DTYPES]
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
     sparse = torch.sparse_coo_tensor([[0, 2, 2]], made(3, 2), (4, 2), check_invariants=True)
     return [
-        *tensors,
+        *(made(3, 2, dtype=dtype) for dtype in dtypes),
         None if rank == 0 else made(5),
         made(5) if rank == 0 else None,
         None,
@@ -92,9 +79,9 @@ def test_only_memory_that_nothing_else_looks_at_becomes_that_of_the_mean(
     if not torch_tells:
         monkeypatch.delattr(torch._C, "_storage_Use_Count", raising=False)
     alone = torch.full((4,), 2.0 * rank)
-    watched = torch.full((4,), 2.0 * rank, dtype=torch.float64)
+    watched = alone.double()
     view = watched[1:]
-    means = dict(averages_over_ranks([alone, watched], [torch.zeros_like(t) for t in (alone, watched)], consume=True))
+    means = dict(allreduce.averages_over_ranks([alone, watched], [alone * 0, watched * 0], consume=True))
     assert [mean.tolist() for mean in means.values()] == [[1.0] * 4] * 2
     assert view.tolist() == [2.0 * rank] * 3
     assert (means[0].data_ptr() == alone.data_ptr()) == (torch_tells and hasattr(torch._C, "_storage_Use_Count"))
@@ -168,18 +155,6 @@ def test_tensors_travel_together_by_dtype_in_buckets_or_one_at_a_time(monkeypatc
 
 
 @pytest.mark.ddp(reuse="module")
-def test_integer_buffers_become_those_of_the_first_rank(rank: int) -> None:
-    """Seed 4 (mmcv dist_utils): allreduce_params of `model.buffers()`, with BatchNorm's count of batches among them."""
-    norm = nn.BatchNorm1d(2)
-    norm.running_mean.fill_(float(rank))
-    norm.num_batches_tracked.fill_(2**53 + 1 + rank)
-    mask = torch.tensor([rank == 0, rank == 1])
-    allreduce_params([*norm.buffers(), mask])
-    assert norm.running_mean.tolist() == [0.5, 0.5]
-    assert norm.num_batches_tracked.item() == 2**53 + 1 and mask.tolist() == [True, False]
-
-
-@pytest.mark.ddp(reuse="module")
 def test_gradients_change_in_place_where_they_can(rank: int) -> None:
     flat = torch.full((6,), float(rank))
     viewed, expanded = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2, 3))
@@ -215,15 +190,20 @@ def test_ranks_that_hand_over_different_tensors_are_told_so_on_all(rank: int) ->
 
 
 @pytest.mark.ddp(world_size=3, reuse="module")
-def test_averages_of_a_group_leave_the_others_alone(rank: int) -> None:
+def test_averages_of_a_group_leave_the_others_alone_and_integers_become_those_of_its_first_rank(rank: int) -> None:
+    """Seed 4 (mmcv dist_utils): allreduce_params of `model.buffers()`, with BatchNorm's count of batches among them."""
     group = torch.distributed.new_group([1, 2])
     weight = nn.Parameter(torch.full((2,), float(rank)))
     weight.grad = weight.detach().clone()
-    count = torch.tensor(rank)
-    allreduce_params([weight, count], group=group)
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(float(rank))
+    norm.num_batches_tracked.fill_(2**53 + rank)
+    mask = torch.tensor([rank == 1, rank == 2])
+    allreduce_params([weight, *norm.buffers(), mask], group=group)
     allreduce_grads([weight], group=group)
-    assert weight.tolist() == weight.grad.tolist() == ([1.5, 1.5] if rank else [0.0, 0.0])
-    assert count.item() == (1 if rank else 0), "of the first rank of the group"
+    mean = [1.5, 1.5] if rank else [0.0, 0.0]
+    assert weight.tolist() == weight.grad.tolist() == norm.running_mean.tolist() == mean
+    assert norm.num_batches_tracked.item() == 2**53 + bool(rank) and mask.tolist() == [rank > 0, False]
     assert get_dist_info(group) == ((rank - 1, 2) if rank else (-1, -1))
 
 
@@ -289,15 +269,11 @@ def test_without_a_process_group_every_process_is_the_master() -> None:
 # --- init_dist -----------------------------------------------------------------------------------------------------
 
 
-def leave_the_world(environ: dict[str, str]) -> None:
+def leave_the_world(launcher: str, rank: int, job: int) -> None:
     """Be a process that a launcher has just started, as its variables say."""
     torch.distributed.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "_DDPCHECK_RANK_OF", "GLOO_SOCKET_IFNAME"):
         os.environ.pop(name, None)
-    os.environ.update(environ)
-
-
-def variables_of(launcher: str, rank: int, job: str) -> dict[str, str]:
     mpi = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
     slurm = {"JOB_ID": 5, "STEP_ID": job, "PROCID": rank, "LOCALID": rank, "STEP_NUM_TASKS": 2, "STEP_NUM_NODES": 1}
     variables: dict[str, dict[str, Any]] = {
@@ -305,7 +281,7 @@ def variables_of(launcher: str, rank: int, job: str) -> dict[str, str]:
         "mpi": {"PMIX_NAMESPACE": job, **{f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()}},
         "slurm": {f"SLURM_{name}": value for name, value in slurm.items()},
     }
-    return {name: str(value) for name, value in variables[launcher].items()}
+    os.environ.update({name: str(value) for name, value in variables[launcher].items()})
 
 
 @pytest.fixture
@@ -318,11 +294,10 @@ def ddp_port() -> int:
 @pytest.mark.parametrize("launcher", ["pytorch", "mpi", "slurm"])
 def test_the_process_group_is_set_up_once_for_each_launcher(rank: int, launcher: str, ddp_port: int) -> None:
     """Seed 3 (mmengine DDPStrategy), seed 5 (Lightning DDPPlugin): initialised once, from what the launcher says."""
-    leave_the_world(variables_of(launcher, rank, str(ddp_port)))
+    leave_the_world(launcher, rank, ddp_port)
     port = ddp_port if launcher == "pytorch" else None
     device = init_dist(launcher, timeout=30, port=port)
-    assert get_dist_info() == (rank, 2) and torch.distributed.get_backend() == "gloo"
-    assert device == torch.device("cpu")
+    assert (*get_dist_info(), torch.distributed.get_backend(), device) == (rank, 2, "gloo", torch.device("cpu"))
     total = torch.ones(1) * rank
     torch.distributed.all_reduce(total)
     assert total.item() == 1.0
@@ -335,7 +310,7 @@ def test_the_process_group_is_set_up_once_for_each_launcher(rank: int, launcher:
 
 @pytest.mark.ddp
 def test_what_ranks_are_asked_for_must_not_differ(rank: int, ddp_port: int) -> None:
-    leave_the_world(variables_of("mpi", rank, str(ddp_port)))
+    leave_the_world("mpi", rank, ddp_port)
     with pytest.raises(UsageError, match="asked for different backends: rank 1 for none, rank 0 for gloo; pass the"):
         init_dist(backend=None if rank else "gloo", timeout=30)
     assert not torch.distributed.is_initialized() and "MASTER_PORT" not in os.environ
@@ -344,7 +319,7 @@ def test_what_ranks_are_asked_for_must_not_differ(rank: int, ddp_port: int) -> N
 @pytest.mark.slow
 @pytest.mark.ddp
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(rank: int, ddp_port: int) -> None:
-    leave_the_world(variables_of("mpi", rank, str(ddp_port)))
+    leave_the_world("mpi", rank, ddp_port)
     if rank == 0:
         with pytest.raises(HangError, match=r"Rank 1 of 2 did not call init_dist within 0.3 s; check that mpirun"):
             init_dist(timeout=0.3)
@@ -356,7 +331,7 @@ def test_a_rank_that_cannot_set_the_group_up_says_so_to_the_others(
     rank: int, has_port: bool, ddp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None if rank else 1 / 0)
-    leave_the_world(variables_of("mpi", rank, str(ddp_port)))
+    leave_the_world("mpi", rank, ddp_port)
     port = ddp_port if has_port else None
     with pytest.raises(DDPCheckError, match=r"^Rank 0 could not set up gloo: division by zero$"):
         init_dist(timeout=30, port=port)
