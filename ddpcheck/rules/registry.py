@@ -89,7 +89,7 @@ def verdicts_of(view: View) -> dict[str, Verdict]:
 
 
 def collect_until_not_recorded(items: Callable[..., Iterable[_Item]], *args: Any) -> tuple[list[_Item], str]:
-    """Collect items until `NotRecorded` is raised; also return the reason of the exception, or ''."""
+    """Collect items until `NotRecorded` is raised; also return its reason, or ''."""
     collected = []
     try:
         for item in items(*args):

@@ -58,7 +58,7 @@ def handled_in(call: Call) -> tuple[str, str, str] | None:
 
 
 def lines_in(phase: str) -> tuple[str, ...]:
-    """Return the line of the forward pass in a `Call.place` as a tuple, or ()."""
+    """Return the forward line in a `Call.place` as a tuple, or ()."""
     match = _PLACE.fullmatch(phase)
     return (match["line"],) if match and match["line"] else ()
 
