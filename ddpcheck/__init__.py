@@ -78,7 +78,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Type of the `ddpcheck` module, which pickle stores as a name to import."""
+    """Module type that pickle stores by name, so that `ddpcheck` itself can be pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (self.__name__,)

@@ -147,7 +147,7 @@ class World:
     def start(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> RunFuture[Result]:
-        """Start what `run` does, and return a future; several worlds can run concurrently."""
+        """Start `fn` on every rank like `run`, without waiting, so that worlds run concurrently."""
         self._check_open()
         return self._send_tasks([validation.pack_task(fn, args, kwargs)] * self.world_size, timeout)
 

@@ -30,7 +30,7 @@ _OF_REAL_RANKS = ("world_size", "backend", "device")
 
 
 def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Leader | None) -> Settings:
-    """Load a command's settings; a launcher's number of ranks becomes the world size."""
+    """Load a command's settings; launched ranks (`hosts`) determine the world size."""
     settings = load_settings({name: getattr(arguments, name, None) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
         complain(sentence, kind="warning")

@@ -55,7 +55,6 @@ def on_launched_ranks(run: Callable[[argparse.Namespace, Leader | None], int]) -
 
 
 def _launcher_of(arguments: argparse.Namespace) -> LauncherEnv | None:
-    """Return the launcher of this process, or `None` if absent or switched off."""
     try:
         launcher = load_settings({"launcher": arguments.launcher}).launcher
     except DDPCheckError:
@@ -121,7 +120,7 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
 
 
 def explain_exit(code: int, sentence: str) -> None:
-    """Write why this process fails to torchrun's error file, which torchrun's summary shows."""
+    """Write the reason of a failure into torchrun's error file, for torchrun's summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not path or code == 0 or os.path.exists(path):
         return

@@ -57,7 +57,7 @@ or configuration, or a bug in ddpcheck; 4 the ranks waited for each other, and d
 
 
 def describe_run(parser: argparse.ArgumentParser, *, everything: bool) -> None:
-    """Turn the help of torchrun's parser into the help of `ddpcheck run`."""
+    """Make torchrun's parser print the help of `ddpcheck run`; if `everything`, with torchrun's options."""
     parser.usage = "ddpcheck run [options of torchrun] [options of ddpcheck] script.py [arguments of the script]"
     parser.description = "Run a training script as torchrun does, watch its ranks, and report faults."
     parser.epilog, parser.formatter_class = f"{examples_of('run')}\n\n{RUN_EPILOG}", HelpFormatter

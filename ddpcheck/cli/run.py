@@ -123,7 +123,8 @@ def run_agent(
 def code_of_first(failures: Mapping[int, Any]) -> int:
     """Return the exit code of the first rank that failed on its own.
 
-    If a rank raised an exception, and the agent ended the rank afterwards, the code is 1, as for an exception.
+    A rank that lost a connection or was ended by SIGTERM failed because of another rank. If a rank raised an exception,
+    and the agent ended the rank afterwards, the code is 1, as for an exception.
     """
     ordered = sorted(failures.values(), key=lambda proc: proc.timestamp)
     raised = {proc.pid: str(proc.message) for proc in ordered if isinstance(proc.message, dict)}  # from an error file
@@ -135,7 +136,6 @@ def code_of_first(failures: Mapping[int, Any]) -> int:
 
 
 def _is_refused_option(error: Exception) -> bool:
-    """Return True if torchrun raised an error while parsing its options."""
     from torch.distributed.run import config_from_args
 
     return any(frame.f_code is config_from_args.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -122,7 +122,7 @@ def _torch_folders() -> Sequence[str]:
 def write_record(path: Path, script: str, ending: Ending, ranks: Sequence[RankTrace], source: ProgramSource) -> Report:
     """Write a run to `path` (".gz": compressed); return its report; may raise `OSError`.
 
-    `source` has the judges' questions about the source code of the script, with the answers.
+    Judges ask `source` about the script's source code; the record has the answers instead of the source files.
     """
     record = {
         "kind": "run",
@@ -150,7 +150,6 @@ def judge_record(text: str) -> Report:
 
 
 def _fields_of(rank: RankTrace) -> dict[str, Any]:
-    """Convert a rank's log to builtin types for JSON, with each entry's type name."""
     values = {name: getattr(rank, name) for name in rank.__struct_fields__ if name != "entries"}
     fields: dict[str, Any] = msgspec.to_builtins(values)
     return {**fields, "entries": [fields_of_entry(entry) for entry in rank.entries]}

@@ -38,7 +38,6 @@ def literal(choices: Any) -> dict[str, Any]:
 
 
 def _dataclass_schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a dataclass; add nested dataclasses to `definitions`."""
     hints = get_type_hints(kind, vars(sys.modules[kind.__module__]))
     descriptions = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(inspect.getdoc(kind) or "")}
     properties: dict[str, Any] = {}

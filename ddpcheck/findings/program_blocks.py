@@ -106,7 +106,7 @@ def skipping_blocks(lines: Sequence[str], done: Sequence[str], files: Mapping[st
 
 
 def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
-    """Return the line that may skip `parameter`, in the nearest called parent module."""
+    """Return the line that may skip `parameter`, in the nearest parent module among `called`."""
     path = parameter.split(".")
     for size in reversed(range(len(path))):
         if (holder := called.get(".".join(path[:size]))) is not None:
@@ -118,7 +118,8 @@ def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
 def omission_of(attribute: str, kind: Any) -> Location | None:
     """Return the line that may skip `self.attribute`: a branch, early exit or conditional.
 
-    If the condition there only reads an argument, return the only line that computes this argument for a call.
+    If that line only tests an argument of the method, and exactly one line of the file computes a keyword argument of
+    this name in a call, return the line of the call.
     """
     names = [attribute]  # followed by methods that use the attribute, and their callers
     for used_name in names:
@@ -137,7 +138,7 @@ def omission_of(attribute: str, kind: Any) -> Location | None:
 
 
 def _uses_of(method: ast.AST, attribute: str) -> list[ast.expr]:
-    """Return calls of items of `self.attribute` in a method, then reads of `self.attribute`."""
+    """Return nodes that call or pass items of `self.attribute`, then nodes that read `self.attribute`."""
     nodes, names = [*ast.walk(method)], set()
     reads = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
     reads = [node for node in reads if ast.unparse(node.value) == "self"]
@@ -281,7 +282,6 @@ def _exit_lines(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int,
 
 
 def _literal_range(over: ast.expr) -> float | None:
-    """Return the number of iterations over `range(literal)`, else None."""
     match over:
         case ast.Call(func=ast.Name(id="range"), args=[ast.Constant(value=int(count))]):
             return float(count)

@@ -208,7 +208,6 @@ def _suggestion(text: str) -> str:
 
 
 def _differs_by_edit(word: str, target: str) -> bool:
-    """Return True if two words differ by one letter or one swap of letters."""
     shorter, longer = sorted((word, target), key=len)
     if len(shorter) < len(longer):
         return any(longer[:index] + longer[index + 1 :] == shorter for index in range(len(longer)))

@@ -84,7 +84,7 @@ class Selection:
     gone: tuple[str, ...] = ()  # sentences on a baseline of another target, and on baseline findings not found again
 
     def complete(self, report: Report) -> Report:
-        """Return `report` with the selection; add notes on unused suppressions if all checks ran."""
+        """Return `report` with this selection's findings; note unused suppressions if all checks ran."""
         report = replace(report, findings=self.kept, ignored=self.ignored, accepted=self.accepted)
         if report.error is not None or report.not_made or not (self.loose or self.gone):
             return report

@@ -267,7 +267,7 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     """Return the line that assigns an unregistered tensor to an attribute or global variable.
 
     `name` is the path from `module` to the tensor, as in `autograd_graph.unregistered_tensors`. If `module` has no
-    such attribute, the variable is searched in the file of function `beside`.
+    such attribute, return the line that assigns a global variable in the file that defines function `beside`.
     """
     holder = module
     first, *path = re.split(r"[.\[]", name)
@@ -297,7 +297,7 @@ def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
-    """Return the line of `assignment_of_parameter`, given `classes_of_program` of another process."""
+    """Return the line that assigns `name`, else the nearest parent module, in `classes`."""
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):
@@ -320,8 +320,9 @@ def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | Non
 def last_assignment(at: Location, name: str) -> Location | None:
     """Return the last line up to `at` that assigns `name` in the same function.
 
-    For attribute "data.classes": the first line that assigns an attribute `classes`, else the line of `argument_line`
-    for `classes`, else the line that assigns `data`. For an argument of the function: the line of `argument_line`.
+    If `name` is an attribute such as "data.classes", prefer the first line that assigns an attribute `classes` of any
+    object, then the line of `argument_line` for `classes`, then the line that assigns `data`. If `name` is an argument
+    of the function, return the line of `argument_line`.
     """
     tree = parsed_source(_files.get(at.path, at.path))
     first, *attributes = name.split(".")
@@ -346,7 +347,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
 @functools.cache
 def argument_line(tree: ast.AST, name: str) -> int | None:
-    """Return the line that computes keyword argument `name`; None unless exactly one line does."""
+    """Return the only line on which a call computes keyword argument `name`, else None."""
     plain_types = (ast.Name, ast.Attribute, ast.Constant)
     line_numbers = {
         keyword.value.lineno

@@ -42,7 +42,7 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def main_thread_dump(dump: str) -> str:
-    """Return the dump of the main thread only, labelled as the thread that dumped."""
+    """Reduce a dump to the main thread, relabelled as the dump's writer."""
     blocks = [block for block in _BLANK_LINE.split(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
     return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 
@@ -53,7 +53,7 @@ def has_no_python_frames(dump: str) -> bool:
 
 
 def has_other_threads(dump: str) -> bool:
-    """Check if threads other than a rank's loop run Python, such as timers."""
+    """Check if a dump has Python threads (e.g. timers) besides the rank's loop."""
     return any(frames and _index_of_loop(frames) is None for _, frames in _thread_stacks(dump))
 
 
@@ -98,7 +98,7 @@ def format_stack(frames: Sequence[Frame]) -> str:
 
 
 def collective_of(frames: Sequence[Frame]) -> str:
-    """Return "all_reduce at train.py:9" for a stack inside a collective, else `""`."""
+    """Return the collective that a stack is in, e.g. "all_reduce at train.py:9", else `""`."""
     name = ""
     for frame in frames:
         if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
@@ -141,7 +141,7 @@ _REGIONS = (  # torch functions where a rank may wait for other ranks without ca
 
 
 def region_of(frames: Sequence[Frame]) -> str:
-    """Describe the running DDP, autograd or data loader function of a stack, or `""`."""
+    """Describe the DDP, autograd or DataLoader function that a stack is in, else `""`."""
     for frame in frames:
         for file, name, words in _REGIONS:
             if frame.name == name and frame.file.replace("\\", "/").endswith(f"torch/{file}"):
@@ -159,7 +159,7 @@ _WAITING = (  # innermost Python frames of ranks that wait in C++; `None`: any f
 
 
 def waits_for_ranks(frames: Sequence[Frame]) -> bool:
-    """Check if the innermost frame is torch code that may wait for ranks."""
+    """Check if the innermost frame is torch code that may wait for other ranks."""
     return bool(frames) and any(
         f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
         for file, name in _WAITING
@@ -218,7 +218,7 @@ def waits_for_result(frames: Sequence[Frame]) -> bool:
 
 
 def is_waiting(failure: RankFailure) -> bool:
-    """Check if a stuck rank waits for other ranks, judged by collective and stack."""
+    """Check if a stuck rank is in a collective or waits for other ranks."""
     return bool(failure.collective) or waits_for_ranks(frames_of(failure.stack))
 
 
@@ -234,7 +234,7 @@ def innermost_line(frames: Sequence[Frame]) -> str:
 
 
 def _is_user_frame(frame: Frame) -> bool:
-    """Return True for a user line outside functions that wrap torch calls."""
+    """Return True for a user frame, except functions that merely wrap torch calls."""
     return is_user_file(frame.file) and not is_wrapper(frame.file, frame.name)
 
 

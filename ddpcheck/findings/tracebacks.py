@@ -65,7 +65,7 @@ def is_own_bug(error: BaseException) -> bool:
 
 
 def is_of_signal(error: BaseException) -> bool:
-    """Check if a signal handler raised `error`, as for a killed data loader worker."""
+    """Check if a signal handler raised `error`, e.g. because a DataLoader worker was killed."""
     handlers = _code_of_handlers()
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -102,7 +102,7 @@ def as_bug(error: BaseException, phase: str = "") -> BugError:
 
 
 def _innermost_frames(error: BaseException) -> Sequence[tuple[FrameType, int]]:
-    """Return (frame, line) for ddpcheck's frames at a traceback's end, outermost first."""
+    """Return (frame, line) of ddpcheck frames after the last user frame, outermost first."""
     run: list[tuple[FrameType, int]] = []
     handlers = _code_of_handlers()
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -131,7 +131,7 @@ _MAIN_PREFIX = re.compile(r"^__(mp_)?main__\.")  # module of the script in a spa
 
 @dataclass(frozen=True, slots=True)
 class OriginalException:
-    """Original exception of a worker or thread."""
+    """Exception that a DataLoader worker or thread raised before torch re-raised it elsewhere."""
 
     type: str  # name of the class
     text: str  # message

@@ -29,7 +29,7 @@ _LONGEST_BY_FIELD = {"subjects": 500, "parameter": 500, "detail": 20_000}  # by 
 
 
 def suggests_names(what: str) -> Callable[[Function], Function]:
-    """Return a decorator that suggests the closest name for an unknown keyword argument."""
+    """Decorate a public function (named `what`) to suggest names for misspelled keyword arguments."""
 
     def decorate(function: Function) -> Function:
         names = [*inspect.signature(function).parameters]
@@ -138,7 +138,7 @@ def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def minority_of_any(values: Iterable[Sequence[Hashable]]) -> list[int]:
-    """Return the ranks whose value is in the minority in any of several sequences."""
+    """Return the ranks that `minority_ranks` finds in any of the sequences."""
     return sorted({rank for values_by_rank in values for rank in minority_ranks(values_by_rank)})
 
 
@@ -195,7 +195,7 @@ def printable(text: str, but: str = "") -> str:
 
 
 def ranks_or_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return `numbers`, or () if these are all `count` ranks or steps."""
+    """Return the `numbers` of ranks or steps; return () if all `count` are affected."""
     return tuple(numbers) if len(numbers) < count else ()
 
 

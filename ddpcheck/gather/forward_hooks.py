@@ -22,15 +22,15 @@ def before_forward(module: nn.Module, hook: Callable[..., None], *, with_kwargs:
 
 
 def after_forward(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a forward hook on `module`, like `before_forward`."""
+    """Register a forward hook on `module`, even for a `ScriptModule` (see `before_forward`)."""
     return nn.Module.register_forward_hook(module, hook)
 
 
 class OutsideOfCompiledCode:
     """Module hook that is skipped inside code compiled by `torch.compile`.
 
-    The model may be recompiled after the hooks are registered. torch traces `__call__` and finds nothing to do: no
-    graph break, even with `fullgraph=True`.
+    If torch compiles a model that has this hook, torch traces `__call__` and finds nothing to do: no graph break, even
+    with `fullgraph=True`.
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
@@ -54,7 +54,7 @@ class OutsideOfTraining(OutsideOfCompiledCode):
 def scripting_in(
     around: Callable[[object], contextlib.AbstractContextManager[None]], script: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wrap `torch.jit.script` to compile in the context `around(code)`."""
+    """Wrap `script` (`torch.jit.script`) to compile each `code` inside the context `around(code)`."""
 
     @functools.wraps(script)
     def scripted(code: Any, *arguments: Any, **named: Any) -> Any:

@@ -100,7 +100,7 @@ class ErrorGuard:
 
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
-        """Disable `recorder` after `error`; re-raise a `DDPCheckError` or a signal handler's exception."""
+        """Handle `error` by disabling `recorder`; re-raise a `DDPCheckError` or a signal handler's exception."""
         if cls.error_handler is None or isinstance(error, DDPCheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:

@@ -10,7 +10,7 @@ from ddpcheck.monitor.watch import Watch
 
 
 class WatchCallback:
-    """Base class of the callbacks, which document the options."""
+    """Base class of the callbacks for Lightning and transformers; subclasses document the options."""
 
     def __init__(
         self,

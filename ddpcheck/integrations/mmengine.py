@@ -39,7 +39,7 @@ def log_finding(finding: Finding) -> None:
 
 
 def _resolve(on_finding: OnFinding) -> Any:
-    """Return the function that "log" or "package.module:function" names: configs hold no functions."""
+    """Replace "log" or "module:function" by the function, since configs cannot hold functions."""
     if on_finding == "log":
         return log_finding
     if isinstance(on_finding, str) and ":" in on_finding:

@@ -26,7 +26,7 @@ _REPORTER = "ddpcheck.cli.late_report"
 
 
 def main() -> int:
-    """Start the process that writes the report, once per machine; `exec` the script."""
+    """Start one reporter process per machine, then replace this process by the script."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpcheck.monitor",
         usage="%(prog)s [options] script [arguments of the script]",

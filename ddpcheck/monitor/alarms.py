@@ -34,7 +34,7 @@ class Gone:
 
 
 class AlarmBoard:
-    """Alarms of a group's ranks; an alarm requests that all ranks exchange their reports."""
+    """Alarms in the store, by which a rank requests that all ranks exchange reports."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         self._exchange = StoreExchange.next_exchange(group, "watch", timeout)
@@ -54,11 +54,11 @@ class AlarmBoard:
         return step < _FIRST_STEPS or step % self._interval == self._interval - 1
 
     def set_pace(self, seconds: Iterable[float]) -> None:
-        """Check for alarms after every step if steps are long on each rank (`seconds`)."""
+        """Check for alarms after every step if each rank's steps take long (`seconds`)."""
         self._interval = 1 if min(seconds) >= _LONG_STEP else _LATER_INTERVAL
 
     def post(self, step: int) -> None:
-        """Request an exchange of reports after this or the next checked step."""
+        """Request an exchange of reports after the first checked step from `step` on."""
         while not self.is_checked(step):
             step += 1
         if self.open:

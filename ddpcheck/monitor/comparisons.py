@@ -49,7 +49,7 @@ from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
 
 def capture_shards(recorder: StepRecorder, step: int) -> ReplicaCaptured:
-    """Return fingerprints of this rank's shards, and the shard index in the mesh."""
+    """Return fingerprints of this rank's shards, and this rank's shard index in the mesh."""
     mesh = mesh_of(recorder.module)
     number = next((shard_number(shard, mesh) for shard in recorder.parameters.values()), -1)
     values = DdpStepEvidence(recorder.rank, step, parameters=fingerprints(recorder.parameters.items()))
@@ -144,7 +144,7 @@ _MOST_KEPT = 8  # max steps in the store; a rank further behind is not compared
 
 
 class _StepStore:
-    """Values in the rendezvous store, by step; n-th instances of all ranks share them."""
+    """Values that ranks exchange through the rendezvous store, written by step and rank."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -175,10 +175,10 @@ _WrittenShards = tuple[tuple[int, ...], bool, ReplicaCaptured]
 
 
 class MeshComparison(StepListener, Recorder, subjects=("replicas",)):
-    """Comparison of one model between several meshes that shard the same model.
+    """Comparison of replicas that `fully_shard` shards over separate meshes, each with some ranks.
 
     The n-th watch of a rank is compared with the n-th watches of other ranks. Each rank writes its state at the steps
-    that its own mesh compares, and reads the earlier states of other meshes. If any rank has no watch, or has a
+    at which a comparison is due, and reads all ranks' earlier states from the store. If any rank has no watch, or has a
     pipeline stage, nothing is compared.
     """
 
@@ -196,7 +196,7 @@ class MeshComparison(StepListener, Recorder, subjects=("replicas",)):
         self._written: list[int] = []  # steps written by this rank
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Write this rank's state; judge the states of all ranks in two earlier steps."""
+        """Write this rank's state; judge all ranks' states at the first and next-to-last write."""
         recorder = self._recorder()
         if not self._is_due(step) or not _is_partial_mesh(recorder):
             return
@@ -231,11 +231,11 @@ _WrittenPart = tuple[PartStep, Inputs | None]
 
 
 class SplitModelComparison(StepListener, Recorder, subjects=("replicas",)):
-    """Comparison of the ranks that share a tensor parallel model.
+    """Comparison of the ranks over which tensor parallelism splits one model.
 
     The n-th instance of a rank is compared with the n-th instances of other ranks. Each rank writes its state before
-    optimizer steps, and judges all written steps except the last: a forward pass after these steps has synchronized
-    the ranks, so that all ranks have written these steps.
+    optimizer steps, and judges all written steps except the newest step. Earlier steps have been written by all ranks,
+    since the collectives of a forward pass have synchronized the ranks after these steps.
     """
 
     def __init__(

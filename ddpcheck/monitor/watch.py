@@ -226,7 +226,7 @@ class Watch:
         return Report(name, world=world, checks=tuple(self._failed_checks), findings=findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter `context()` when forward is repeated to find why a parameter is missing."""
+        """Set the context in which forward is repeated to find why parameters are missing."""
         self._recorder.history.around_replay = context
 
     def expect(self, loss: Any) -> None:
@@ -273,14 +273,14 @@ class Watch:
             warnings.warn(FindingWarning(f"{text} cannot be followed"), stacklevel=2)
 
     def left_out(self, step: int) -> None:
-        """Request an exchange of reports after the next step: parameters were missing in `step`."""
+        """Request an exchange of reports after step `step + 1`, since `step` missed parameters."""
         self._alarms.post(step + 1)
 
     def absent(self, report: RankReport) -> None:
-        """Do nothing about shards that backward misses: `alarm` has already requested reports."""
+        """Do nothing about shards that backward will not reach: `alarm` has already requested reports."""
 
     def reduced(self, ended: EndedStep) -> None:
-        """Exchange reports, if due or after an alarm, and compare replicas, if due."""
+        """Handle an ended step: exchange reports and compare replicas, if due or requested."""
         step = ended.number
         if self._alarms.is_checked(step) and self._recorder.notices_unfrozen(ended):
             self._alarms.post(step + 1)
@@ -331,7 +331,6 @@ def _disable_recorder(error: Exception, recorder: Recorder) -> None:
 
 @atexit.register
 def _leave_all() -> None:
-    """Leave all watches that are still attached at exit, possibly after an exception."""
     for watch in list(_open_watches):
         if watch._is_attached:
             watch._leave(getattr(sys, "last_value", None))

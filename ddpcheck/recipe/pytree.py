@@ -198,7 +198,7 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
 
 
 def equal_parts(batch: Any, parts: int) -> Any:
-    """Drop the last samples of `batch` that cannot be split equally into `parts` shards."""
+    """Drop the last samples of `batch`, so that `parts` shards have equal sizes."""
     size = batch_size(batch)
     return _samples(batch, size, 0, size - size % parts) if parts <= size and size % parts else batch
 

@@ -51,7 +51,7 @@ class Recording:
         return is_sampled(number, self.every)
 
     def are_probed(self) -> bool:
-        """Return True if this step is sampled: `steps` or `rounds` has a sampled value."""
+        """Return True if the current step or round is sampled for detailed records."""
         return is_probed(self.steps) or is_probed(self.rounds)
 
 
@@ -81,7 +81,7 @@ class WeakList:
 
 
 class Followers(WeakList):
-    """Weak references to objects; hooks or patches are installed unless the list is empty.
+    """Weak references to followed objects; hooks or patches are installed while any object remains.
 
     Remove the last object by `discard`: the garbage collector must not remove hooks while torch iterates over them.
     """
@@ -234,7 +234,7 @@ _KEY = "_ddpcheck_watches"
 
 
 class _KeptWatches:
-    """Wrapper recorders that a module keeps alive; copied and pickled as an empty tuple."""
+    """Recorders that a module keeps alive, but that its copies and pickles omit."""
 
     __slots__ = ("watches",)
 

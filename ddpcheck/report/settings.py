@@ -235,10 +235,10 @@ def _parse_patterns(value: Any) -> tuple[str, ...]:
 
 
 def check_patterns(name: str, value: Any) -> tuple[str, ...]:
-    """Return the patterns in the function argument `name` (`select`, `ignore`, `rank_parameters`).
+    """Return validated patterns that a caller passed as argument `name` (`select`, `ignore`, `rank_parameters`).
 
     Raises:
-        UsageError: The value has a different type, or matches no rule.
+        UsageError: `value` has the wrong type, or matches no rule.
     """
     error = UsageError if isinstance(value, str | list | tuple) else WrongTypeError
     patterns: tuple[str, ...] = _parse(name, value, name, error)

@@ -55,7 +55,7 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
 
 
 def _find_cause_indices(findings: Sequence[Finding]) -> dict[int, int]:
-    """Map indices of consequences to indices of their causes; prefer causes without a cause."""
+    """Map indices of consequences to indices of their causes; prefer root causes."""
     possible: dict[int, list[int]] = {}
     for number, effect in enumerate(findings):
         explaining = [n for n, cause in enumerate(findings) if n != number and _is_cause_of(cause, effect)]
@@ -65,7 +65,10 @@ def _find_cause_indices(findings: Sequence[Finding]) -> dict[int, int]:
 
 
 def _is_cause_of(cause: Finding, effect: Finding) -> bool:
-    """Return True if `cause` explains `effect`; of two opposite explanations, the conditional explanation counts."""
+    """Return True if the rule of `cause` explains `effect` (`Rule.explains`).
+
+    If both rules explain each other, only the explanation with a condition other than "always" is valid.
+    """
     relation, inverse = _find_relation(cause, effect), _find_relation(effect, cause)
     return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
 
@@ -78,7 +81,7 @@ def _find_relation(cause: Finding, effect: Finding) -> Explains | None:
 
 
 def _is_met(when: str, cause: Finding, effect: Finding) -> bool:
-    """Return True if condition `when` holds, or if either finding has the tag `when`."""
+    """Return True if condition `when` holds, or if `when` tags either finding."""
     return _CONDITIONS[when](cause, effect) if when in _CONDITIONS else when in cause.tags or when in effect.tags
 
 
@@ -125,7 +128,7 @@ class ReportedCauses:
 
 
 def finding_key(finding: Finding) -> tuple[str, frozenset[str]]:
-    """Return code and subjects, which identify a finding; with `Rule.conditional_use`, `*` replaces layer numbers."""
+    """Return code and subjects as a key; with `Rule.conditional_use`, `*` replaces layer numbers."""
     subjects: Iterable[str] = finding.subjects
     if RULES[finding.code].conditional_use:
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
@@ -138,7 +141,7 @@ def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
 
 
 def is_reported_on_common_tensor(finding: Finding, reported: Iterable[Finding]) -> bool:
-    """Return True if a rule that `spreads` was already reported on a common tensor."""
+    """Return True if `finding` repeats its rule on a reported tensor (rules with `Rule.spreads`)."""
     subjects = set(finding.subjects)
     return RULES[finding.code].spreads and any(
         earlier.code == finding.code and subjects & set(earlier.subjects) for earlier in reported

@@ -95,7 +95,7 @@ def _views_by_code(name: str, rules: Iterable[Rule]) -> dict[str, set[type[View]
 
 
 def code_in_name(judge: Callable[..., object]) -> str:
-    """Return the code in the name of a judge, or ''."""
+    """Return the rule code in the name of a judge, or ''."""
     match = _JUDGE.fullmatch(judge.__name__)
     return match[1].upper() if match else ""
 
@@ -112,7 +112,7 @@ def judge_third_party_rules(facts: ScriptFacts, severity: Severity) -> tuple[lis
 
     Args:
         facts: Logs of the ranks.
-        severity: Highest severity that a finding may have; others are lowered to it.
+        severity: Highest severity that a finding may have; higher severities are lowered to it.
     """
     findings: list[tuple[str, Finding]] = []
     notes: list[str] = []

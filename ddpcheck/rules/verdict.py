@@ -19,7 +19,7 @@ FindingAndCause = tuple[Finding, Finding]  # a finding, and its root cause in th
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of one comparison."""
+    """Result of one comparison: findings, and what matches, differs or was not compared."""
 
     findings: Sequence[Finding] = ()
     matching: str = ""  # what matches, in a sentence; '' if nothing was compared
@@ -29,7 +29,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Combined results of several views."""
+    """Combined results of several views: findings with root causes, by check line."""
 
     findings: list[Finding]  # root causes only
     causes: Mapping[str, list[FindingAndCause]]  # all findings, by heading

@@ -204,7 +204,7 @@ def _exit_text(rank: RankTrace, ending: Ending, source: ProgramSource) -> str:
 
 
 def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
-    """Return `log` with the unlogged DDP forward pass in which a rank waits."""
+    """Add to `log` the DDP forward pass in which a rank waits, if unlogged."""
     backward_calls = [call for call in log if call.operation == DDP_BACKWARD]
     in_forward = failure.collective.startswith(FORWARD)
     if failure.kind == "raised" and follows_from_another_rank(failure):
@@ -281,7 +281,7 @@ def call_of_ddp(rank: RankTrace, stack: str) -> str:
 
 
 def still_in_a_call(ranks: Sequence[RankTrace], ending: Ending) -> set[int]:
-    """Return the ranks whose last collective is not known to have completed."""
+    """Return the ranks whose last collective may not have completed."""
     killed_or_waiting = {failure.rank for failure in failures_of(ranks, ending) if follows_from_another_rank(failure)}
     return killed_or_waiting | {rank for rank, code in ending.exit_codes.items() if code < 0}
 

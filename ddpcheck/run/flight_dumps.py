@@ -29,7 +29,7 @@ _RECORDED_DTYPES = {name: recorded for recorded, name in DTYPES.items()} | {"bfl
 
 
 def create_dump_folder(folder: Path) -> None:
-    """Create the folder for the dumps.
+    """Create the folder for the Flight Recorder dumps.
 
     Raises:
         UsageError: The folder cannot be created, or is not empty.

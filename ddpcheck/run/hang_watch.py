@@ -53,7 +53,7 @@ _NODE_DELAY = 1.0  # seconds for other nodes to receive the order to end their r
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Hang: `seconds` without progress, and `stacks` of the live ranks by rank."""
+    """Hang of ranks: `seconds` without progress, and `stacks` of live ranks, by rank."""
 
     seconds: float
     stacks: dict[int, str]
@@ -69,7 +69,7 @@ class NotExited:
 
 
 class HangWatch:
-    """Thread that polls logs and processor times of the ranks; on Linux only.
+    """Thread that detects hangs from the ranks' logs and processor times; on Linux only.
 
     Attributes:
         hang: Ranks that wait for each other, or None.
@@ -241,7 +241,7 @@ class HangWatch:
         return True
 
     def forget_end(self) -> None:
-        """Discard log entries made after the hang, when other nodes ended their ranks."""
+        """Discard what ranks logged after the hang, because other nodes ended their ranks."""
         if self._stuck is None or self.hang is not self._stuck:
             return
         for path in self._folder.glob("*-*.*"):
@@ -259,7 +259,7 @@ class HangWatch:
         return bool(locked.items() & live_ranks.locked_children(pid).items())
 
     def _waits_for_threads(self, pid: int, stack: str, *, has_thread_error: bool) -> bool:
-        """Return True if the main thread waits for threads that failed or await ranks."""
+        """Return True if the main thread waits for failed threads, or threads awaiting ranks."""
         threads = program_threads(stack)
         if not lock_waited_for(main_stack(stack)) or not (has_thread_error or any(map(waits_for_ranks, threads))):
             return False
@@ -287,14 +287,14 @@ class HangWatch:
                 return
 
     def _diverge_now(self, living: Collection[int]) -> bool:
-        """Return True if collectives mismatch, but matched before the last call of live ranks."""
+        """Return True if the last collectives of live ranks are the first that mismatch."""
         logs = comparable_logs(read_logs(self._folder))
         previous = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
         return bool(judge_collectives(logs, living)) and not judge_collectives(previous, living)
 
 
 def joining_processes(folder: Path) -> tuple[Joining, ...]:
-    """Return the processes that did not return from `init_process_group`, if any process raised."""
+    """Return processes that failed or wait in `init_process_group`, if at least one failed."""
     return tuple(_read_joining(folder, RAISED, SUFFIX)) if _read_joining(folder, RAISED) else ()
 
 

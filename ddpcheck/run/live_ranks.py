@@ -63,7 +63,7 @@ class LiveRanks:
         self._folder = folder
 
     def live_pids(self) -> tuple[dict[int, int], bool]:
-        """Return PIDs of live ranks, and True if all ranks have local logs."""
+        """Return PIDs of live ranks by rank, and True if all logs are local."""
         ranks, world_size = self.joined()
         return {rank: pid for rank, pid in ranks.items() if is_alive(pid)}, len(ranks) >= world_size
 
@@ -123,7 +123,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class ProcessorTimes(NamedTuple):
-    """Processor seconds of a rank: whole process, and without the main thread."""
+    """Processor seconds of a rank's process, with and without its main thread."""
 
     whole: float
     without_main_thread: float
@@ -143,7 +143,7 @@ def is_idle(before: float, now: float | None, seconds: float) -> bool:
 
 
 def _catches_signal(pid: int) -> bool:
-    """Return True if a process handles the dump signal, so has a running interpreter."""
+    """Return True if a running interpreter in the process handles the stack dump signal."""
     return bool(int(status_value(str(pid), "SigCgt") or "0", 16) >> (STACK_SIGNAL - 1) & 1)
 
 
@@ -180,7 +180,7 @@ def _read_proc(file: str) -> str:
 def locked_children(pid: int) -> dict[int, int]:
     """Return child processes blocked on a lock, as pid -> voluntary context switches.
 
-    Excludes a child with a thread that computes, sleeps, reads or receives. An equal number later means still blocked.
+    Excludes children with a thread that computes, sleeps or reads. An equal number later shows a child still blocked.
     """
     children = {}
     for child in children_of(pid):

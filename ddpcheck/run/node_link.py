@@ -40,7 +40,7 @@ _encode = msgspec.msgpack.encode
 
 
 class NodeState(msgspec.Struct):
-    """Published state of a node."""
+    """State that a node publishes for the first node."""
 
     beat: int = 0  # number of updates
     standing: Standing = "on"  # "on": running or unknown; "stuck": all ranks wait in vain; "ended": all have ended
@@ -50,7 +50,7 @@ class NodeState(msgspec.Struct):
 
 
 class FirstState(msgspec.Struct):
-    """Published state of the first node."""
+    """State that the first node publishes for the other nodes."""
 
     beat: int = 0  # number of updates; 0: none received
     ends: bool = False  # True if each node must end its ranks because the job hangs
@@ -59,7 +59,7 @@ class FirstState(msgspec.Struct):
 
 
 class NodeEnd(msgspec.Struct, frozen=True, tag=True):
-    """Encoded `Ending` of the ranks of a node, sent after the logs."""
+    """Last message of a node, after its logs: the encoded `Ending` of its ranks."""
 
     ending: bytes
 

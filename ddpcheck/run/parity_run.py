@@ -101,6 +101,7 @@ class ParityRuns:
         The script runs again in two cases. First, if it accumulates world-size times as many micro-batches per step in
         a single process: each micro-batch is then the batch of one rank, and the ranks take turns. Second, if it fails
         with the random numbers recorded on the ranks: it then draws its own random numbers.
+        `measures_noise`: reverse the rank order, perturb gradients. `as_rank`: return value of `dist.get_rank()`.
         """
         result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):

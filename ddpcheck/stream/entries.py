@@ -38,7 +38,7 @@ _PLACE = re.compile(
 
 
 def place_of_backward(forward: int, line: Location | str | None, unsynced: int, batch: str) -> str:
-    """Return `Call.place` of a backward pass: "forward pass 3 at train.py:12, ..."."""
+    """Describe a backward pass for `Call.place`: "forward pass 3 at train.py:12, ..."."""
     no_sync_text = f" ({unsynced} under no_sync)" if unsynced else ""
     return f"forward pass {forward}{no_sync_text}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"
 
@@ -47,7 +47,7 @@ _HANDLING = re.compile(r"handling (?P<kind>\S+?)(?: of (?P<line>\S+:\d+))?(?:: (
 
 
 def place_of_handling(kind: str, line: Location | None, text: str) -> str:
-    """Return `Call.place` of a collective in an `except` block: "handling OSError of a.py:3"."""
+    """Describe for `Call.place` a collective in an `except` block: "handling OSError of a.py:3"."""
     return f"handling {kind}{f' of {line}' if line else ''}{f': {text}' if text else ''}"
 
 
@@ -58,14 +58,14 @@ def handled_in(call: Call) -> tuple[str, str, str] | None:
 
 
 def lines_in(phase: str) -> tuple[str, ...]:
-    """Return the forward line in a `Call.place` as a tuple, or ()."""
+    """Return (line of the forward pass,) from a `Call.place`, or () if none."""
     match = _PLACE.fullmatch(phase)
     return (match["line"],) if match and match["line"] else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Logged backward pass under DDP, or logged forward pass of a sharded module."""
+    """Details of a logged DDP backward pass, or of a sharded module's forward pass."""
 
     call: Call  # logged call
     forward: int  # number of the forward pass at its line
@@ -94,7 +94,7 @@ else:
 
 
 class Sketch(_Array):
-    """Numbers of a sketch (see `gather.steps.gradient_distance`), typecode "f"; most of a log's size."""
+    """Sketch of a tensor: short vector, linear in the tensor (see `gather.steps.gradient_distance`)."""
 
 
 class RankStarted(Entry, frozen=True):
@@ -122,7 +122,7 @@ class WrapperMade(Entry, frozen=True):
 
 
 class AttributesSet(Entry, frozen=True):
-    """Attributes of a module that the script sets on the wrapper instead."""
+    """Attributes that the script sets on the wrapper instead of the wrapped module."""
 
     wrapper: int  # number of the wrapper
     names: tuple[str, ...]

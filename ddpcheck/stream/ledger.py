@@ -43,7 +43,7 @@ class Contribution(Struct):
 
 
 class Ledger:
-    """Contributions of the backward passes so far.
+    """Record of what happened to the gradients that each backward pass added.
 
     A backward pass is reduced if a forward pass has prepared DDP for it; then all of `.grad` is averaged, including
     accumulated gradients of earlier passes. Gradients used by a step are no longer followed.
@@ -82,12 +82,12 @@ class Ledger:
 
     @property
     def unpaired(self) -> list[Contribution]:
-        """Return unreduced gradients of backward passes without a forward pass since the last reduction."""
+        """Return gradients not averaged because no forward pass preceded the repeated backward pass."""
         return [entry for entry in self.contributions if entry.after is not None and not entry.reduced]
 
     @property
     def has_unreduced(self) -> bool:
-        """Return True if there are unused gradients that were not averaged."""
+        """Return True if any gradients that no step has used yet are not averaged."""
         for contribution in self.open:  # not a generator, for speed in each step
             if not contribution.reduced:
                 return True

@@ -36,7 +36,7 @@ class LogFile:
         self.hold()
 
     def hold(self) -> int:
-        """Return the descriptor; reopen the file if the script has closed it."""
+        """Return an open descriptor; reopen the file if the script has closed the descriptor."""
         if self._file_identity is None or _file_identity(self._number) != self._file_identity:
             number = _move_descriptor_up(os.open(self._path, _FLAGS))
             identity = _file_identity(number)
@@ -110,7 +110,7 @@ class Counters:
         self._memory = mapped_file(path, (_PAIRS + 1) * _PAIR.size)
 
     def put(self, index: int, first: int, second: int) -> None:
-        """Write a pair; ignored if `index` is too high."""
+        """Write the two numbers of wrapper or loader `index`, unless `index` is too high."""
         if index < _PAIRS:
             _PAIR.pack_into(self._memory, index * _PAIR.size, first, second)
 
@@ -120,7 +120,7 @@ class Counters:
 
 
 def read_counters(path: Path) -> tuple[list[tuple[int, int]], int]:
-    """Return the pairs by index, and the `errno` of `put_error` (0 if none)."""
+    """Return the number pairs by index, and the `errno` of `put_error` (0 if none)."""
     data = read_file(path, (_PAIRS + 1) * _PAIR.size) if path.exists() else b""
     *pairs, (error, _) = _PAIR.iter_unpack(data.ljust((_PAIRS + 1) * _PAIR.size, b"\0"))
     return pairs, error
@@ -153,7 +153,7 @@ class CallRing:
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)
 
     def count_turn(self, *, begins: bool) -> None:
-        """Record that the main thread enters (`begins`) or leaves a collective or wait."""
+        """Count a turn: the main thread enters (`begins`) or leaves a collective or wait."""
         self._depth += 1 if begins else -1
         self._turns += self._depth == begins  # ignore nested collectives
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)

@@ -102,7 +102,7 @@ class RankLog:
         self._calls.add(call, number)
 
     def count_turn(self, *, begins: bool) -> None:
-        """Record that the main thread enters (`begins`) or leaves a collective or wait."""
+        """Count a turn: the main thread enters (`begins`) or leaves a collective or wait."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._calls.count_turn(begins=begins)
 
@@ -131,7 +131,7 @@ _NAME = re.compile(r"[0-9]{1,9}(-[0-9]{1,9}){3}\.(log|steps|forwards|batches|cal
 
 
 class FilePart(Struct, frozen=True, tag=True):
-    """Next bytes of a rank's file."""
+    """Next bytes of a rank's file, sent to the first node."""
 
     name: str
     data: bytes
@@ -215,7 +215,7 @@ class RankTrace(Struct, frozen=True, dict=True):
 
     @property
     def passes(self) -> list[LoaderPass]:
-        """Return the data loader passes with their last batch counts."""
+        """Return the logged passes over data loaders, each with its last batch count."""
         passes = {(entry.loader, entry.number): entry for entry in self.entries_by_type.get(LoaderPass, ())}
         for loader, (number, batches) in enumerate(self.batches):
             if (entry := passes.get((loader, number))) is not None and entry.batches < batches:
@@ -250,7 +250,7 @@ class RankTrace(Struct, frozen=True, dict=True):
 
     @property
     def has_left(self) -> bool:
-        """Return True if the process group was destroyed, or the script ended."""
+        """Return True if the rank left the job: process group destroyed, or script ended."""
         return not self.entries_by_type.keys().isdisjoint((GroupDestroyed, ProgramEnded))
 
 

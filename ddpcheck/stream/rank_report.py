@@ -58,7 +58,7 @@ class MicroBatch(Struct, frozen=True):
 
 
 class RankReport(Struct, frozen=True):
-    """Report of a rank on the steps since the last exchange of reports."""
+    """Report of a rank on a wrapper's steps since the rank's last report."""
 
     # rank, step of the exchange, and results of its probe: parameter states other than "contributes" ("zero": in each
     # probe so far, although parameters have changed in between), and so on
@@ -94,7 +94,7 @@ class ReplicaState(Struct, frozen=True):
 
 
 class WatchContext(Struct, frozen=True):
-    """Wrapper and module at the beginning of the watch."""
+    """Facts on a wrapper and its module when recording of the steps begins."""
 
     names: Names  # parameter names, with aliases
     wrapper: WrapperFacts  # arguments of the wrapper

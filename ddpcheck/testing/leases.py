@@ -75,7 +75,7 @@ class LaunchedWorld:
     def _run(
         self, contexts: Sequence[wire.ProcessContext], fn: Callable[..., Any], *args: Any, timeout: float
     ) -> tuple[list[Any], RankError | None, list[tuple[bytes, str]]]:
-        """Run `fn` from rank 0 on all ranks; return results, error, attachments with outputs."""
+        """Run rank 0's `fn` on all ranks; return results, error, (attachment, output) by rank."""
         assert self._session.leader is not None
         if self._world is None:
             self._world = start_world(
@@ -169,7 +169,7 @@ class Ranks:
         self._pool.end(_module_id(item))
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
-        """Run `work`, which starts its own ranks; under a launcher only on rank 0."""
+        """Run `work`, which starts its own ranks; under a launcher, on rank 0 only."""
         return work() if self._launched is None else once(self._launched, what, work)
 
     def check_controller(self) -> None:
@@ -241,7 +241,7 @@ def _mismatch_finding(world: TestWorld, error: RankError | None) -> Finding | No
 
 
 class WorldLease:
-    """Lease of a world to a test; acquired on first use and after failures."""
+    """Lease of ranks to a test: acquires a world when needed, and after failures."""
 
     def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
         self._session_ranks = ranks

@@ -23,7 +23,7 @@ _LONGEST_NAME = 150
 
 
 def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: Report) -> Path | None:
-    """Write the next HTML report of a test (node id `test`); return its path."""
+    """Write a test's report as a numbered HTML file in `folder`; return the path."""
     if folder is None:
         return None
     from ddpcheck.render import renderer_for

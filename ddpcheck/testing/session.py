@@ -22,7 +22,7 @@ _OPTIONS = ("world_size", "device", "timeout", "threads", "preload", "reuse")  #
 
 
 class Session:
-    """Plugin session, one per process that runs tests."""
+    """State of the pytest plugin in one process that runs tests."""
 
     def __init__(
         self, config: pytest.Config, options: Sequence[str], needs_ranks: Callable[[pytest.Item], bool]
@@ -45,7 +45,7 @@ class Session:
             _fail(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
     def _fresh_ranks_of(self, item: pytest.Item) -> dict[str, Any] | None:
-        """Return the world options of a test that uses fresh ranks, else `None`."""
+        """Return the world options if the test gets fresh ranks (`reuse="test"`), else `None`."""
         if not self._needs_ranks(item):
             return None
         try:

@@ -24,7 +24,7 @@ Kind = Hashable  # worlds of equal kind are interchangeable
 
 
 def _kind_of(options: Mapping[str, Any]) -> Kind:
-    """Validate options; return as key the options and variables fixed in a running world."""
+    """Validate options; return a key of options and environment that running worlds cannot change."""
     checked = validation.WorldOptions(**options)
     env = checked.env or {}
     environment = {**starting.inherited_environment(), **env}

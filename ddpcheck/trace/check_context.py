@@ -118,7 +118,7 @@ class SingleProcessFacts:
 
     @property
     def world_changed(self) -> bool:
-        """Check if gradients of the same shards differ with and without a process group."""
+        """Check if the same shard gives different gradients with and without a process group."""
         allowed = max(self.tolerance, _ROUNDING_MULTIPLE * self.analysis.shard_rounding)
         fit = self.analysis.against_shards
         return self.ran and (abs(fit.ratio - 1) > allowed or fit.residual > allowed)
@@ -136,7 +136,7 @@ class SingleProcessFacts:
 
     @property
     def losses_are_scaled(self) -> bool:
-        """Check if losses on ranks are the single-process shard losses, scaled like the gradients."""
+        """Check if the gradients' factor also relates losses on ranks to single-process losses."""
         pairs = zip(self.analysis.shard_losses, self.known.local.losses, strict=False)
         logs = [math.log(on_rank / of_shard) for of_shard, on_rank in pairs if of_shard * on_rank > 0]
         ratio, mean_log = self.analysis.against_global.ratio, sum(logs) / max(1, len(logs))

@@ -41,7 +41,7 @@ _Key = tuple[str, int]  # (process group, index of the collective in it)
 
 
 def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
-    """Simulate all ranks; yield each blocked rank with (call, ranks that have not arrived)."""
+    """Simulate the schedules; yield each rank that hangs, its collective, and the missing ranks."""
     places, numbers = [0] * len(schedules), [Counter[str]() for _ in schedules]
     arrived: dict[_Key, set[int]] = defaultdict(set)
     waiting: dict[_Key, list[int]] = defaultdict(list)

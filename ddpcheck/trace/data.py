@@ -171,7 +171,7 @@ def all_inputs_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
 
 
 def share_some_inputs(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
-    """Return True if an input equal on all ranks has `distinct` values over steps."""
+    """Return True if some input, equal on all ranks, has `distinct` values over steps."""
     count = min((len(call.parts) for step in steps for call in step), default=0)
     return len(steps) >= MIN_DRAWS and any(
         all(len({call.parts[index] for call in step}) == 1 for step in steps)

@@ -205,7 +205,7 @@ def _gradient_divergences(parity: Parity) -> Iterator[ParityDivergence]:
 
 
 def _update_divergences(parity: Parity) -> Iterator[ParityDivergence]:
-    """Compare the parameters after steps with equal gradients."""
+    """Compare parameters of both runs after updates, until gradients or parameters differ."""
     steps = [*parity.steps, *parity.next_steps]
     triples = itertools.zip_longest(steps, parity.parameters, parity.gradients)
     for (rank_steps, single, _), quantity, gradient in triples:
@@ -346,7 +346,7 @@ def _have_equal_minimum(peaks: Sequence[float], ends: Sequence[float]) -> bool:
 def _shown_divergences(parity: Parity) -> Iterator[ParityDivergence]:
     """Compare the numbers that both runs show.
 
-    Numbers after evaluations have to be equal. Other numbers are reported only if the factor is the world size.
+    Numbers after evaluations have to be equal. Other numbers are reported only if the world size is the factor.
     """
     by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
     for (location, _, _), items in by_line.items():

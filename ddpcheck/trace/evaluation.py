@@ -181,7 +181,7 @@ def numbers_shown(ev: RankEvaluation) -> Iterator[tuple[MetricShown, ShownNumber
 def first_shown(
     evals: Sequence[RankEvaluation], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
 ) -> MetricShown | None:
-    """Return the first output showing `wrong`, unless any output shows one of `right`."""
+    """Return the first output showing number `wrong`, unless an output shows a `right` number."""
     if any(is_close(wrong, value) or output_showing(evals, value, digits) for value in right):
         return None
     return output_showing(evals, wrong, digits)
@@ -221,6 +221,6 @@ def is_close(a: float, b: float) -> bool:
 
 
 def exchange_line(exchanged: ResultExchanged, function: str) -> Location | None:
-    """Return the line in `function` that calls the collective or a helper calling it."""
+    """Return the line in `function` that leads to the collective, directly or through helpers."""
     (name, line), *callers = [*exchanged.lines.items(), ("", exchanged.location)]
     return line if name == function or len(callers) < 2 else callers[0][1]

@@ -52,7 +52,7 @@ class Evaluations(View):
         return cls(evaluations, facts.passes, shown, facts.events(SumsReduced), targets, losses)
 
     def first_findings(self, judge: Callable[[Evaluation], list[Finding]]) -> list[Finding]:
-        """Return the first finding of `judge` on any complete evaluation, or []."""
+        """Return the first finding of `judge` on the complete evaluations, in order, or []."""
         return next((findings for evaluation in self.complete if (findings := judge(evaluation))), [])[:1]
 
     @property
@@ -61,7 +61,7 @@ class Evaluations(View):
         return [evaluation for evaluation in self.evaluations if len(evaluation.by_rank) == len(self.passes)]
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield how many shown numbers are metrics of all ranks' samples, or raise `NotRecorded`."""
+        """Describe how many shown numbers are metrics of all ranks' samples, or raise `NotRecorded`."""
         if not self.evaluations:
             return
         loops = f"after {plural(len(self.evaluations), 'loop')} without backward"

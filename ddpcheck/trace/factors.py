@@ -36,7 +36,7 @@ def constant_ratio(differences: Sequence[Difference]) -> float | None:
 
 
 def factor_of_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequence[float]]) -> float:
-    """Return the factor from averaged local gradients to `grads`, or 0.0 if not constant."""
+    """Return the constant factor by which `grads` exceed averaged local gradients, or 0.0."""
     factors = []
     for name in grads.keys() & set.intersection(*(set(step.local) for step in steps)):
         average = [sum(values) / len(steps) for values in zip(*(step.local[name] for step in steps), strict=True)]

@@ -38,7 +38,7 @@ AVERAGE_ALL = "Have the wrapper all_reduce every gradient and divide the sum by 
 
 @dataclass(frozen=True, slots=True)
 class ReducerFacts:
-    """Comparisons of gradients under the wrapper, over all ranks and steps."""
+    """Comparisons of gradients after DDP averages them, between ranks and with the expected average."""
 
     evidence: Sequence[DdpStepEvidence]  # by rank and step
     # by parameter, the steps in which gradients differ between ranks
@@ -71,16 +71,16 @@ class ReducerFacts:
 
     @property
     def mismatched(self) -> Mapping[str, Mapping[int, Difference]]:
-        """Differences from the average, by parameter and step, if ranks have equal gradients."""
+        """Wrong gradients, equal on all ranks: differences from the average, by parameter and step."""
         return {name: by_step for name, by_step in self.wrong.items() if name not in self.unequal}
 
     @property
     def mismatches(self) -> list[Difference]:
-        """First difference from the average, for each parameter in `mismatched`."""
+        """First step's difference from the average, for each parameter in `mismatched`."""
         return [by_step[min(by_step)] for by_step in self.mismatched.values()]
 
     def reduction(self, names: Sequence[str]) -> list[str]:
-        """Describe options that replace or delay DDP's all-reduce of `names`."""
+        """Describe options that replace or delay DDP's all-reduce of the parameters `names`."""
         wrapper, facts = self.known.wrapper, []
         if wrapper.comm_hook:
             facts.append(f"gradients are reduced by the communication hook {wrapper.comm_hook}")
@@ -93,14 +93,14 @@ class ReducerFacts:
 
     @property
     def evidence_between_ranks(self) -> list[str]:
-        """Lines on gradients that differ between ranks."""
+        """Evidence of a finding on gradients that differ between ranks, as lines of text."""
         names = self.not_synchronised
         wrong = [self.wrong[name] for name in names if name in self.wrong]
         return [*self.reduction(names), *[str(by_step[min(by_step)]) for by_step in wrong][:3]]
 
     @property
     def differing_losses(self) -> str:
-        """First step with different losses in a tensor parallel group, in words; or ''."""
+        """First step with different losses in a tensor parallel group, as text, or ''."""
         losses = {(item.step, item.rank): item.loss for item in self.evidence if isinstance(item, ShardedStep)}
         for step, model in itertools.product(sorted({step for step, _ in losses}), self.known.models):
             known = [loss for rank in model if (loss := losses.get((step, rank))) is not None]
@@ -111,7 +111,7 @@ class ReducerFacts:
         return ""
 
     def mismatch(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
-        """Create a finding on gradients that are equal on ranks, but not the average."""
+        """Create a finding on the parameters in `mismatched`: ranks have equal, but wrong gradients."""
         names = list(self.mismatched)
         steps = sorted({step for by_step in self.mismatched.values() for step in by_step})
         facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
@@ -120,12 +120,12 @@ class ReducerFacts:
 
 
 def paired(entries: Sequence[Sequence[_Entry]], key: Callable[[_Entry], Hashable]) -> list[Sequence[_Entry]]:
-    """Group the ranks' n-th entries, for each n; omit groups with different keys."""
+    """Group log entries that are n-th on every rank; omit groups whose keys differ."""
     return [by_rank for by_rank in zip(*entries, strict=False) if len({key(entry) for entry in by_rank}) == 1]
 
 
 def draws_differ(evidence: Sequence[CompiledStep]) -> bool:
-    """Check if compiled gradients differ and the model draws random numbers, a possible cause."""
+    """Check if random numbers may explain why gradients of the compiled model differ."""
     differ = any(difference.bad for item in evidence for difference in item.differences)
     return differ and any(item.drew for item in evidence)
 

@@ -108,8 +108,8 @@ class GradientChanges(View):
     def changes_while_accumulating(self) -> list[Sequence[GradientsChanged]]:
         """Changes of accumulated gradients before a step's last micro-batch; each change is by rank.
 
-        These are changes of local gradients by factors that differ between ranks. If there are too few, the result is
-        calls of known clip functions on averaged gradients, whose factors are equal on all ranks.
+        The result contains changes of local gradients by factors that differ between ranks. If these are too few, the
+        result contains changes of averaged gradients by known clip functions instead.
         """
         changed = [[e for e in entries if abs(e.factor - 1) > MIN_NORM_CHANGE] for entries in self.between_backwards]
         changes = paired(changed, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))

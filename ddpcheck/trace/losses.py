@@ -88,7 +88,7 @@ class Losses(View):
 
     @cached_property
     def local_parts(self) -> list[list[OwnRowsReinserted]]:
-        """Losses on gathered features whose backward reaches only the rank's own features, by step."""
+        """Losses on gathered features whose gradients reach only the rank's own features, by step."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.full_gradient) for part in by_rank)]
@@ -190,7 +190,7 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
 
 
 def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
-    """Check if a loss needs summed gradients; `count`: all ranks' backward passes per step."""
+    """Check if a loss needs summed gradients; a step has `count` backward passes altogether."""
     is_uniform = len({round(term.factor, 9) for term in terms}) == 1
     return is_uniform and all(
         abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < SCALE_TOLERANCE

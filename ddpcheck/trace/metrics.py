@@ -174,7 +174,10 @@ class RankMetric:
     tries: int  # number of candidate metrics for a shown number
 
     def evidence(self, number: ShownNumber, rank: int | None = None) -> float:
-        """Return, in bits, how surely `number` is the metric of `rank` (None: all ranks)."""
+        """Return how surely `number` is this metric, in bits; 0 if it differs.
+
+        Compare with the metric of `rank`, or if None, with the metric of all samples pooled.
+        """
         value, bits = (self.pooled, max(self.bits)) if rank is None else (self.values[rank], self.bits[rank])
         if not shows(number, value):
             return 0.0
@@ -230,7 +233,7 @@ def bits_of(number: float) -> float:
 def _forms(
     key: str, name: str, values: Sequence[float], pooled: float, bits: Sequence[float], tries: int
 ) -> Iterator[RankMetric]:
-    """Yield forms in which scripts may show a mean: x, 100*x, 1-x, exp(x), sqrt(x)."""
+    """Yield a metric in each form that scripts show: x, 100*x, 1-x, exp(x), sqrt(x)."""
     numbers = [*values, pooled]
     forms = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
     if name != _SHARE and all(0 <= number <= 1 for number in numbers):
@@ -245,7 +248,7 @@ def _forms(
 
 
 def _common_numbers(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
-    """Return numbers recorded on all ranks, except sums and traces of recorded tables."""
+    """Return numbers recorded on all ranks, except the sum and trace of confusion matrices."""
     tables = [key.partition(".") for key in common_values([ev.results.tables for ev in evals])]
     parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
     numbers = common_values([ev.results.numbers for ev in evals])
@@ -253,7 +256,7 @@ def _common_numbers(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
 
 
 def _sum_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
-    """Yield recorded sums divided by samples, batches or dataset size, and running means unchanged."""
+    """Yield each recorded number divided by samples, batches or dataset size; non-integers also undivided."""
     samples, batches = [float(ev.samples) for ev in evals], [float(ev.loader.batches) for ev in evals]
     sizes = [float(ev.loader.size) for ev in evals]
     sums = _common_numbers(evals)

@@ -57,7 +57,7 @@ class HandSplit(ScriptView):
 
     @property
     def wrappers(self) -> list[list[WrapperTrace]]:
-        """Wrappers of split models; wrappers that ranks constructed as the n-th are one group."""
+        """Wrappers of split models; a group has the n-th wrapper of every rank."""
         by_number = group_by(() if self.facts.model_groups else self.facts.wrappers, lambda wrapper: wrapper.number)
         return [wrappers for wrappers in by_number.values() if hand_split(wrappers, self.facts.world_size)]
 
@@ -90,7 +90,7 @@ NORM_TOLERANCE = 1e-3  # relative error of gradient norms and of sketches
 def gradient_factors(rank_steps: PartSteps) -> list[float] | None:
     """Return each rank's constant gradient factor relative to the first rank, or None.
 
-    None if a factor differs between parameters, or all ranks have the same factor.
+    The result is None if a rank's factor differs between parameters, or all ranks have the same factor.
     """
     first = rank_steps[0]
     names = [name for name, gradient in first.gradients.items() if math.hypot(*gradient) > LEAST]
@@ -112,7 +112,7 @@ def gradient_factors(rank_steps: PartSteps) -> list[float] | None:
 
 
 def squared_norm(name: str, group_steps: Sequence[PartSteps]) -> float:
-    """Return the squared norm of a parameter's whole gradient, summed over the ranks' parts."""
+    """Return the squared norm of a whole gradient, which ranks may have parts of."""
     total = 0.0
     for rank_steps in group_steps if name in group_steps[0][0].sharded else group_steps[:1]:
         for step in rank_steps if name in rank_steps[0].split else rank_steps[:1]:

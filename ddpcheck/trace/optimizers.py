@@ -18,7 +18,7 @@ LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file,
 
 
 def restored_on_some(rank_steps: Steps) -> dict[int, Location]:
-    """Map ranks that loaded optimizer state to the loading line; {} if all loaded."""
+    """Map ranks that loaded optimizer state to the loading line; {} if all did."""
     restored = {rank: step.restored_at for rank, step in enumerate(rank_steps) if step.restored_at is not None}
     return restored if len(restored) < len(rank_steps) else {}
 

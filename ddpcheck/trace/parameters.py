@@ -81,7 +81,7 @@ class ParameterFacts:
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
 
     def list_peers_sometimes_missing(self, names: Sequence[str]) -> bool:
-        """Return True if `names` are sometimes missing with another list index, as in `layers.1.weight`."""
+        """Check if each of `names`, list indices ignored (`layers.*.weight`), matches a sometimes missing parameter."""
         families = set(map(_without_indices, self.sometimes_missing))
         return all(_without_indices(name) in families for name in names)
 
@@ -173,7 +173,7 @@ class MissingGroup:
 
 @dataclass(frozen=True, slots=True)
 class MissingOn:
-    """Parameters missing on the same ranks in the same steps."""
+    """Parameters that do not contribute to the loss on the same ranks and steps."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]

@@ -74,7 +74,7 @@ class Comparison:
 
     @cached_property
     def next_steps(self) -> list[_Step]:
-        """Return each optimizer's first step after `steps`; parameters before this step are comparable."""
+        """Return each optimizer's first step after `steps`; before it, parameters should still be equal."""
         following = {(single.optimizer, single.count + 1) for _, single, _ in self.steps}
         return [s for s in self._common_steps[len(self.steps) :] if (s[1].optimizer, s[1].count) in following]
 
@@ -164,7 +164,6 @@ class Comparison:
         return quantities
 
     def _gradients_of(self, ranks: Sequence[RankTrace], steps: Sequence[ParityStep]) -> _Gradients:
-        """Return the gradients of one step on some ranks, with shards combined."""
         norms: dict[str, float] = {}
         count = sum(not norm < 0 for norm in steps[0].norms)
         for rank, step in zip(ranks, steps, strict=True):
@@ -189,7 +188,7 @@ class Comparison:
 
     @cached_property
     def _names_by_optimizer(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
-        """Parameter names by (rank, world size, optimizer); equally large optimizers get rank 0's names."""
+        """Parameter names by (rank, world size, optimizer); rank 0's names, unless optimizer sizes differ."""
         runs = [*self.ranks, self.single, *filter(None, [self.noise])]
         steps = [(rank.started, step) for rank in runs for step in entries_of(rank, ParityStep) if step.names]
         names_by_optimizer = {(step.optimizer, step.elements): step.names for _, step in reversed(steps)}

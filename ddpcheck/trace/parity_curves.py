@@ -79,7 +79,6 @@ def _number_curves(parity: Parity) -> Iterator[ParityCurve]:
 
 
 def _is_counter(texts: Sequence[str]) -> bool:
-    """Check if integers grow by a constant amount, as epoch numbers do."""
     numbers = [int(text) for text in texts if text.isdecimal()]
     return len(numbers) == len(texts) and len({b - a for a, b in itertools.pairwise(numbers)}) == 1
 
@@ -107,7 +106,7 @@ def _make_curve(
 
 
 def _drawn_indices(size: int, first: int | None) -> Sequence[int]:
-    """Return the indices of the points to draw: evenly spaced, plus `first`, the divergence."""
+    """Return indices of the points to draw, evenly spaced; add `first`, where curves diverge."""
     if size <= MOST_POINTS:
         return range(size)
     even = {round(n * (size - 1) / (MOST_POINTS - 2)) for n in range(MOST_POINTS - 1)}

@@ -54,11 +54,11 @@ class EndingFacts:
         return self.enclosing(lines, "loop")
 
     def has_been_in(self, rank: RankAtEnd, block: Block) -> bool:
-        """Return True if a rank has called any collective inside `block`."""
+        """Return True if any collective that a rank has called was inside `block`."""
         return any(block in self.enclosing(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
     def was_in(self, side: Position, loop: Block) -> bool:
-        """Return True if a rank's last collective before the divergence was inside `loop`."""
+        """Check if the rank's last collective before the ranks diverged was called inside `loop`."""
         return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
     def current_stack(self, rank: RankAtEnd) -> tuple[str, ...]:
@@ -67,18 +67,21 @@ class EndingFacts:
 
 
 def lines_of(call: Call) -> tuple[str, ...]:
-    """Return the program lines that led to a collective, innermost first."""
+    """Return the stack of program lines that called a collective, innermost first."""
     return call.callers or ((call.location,) if call.location else ())
 
 
 def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Block]:
-    """Return loops that rank `leaver` has exited while `stayer` is inside, outermost first."""
+    """Return loops that contain rank `stayer` and that rank `leaver` has exited, outermost first."""
     leaver_loops = facts.loops(leaver.lines)
     return [loop for loop in facts.loops(stayer.lines) if loop not in leaver_loops and facts.was_in(leaver, loop)]
 
 
 def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
-    """Return (line, keyword) of early exits from `loop`, including `try` blocks around the loop."""
+    """Return (line, keyword) of the statements by which `leaver` may have left `loop` early.
+
+    These are statements such as `break`, and each `try` around the loop that only `stayer` is still in.
+    """
     exited = [] if leaver.state.ended else facts.enclosing(leaver.lines, "try")
     tries = [] if leaver.state.ended else [b for b in facts.enclosing(stayer.lines, "try") if b not in exited]
     enclosing = [b for b in tries if b.path == loop.path and b.first <= loop.first and b.last >= loop.last]
@@ -160,7 +163,7 @@ def describe_loader_pass(loader_pass: LoaderPass) -> str:
 def count_visits(rank: RankAtEnd, call: Call) -> int:
     """Count how often a rank made the same call at the same program lines.
 
-    If `call` is a DDP forward pass, but the log has no forward passes, log entries made at its line are counted.
+    If `call` is a DDP forward pass, but the log has no forward passes, count all log entries of its line instead.
     """
     forward = call.operation == DDP_FORWARD and all(logged.operation != DDP_FORWARD for logged in rank.calls)
     return sum(

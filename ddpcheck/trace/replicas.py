@@ -39,7 +39,7 @@ def differing_values(by_rank: Sequence[Mapping[_Key, Any]]) -> dict[_Key, list[A
 
 
 def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:
-    """Return names whose values differ between ranks, each with the ranks in the minority."""
+    """Map names whose values differ between ranks to the ranks in the minority."""
     return {name: minority_ranks(per_rank) for name, per_rank in differing_values(values).items()}
 
 
@@ -67,7 +67,7 @@ def ranks_by_call(
 def copy_writes(changes: Changes, copy: str) -> WriteFacts:
     """Return line, evidence and ranks of the writes to a module copy named `copy`.
 
-    Lines at which only some ranks write are preferred. If not exactly one line remains, return (None, [], ()).
+    Calls that only some ranks make are preferred. If the calls are not all at one line, return (None, [], ()).
     """
     ranks = ranks_by_call(changes, lambda change: copy in change.names)
     writers_by_call = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
@@ -91,7 +91,7 @@ def buffer_writes(changes: Changes, name: str) -> dict[int, ModuleChanged]:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First step after which parameters or optimizer state differ, although gradients are equal."""
+    """First step after which parameters or optimizer state differ between ranks."""
 
     step: int
     names: list[str]  # parameters, else optimizer state, that differ after this step or a later one
@@ -142,7 +142,7 @@ class ReplicaFacts:
 
 
 def steps_with_equal_end(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
-    """Return steps after which parameters are equal on ranks, before the next update."""
+    """Return steps after which ranks have equal parameters, before the next update at latest."""
     after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
     before = {
         step - 1

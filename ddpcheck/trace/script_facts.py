@@ -124,7 +124,7 @@ class ScriptFacts:
 
     @cached_property
     def unwatched(self) -> dict[str, str]:
-        """Check lines that cannot be judged because a recorder failed, each with the reason."""
+        """Check lines that a failed recorder leaves unjudged, each mapped to the reason."""
         reasons: dict[str, str] = {}
         for rank in self.ranks:
             for entry in entries_of(rank, WatchingFailed):
@@ -213,7 +213,7 @@ class ScriptFacts:
 
     @cached_property
     def moved(self) -> Mapping[str, bool]:
-        """Map each parameter with gradients to True if training changes its values (rank 0)."""
+        """Map parameters with nonzero gradients to True if training changes them on rank 0."""
         values: dict[str, set[int]] = {}
         counts: Counter[str] = Counter()
         for replica in entries_of(self.ranks[0], ReplicaCaptured):
@@ -296,7 +296,7 @@ class ScriptFacts:
 
     @cached_property
     def shards(self) -> int:
-        """Largest number of sharded parameters in any optimizer."""
+        """Number of sharded parameters in the optimizer that has most; 0 without sharding."""
         return max((step.shards for rank in self.ranks for step in entries_of(rank, OptimizerStep)), default=0)
 
     @cached_property
@@ -358,7 +358,6 @@ def _share_on_purpose(ranks: Sequence[RankTrace], dealt: bool) -> bool:
 
 
 def _share_gradient(rank: RankTrace, peer: RankTrace) -> bool:
-    """Check if two ranks use an equal nonzero gradient in any optimizer step."""
     steps = {(step.optimizer, step.count): step.gradients for step in entries_of(peer, OptimizerStep)}
     pairs = ((step.gradients, steps.get((step.optimizer, step.count), {})) for step in entries_of(rank, OptimizerStep))
     return any(
@@ -371,7 +370,7 @@ def _share_gradient(rank: RankTrace, peer: RankTrace) -> bool:
 def steps_with_reductions(
     rank: RankTrace, steps: Sequence[OptimizerStep]
 ) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
-    """Yield optimizer steps for which the preceding gradient reduction was recorded, with that reduction."""
+    """Yield optimizer steps with the gradient reduction before each step, if it was recorded."""
     reduced = {(entry.wrapper, entry.step + 1): entry for entry in entries_of(rank, ReplicaCaptured) if entry.averaged}
     for step in steps:
         wrapper_ids = {name.partition("/")[0] for name in step.norms}
@@ -386,7 +385,7 @@ def first_steps(rank: RankTrace) -> list[OptimizerStep]:
 
 
 def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: RankTrace) -> OptimizerEnd:
-    """Add the number of gradient reductions to `end` if the optimizer was freed early."""
+    """Add the number of gradient reductions to `end` if the number is unknown."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
     wrapper_ids = {int(name.partition("/")[0]) for name in last.ddp_params}

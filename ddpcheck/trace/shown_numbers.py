@@ -34,7 +34,7 @@ class ShownPair:
 
     @property
     def source(self) -> tuple[str, str, int]:
-        """Line, text and index that identify the same number in all epochs."""
+        """Key of the number, equal in all epochs: program line, printed text and index."""
         return str(self.entry.location), self.entry.text, self.index
 
 
@@ -93,14 +93,13 @@ def _last_digit_unit(text: str) -> float:
 
 
 def _are_rates(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
-    """Check if both numbers may be learning rates, which legitimately differ between the runs."""
+    """Check if both runs' numbers may be learning rates, which legitimately differ between runs."""
     pairs = [(float(text), _last_digit_unit(text), lrs) for text, lrs in zip(texts, rates, strict=True) if lrs]
     ends = {max(lrs) for _, _, lrs in pairs}
     return len(ends) > 1 and all(min(lrs) - digit <= value <= max(lrs) + digit for value, digit, lrs in pairs)
 
 
 def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
-    """Check if a number is the last, mean or sum of `losses`."""
     value, digit = float(text), _last_digit_unit(text)
     losses = [loss for loss in losses if abs(loss) < _LARGEST_LOSS]
     if not losses or not digit or abs(value) < _FEWEST_DIGITS * digit:
@@ -111,14 +110,15 @@ def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
 
 
 def first_unequal(comparison: Comparison, steps: range, difference: float = NEAR) -> tuple[Location, str] | None:
-    """Return line and name of the first evaluation variable that differs, or None.
+    """Return (line, name) of the first evaluation variable that differs between runs, or None.
 
     A variable is equal if its sum, mean, maximum or minimum over ranks is the value in the single process.
 
     Args:
-        comparison: The runs.
+        comparison: The runs on ranks and in a single process.
         steps: Numbers of optimizer steps after which evaluations are compared.
-        difference: Relative difference of a shown number; variables may differ by a quarter of it, at most `NEAR`.
+        difference: Relative difference of the shown number to explain. It is divided by `MULTIPLE`, and limited to
+            `NEAR`, for the tolerance of variables.
     """
     *values_by_rank, single_values = (_last_values(rank, steps) for rank in (*comparison.ranks, comparison.single))
     noise = _last_values(comparison.noise, steps) if comparison.noise else single_values
@@ -160,7 +160,7 @@ def _last_values(rank: RankTrace, steps: range) -> dict[_Line, tuple[float, ...]
 
 
 def _reductions(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
-    """Yield maximum and minimum over ranks, and unless already reduced, sum and mean."""
+    """Yield maximum and minimum over ranks; also sum and mean unless already all-reduced."""
     for extreme in (max, min):
         yield [extreme(column) for column in zip(*numbers, strict=True)]
     if len(set(numbers)) == 1 and any(number % 1 for number in numbers[0]):

@@ -23,7 +23,7 @@ def names_differing(values: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def are_close(values: Sequence[float | None]) -> bool:
-    """Check if values agree within rounding, or a value has overflowed."""
+    """Check if ranks' values agree within rounding; True if one overflowed, as under `GradScaler`."""
     numbers = [value for value in values if value is not None]
     if any(not math.isfinite(value) for value in numbers):
         return True  # GradScaler skips the step on overflow
@@ -48,7 +48,7 @@ def gradients_agree(steps: Steps, name: str) -> bool:
 
 
 def is_averaged(steps: Sequence[Steps], name: str) -> bool:
-    """Check if all ranks have the same gradient in each step, not always zero.
+    """Check if ranks have equal gradients in each step, nonzero in some step.
 
     The gradient may be zero in the first step if a later layer is zero-initialized.
     """
@@ -64,7 +64,7 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
 
 
 def names_scaled(names: Sequence[str], steps: Steps) -> list[str]:
-    """Return names whose gradients differ between ranks only by one factor per rank."""
+    """Return names whose gradients are equal after division by one factor per rank."""
     sketches = {name: [entry.gradients.get(name, ()) for entry in steps] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in by_rank] for name, by_rank in sketches.items()}
     factors = [[norm / by_rank[0] for norm in by_rank] for by_rank in norms.values() if min(by_rank) > LEAST]

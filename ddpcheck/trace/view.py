@@ -37,7 +37,7 @@ class View:
         return next((c for c in RULES[finding.code].checks.get("run", ()) if c in cls.checks), cls.checks[-1])
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterable[str]:
-        """Yield what was compared and matches, for a check line; raise `NotRecorded` if incomplete."""
+        """Yield texts of a passed check line: what was compared; raise `NotRecorded` if incomplete."""
         return ()
 
 

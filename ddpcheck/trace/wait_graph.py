@@ -60,7 +60,7 @@ class WaitGraph:
 
     Attributes:
         open_calls: Calls that have not ended, by rank, in the order of entry.
-        devices: First call, by rank, that is complete on peers, but not on the device of the rank.
+        devices: By rank, the first call that peers have completed, but the GPU of this rank has not.
         waits: Calls in which a rank waits for peers, by rank; ranks in `devices` are left out.
         stopped: Ranks that other ranks wait for, and that are in no call, or in a call that peers have completed.
         missing: Ranks that other ranks wait for, and that have no dump.
@@ -98,7 +98,7 @@ class WaitGraph:
         return max(group_by(passed, lambda call: call.group).values(), key=len)[0]
 
     def _waits_of(self, rank: int) -> list[_Wait]:
-        """Return pending calls in which a rank waits for absent, else for delayed peers.
+        """Return calls in which a rank waits for absent peers, else for delayed peers.
 
         Absent peers have not entered the call. Delayed peers have a different call as their first open call.
         """
@@ -138,12 +138,12 @@ class WaitGraph:
         return [peer for peer, position in self._places[group].items() if position[0] == number], number - 1
 
     def waits_on(self, roots: Collection[int]) -> list[_Wait]:
-        """Return waits for ranks in `roots`, earliest first; other awaited peers are removed."""
+        """Return waits for ranks in `roots`, earliest first; each wait names only these ranks."""
         waits = ((rank, call, peers & {*roots}) for all_waits in self.waits.values() for rank, call, peers in all_waits)
         return sorted((wait for wait in waits if wait[2]), key=lambda wait: wait[1].created)
 
     def who_waits(self, roots: Collection[int]) -> tuple[list[str], set[int]]:
-        """Return evidence of direct, then indirect waits for `roots`, and all waiting ranks."""
+        """Return evidence of waits for `roots`, direct waits first, and all waiting ranks."""
         reached, direct, indirect = set(roots), list[_Wait](), list[_Wait]()
         while True:
             waiting = {rank: waits for rank, waits in self.waits.items() if rank not in reached}
@@ -210,7 +210,7 @@ class WaitGraph:
         return f"{_format_few(ranks)} {plural_verb('waits', 'wait', ranks)} for {_format_few(peers)} in {label}"
 
     def words(self, call: RecordedCall) -> str:
-        """Describe a call with its number and group."""
+        """Describe a call in words, with its number and process group."""
         label = _op_name(call) if call.between_two else f"{call.call}, number {call.number}"
         if call.group == DEFAULT_GROUP:
             return label
@@ -225,7 +225,7 @@ class WaitGraph:
 def _positions(
     dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
-    """Yield (rank, position in the process group `name`) of the ranks of the group.
+    """Yield (rank, position): each member's progress in the collectives of process group `name`.
 
     A position is (number, True) of the first open collective, else (number, False) of the next collective.
     """

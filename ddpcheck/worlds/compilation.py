@@ -35,7 +35,7 @@ def uses_compile() -> bool:
 
 
 def watch_compiling(times: Any) -> None:
-    """Patch `torch.compile` to record compile time in `times`, the rank's shared memory (`Slots`)."""
+    """Patch `torch.compile` to record compile time, which extends the run's deadline, in `times`."""
     torch: Any = sys.modules["torch"]
     _state.times = times
     if "torch._inductor.config" in sys.modules and os.environ.items() >= ONE_THREAD.items():

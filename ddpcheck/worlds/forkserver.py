@@ -45,7 +45,7 @@ _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
 
 @dataclass
 class _World:
-    """World requested from the fork server, which forks ranks once all sockets have arrived."""
+    """Request for the ranks of one world; forked when all their sockets have arrived."""
 
     notify: socket.socket
     awaited: list[int]  # ranks not forked yet
@@ -223,7 +223,6 @@ class Server:
         self._remove_if_done(number)
 
     def _import_named(self, names: tuple[str, ...]) -> str:
-        """Import the user's preload modules once; return an error message, or ''."""
         for name in names:
             if name not in self._import_errors:
                 with self._serving_on_timer():

@@ -116,7 +116,7 @@ class RankProcesses:
             self.started_at = time.monotonic()
 
     def reset_process_group(self) -> None:
-        """Ask the ranks to replace their process group, without waiting."""
+        """Ask ranks to destroy and recreate their default process group; return immediately."""
         self.group_resets += 1
         self.started_at = time.monotonic()
         for rank in self.ranks:
@@ -219,7 +219,7 @@ class RankProcesses:
         return True
 
     def request_exit(self, idle: bool) -> None:
-        """Ask ranks to exit if `idle` (no run is active) and ready, else kill."""
+        """Ask ranks to exit if ready and `idle` (no active run), else kill them."""
         if self.exit_requested:
             return
         self.exit_requested = True
@@ -230,7 +230,7 @@ class RankProcesses:
             self._signal(self._live_ranks(), signal.SIGKILL)
 
     def terminate(self, idle: bool) -> None:
-        """End every rank as `request_exit` does, wait, and kill on timeout."""
+        """Call `request_exit`, wait until all ranks have exited, and after a timeout kill them."""
         self.request_exit(idle)
         if not self._wait_for_exits():
             self.kill()
@@ -262,7 +262,7 @@ class RankProcesses:
             return b""
 
     def clear_run_files(self) -> None:
-        """Clear the files of the last run: output, stacks, attachments and stale stores."""
+        """Clear the last run's output, stack dumps and attachments, and an unused `FileStore` file."""
         for rank in self.ranks:
             for kind in ("out", "stack"):
                 if file_size(path := self.path(rank.number, kind)):

@@ -104,7 +104,7 @@ class RunFuture(Generic[Result]):
             raise
 
     def _advance(self) -> float:
-        """Complete the run if its result or error is known; return seconds to wait."""
+        """Complete the run if its outcome is known; else return seconds to wait."""
         ranks = self._processes.ranks
         now = time.monotonic()
         if all(rank.answer is not None and rank.answer[0] == "result" for rank in ranks):

@@ -259,7 +259,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 class ForkedRanks:
-    """Ranks forked from a server that has imported `preload` (if `ahead`, also `DDP_MODULES`)."""
+    """Ranks of one world, forked from a server that first imports modules `preload`."""
 
     def __init__(
         self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool
@@ -294,7 +294,7 @@ class ForkedRanks:
 
     @property
     def oldest_fork_request(self) -> tuple[float, str]:
-        """Time and description of the oldest unanswered request, or (inf, '')."""
+        """Time of the oldest unanswered fork request and why it waits, or (inf, '')."""
         if None not in self._awaited.values() or self._server.requested_at is None:
             return math.inf, ""
         return self._server.requested_at, f", since {self._server} still imports {self._imported_names}"

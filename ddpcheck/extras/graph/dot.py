@@ -144,7 +144,6 @@ def _group(marked: Sequence[MarkedParam], depth: int) -> dict[tuple[str, tuple[s
 
 
 def _label_text(lines: Iterable[str], end: str = "\\n") -> str:
-    """Join nonempty lines to a label, with dot markup escaped."""
     text: str = nohtml(end.join(escape(printable(line)).replace("&", "&amp;") for line in lines if line))
     return text
 

@@ -29,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFact:
-    """Class, parameter elements (with submodules) and forward calls of a module."""
+    """Class of a module, and numbers of parameter elements (with submodules) and forward calls."""
 
     class_name: str
     elements: int = 0

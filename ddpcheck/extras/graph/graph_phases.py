@@ -139,7 +139,7 @@ class FlowRecorder(TensorRecorder):
 
 
 def path_end_key(end: PathEnd) -> str:
-    """Return the graph key of the node at which an autograd path ends."""
+    """Return `Node.key` of the drawn node at which an autograd path ends."""
     return f"stop {end.reason} {end.location} {end.module}"
 
 

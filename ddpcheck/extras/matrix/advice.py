@@ -88,7 +88,7 @@ def _is_subset(less: MatrixRow, more: MatrixRow) -> bool:
 
 
 def _fine_advice(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
-    """Yield advice on correct rows: which are slower, faster, equally fast or have warnings."""
+    """Yield advice on correct rows that are slower, faster, equally fast or have warnings."""
     costs, gains, warns = [], [], []
     safe: list[str] = []
     lossy: list[str] = []

@@ -235,7 +235,7 @@ class _MatrixRun:
             self.rows += variant_rows(self.target, self.asked, fine[0], self.progress, self.hosts)
 
     def _run_row(self, option_set: OptionSet, expected: int) -> MatrixRow:
-        """Check the recipe with an option set; return the row, with reason if skipped."""
+        """Check the recipe with an option set, unless skipped, and return the row."""
         options = option_set.options
         row = partial(MatrixRow, options.arguments, hook=options.hook)
         if option_set.skip_reason:

@@ -99,7 +99,11 @@ def first_option_sets(facts: ModelFacts) -> list[DDPOptions]:
 
 
 def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DDPOptions]) -> list[OptionSet]:
-    """Return option sets to try: `base` plus options, and `graphs` plus gradient_as_bucket_view."""
+    """Return option sets to try after the base option sets of `first_option_sets`.
+
+    Each option set is `base` plus other options, or a set of `graphs` plus gradient_as_bucket_view. `graphs` has the
+    base option sets, apart from the defaults, that gave correct results.
+    """
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         no_buffers = "" if facts.buffers else "the model has no buffers"

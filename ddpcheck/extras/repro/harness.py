@@ -138,7 +138,7 @@ class Rank:
     def train(self, whole: bool = False, numbers: Any = None) -> Any:
         """Train, and yield (part, step) after each part of a step, such as "backward".
 
-        `whole`: each rank takes the global batch. `numbers(module, data)`: context that fixes forward's random numbers.
+        If `whole`, each rank takes the global batch. In context `numbers(module, data)`, forward draws fixed numbers.
         """
         into_training(self.net)
         for step in range(self.steps):
@@ -157,9 +157,9 @@ class Rank:
             yield "step", step
 
     def look(self, parts: str, facts: Any) -> Any:
-        """Train; yield (step, `facts()`) after the parts of each step named in `parts`.
+        """Train; after each part of a step that `parts` names, yield (step, `facts()`).
 
-        If `parts` has "bare", training is without DDP. If it has "start", the facts before training are step -1.
+        If `parts` has "bare", train without DDP. If `parts` has "start", yield (-1, `facts()`) before training.
         """
         self.build("bare" in parts)
         if "start" in parts:
@@ -261,7 +261,7 @@ class Rank:
                 return self.gradients()
 
     def single_process(self, numbers: Any) -> Any:
-        """Train on the global batch in one process; return a getter of the gradients."""
+        """Train in one process on global batches; return a function that returns the gradients."""
         if self.set["in_group"]:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -305,7 +305,7 @@ class Rank:
             yield step, {"samples": text} if again or missing else {}
 
     def recorded(self, which: str) -> Any:
-        """Run forward on rank 0's samples; yield the numbers "drawn" or "reduced" (`which`)."""
+        """Run forward on rank 0's samples; yield numbers that were `which`: "drawn" or "reduced"."""
         self.build(bare=True)
         into_training(self.net)
         data = self.gathered(self.batch(0))[0]

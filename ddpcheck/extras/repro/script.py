@@ -160,7 +160,7 @@ def script_for(
 ) -> str:
     """Return a script that contains the code of `target` and reproduces `finding`.
 
-    `beside`: text of each copied module, by path. `ours`: (module, name) of each import from ddpcheck.
+    `beside`: text of each copied user module, by path. `ours`: (module, name) of each ddpcheck import in user code.
     """
     code, head = Path(target.file).read_text(encoding="utf-8").rstrip(), ""
     lines, file, function = code.split("\n"), relative_path(target.file), "show_the_fault"
@@ -261,7 +261,7 @@ def _library() -> dict[str, str]:
 
 
 def _parts_of(node: ast.stmt) -> list[ast.stmt]:
-    """Split class `Rank` into its head and its later methods; return [node] otherwise."""
+    """Return [node], or for class `Rank` the head and each method, to copy separately."""
     if not isinstance(node, ast.ClassDef) or node.name != "Rank":
         return [node]
     node.end_lineno, methods = node.body[2].end_lineno, [n for n in node.body[3:] if isinstance(n, ast.FunctionDef)]
@@ -300,7 +300,7 @@ def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) ->
     """Return the source files of user modules, by path relative to the script.
 
     A user module is a file below the folder of `entry` or the working folder, and not installed. Such a module is
-    imported (even in a function) by the file `entry` of `package` or a user module, or `loaded` has its (name, file).
+    imported by file `entry` of `package` or by a user module, even in a function, or `loaded` lists its (name, file).
     """
     roots = [entry.parents[len(package.split(".")) if package else 0], Path.cwd().resolve()]
     modules: dict[str, Path] = {}

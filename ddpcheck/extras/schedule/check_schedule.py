@@ -202,7 +202,6 @@ class _Simulation:
 
 
 def _error_of(error: RankError, rank: int) -> ReportError:
-    """Convert the error of a simulated rank to a `ReportError`; re-raise a `UsageError`."""
     first = error.first
     if first is not None and isinstance(first.exception, UsageError):
         raise first.exception

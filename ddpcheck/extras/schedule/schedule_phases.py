@@ -75,7 +75,7 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
 
 
 def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
-    """Return into how many shards to split a batch, at most 2 if small."""
+    """Return the number of shards per batch; at most 2 if ranks outnumber samples."""
     recipe = load_on_rank(target)
     if recipe.shard is not None:
         return world_size
@@ -84,7 +84,6 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
 
 
 def _write_schedule(calls: list[ScheduledCall], folder: Path) -> str:
-    """Write collectives to a file named by their digest; return the digest."""
     data = msgspec.msgpack.encode(calls)
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()
     file = folder / f"schedule-{digest}"
@@ -139,7 +138,6 @@ class SimulatedAnswers:
 
 
 def _is_made_by_torch(frame: FrameType | None) -> bool:
-    """Return True if torch itself, such as `fully_shard`, calls the collective."""
     modules = (str(caller.f_globals.get("__name__", "")) for caller in frames_from(frame))
     return next((name for name in modules if not name.startswith(_SKIPPED)), "").startswith("torch.")
 
@@ -231,7 +229,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         collective_log.log_ddp_collective(f"{operation} of DDP", payload, self)
 
     def _share_from_root(self, operation: str, root: int, tensors: list[torch.Tensor], own: list[torch.Tensor]) -> None:
-        """Simulate sending from `root`: save `own` there, and fill `tensors` on other ranks."""
+        """Simulate a collective with a source: `root` saves tensors `own`, other ranks load `tensors`."""
         number = self._sent[operation]
         self._sent[operation] += 1
         file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")
@@ -387,7 +385,7 @@ def _new_group_maker(_name: str, original: Callable[..., Any]) -> Callable[..., 
 
 
 def _mark_waiting(calls: list[ScheduledCall], call: Call, kwargs: Mapping[str, Any]) -> None:
-    """Record that the rank waits in its last collective, unless asynchronous or functional."""
+    """Set `waits` of the last collective, unless the call is asynchronous or functional."""
     if calls[-1].call is call:
         is_async = kwargs.get("async_op") or "self" in kwargs or "group_name" in kwargs
         calls[-1] = ScheduledCall(call, waits=not is_async)

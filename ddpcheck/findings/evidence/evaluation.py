@@ -35,7 +35,7 @@ class EvaluationPass(Entry, frozen=True):
 
 
 class ResultExchanged(Entry, frozen=True):
-    """Input of a collective during or after an evaluation."""
+    """Input of a collective during or after an evaluation, such as a metric."""
 
     round: int  # evaluation round
     operation: str  # the collective

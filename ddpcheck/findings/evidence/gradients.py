@@ -54,7 +54,7 @@ class Difference(Struct, frozen=True):
 
 
 class RepeatedStep(Struct, frozen=True):
-    """Comparison of a step with its repetition, and with backward of the doubled loss."""
+    """Result of repeating a step unchanged, and with the gradient of the loss doubled."""
 
     differences: tuple[Difference, ...] = ()  # between the step and the repeated step
     nonlinear: tuple[str, ...] = ()  # parameters whose gradient does not double with the loss

@@ -65,7 +65,10 @@ class FunctionCompiled(Entry, frozen=True):
 
 
 class StepDraw(Entry, frozen=True):
-    """Random draws between two optimizer steps, of one call or of unknown calls."""
+    """Random numbers drawn after an optimizer step and before the next.
+
+    An entry is for one call. If the calls are unknown, an entry is for all calls that use a generator.
+    """
 
     step: int  # optimizer steps before
     generator: str  # global generator "torch", "cuda", "python" or "numpy"; "" for a generator of the program
@@ -156,7 +159,7 @@ MAX_PACE_RUNS = 1024  # recorded per wrapper and rank; reached only without a re
 
 
 class PaceRun(Entry, frozen=True):
-    """Consecutive gradient reductions, with the same number of forward passes and batches before each."""
+    """Series of gradient reductions with equal numbers of forward passes and batches per reduction."""
 
     wrapper: int  # number of the wrapper
     first: int  # number of the first reduction
@@ -173,7 +176,7 @@ class WrapperPace(Struct, frozen=True):
     reductions: int
 
     def lengths(self) -> list[tuple[PaceRun, int]]:
-        """Return each `PaceRun` with its number of gradient reductions."""
+        """Return each `PaceRun` with the number of gradient reductions in the series."""
         ends = [*(run.first for run in self.runs[1:]), self.reductions]
         return [(run, end - run.first) for run, end in zip(self.runs, ends, strict=True)]
 

@@ -89,7 +89,7 @@ class WrapperFacts(Struct, frozen=True):
 
     @property
     def named(self) -> str:
-        """Name, in messages, of what synchronises gradients, such as "DDP" or "fully_shard"."""
+        """Name of the wrapper in messages, such as "DDP" or "fully_shard"."""
         return "DDP"
 
     @property

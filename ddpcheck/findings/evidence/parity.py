@@ -24,7 +24,7 @@ class ParityPass(Entry, frozen=True):
 
 
 class NotReplayed(Entry, frozen=True):
-    """Line that reads values which the single process cannot replay, with the reason."""
+    """Script line that reads values that a rerun in a single process cannot reproduce."""
 
     line: str
     why: str
@@ -93,7 +93,7 @@ class EvaluationTraced(Entry, frozen=True):
 
 
 class ParityEnded(Entry, frozen=True):
-    """End of recording for the single process, maybe before the end of the script."""
+    """End of the recording that a single process replays; may precede the script's end."""
 
     steps: int
     backwards: int

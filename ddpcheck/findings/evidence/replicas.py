@@ -15,7 +15,7 @@ from ddpcheck.findings.report import Location
 
 
 class SizedVariable(Struct, frozen=True):
-    """Variable of the script with a size: a number, or a container."""
+    """Integer or container of the script that may determine a size in the model."""
 
     name: str  # dotted name ("data.classes")
     kind: str  # class of the value

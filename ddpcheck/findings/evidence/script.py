@@ -97,7 +97,7 @@ class Inputs(Entry, frozen=True):
 
 
 class EvaluationInputs(Entry, frozen=True):
-    """Inputs of an early forward pass of a wrapper without gradients."""
+    """Inputs of a wrapper in one of the first 64 forward passes without gradients."""
 
     wrapper: int  # number of the wrapper
     step: int  # averaged backward passes before
@@ -272,10 +272,10 @@ class MetricUsed(Entry, frozen=True):
 
 
 class GradientsClipped(Entry, frozen=True):
-    """Clipping of gradients by function `by`, after `count` calls and `step` optimizer steps.
+    """Call that clips gradients by function `by`, such as `clip_grad_norm_`.
 
-    `norm` is measured before clipping; `limit` is the maximum total norm, 0.0 if unknown. `of_parts` is True if ranks
-    have different parts of the model, so that the norm may cover only one part.
+    `count` and `step` count earlier clipping calls and optimizer steps. `norm` is measured before clipping. `limit` is
+    the maximum norm, 0.0 if unknown. `of_parts` is True if ranks have parts of the model: `norm` may cover one part.
     """
 
     count: int
@@ -288,7 +288,7 @@ class GradientsClipped(Entry, frozen=True):
 
 
 class GradientsZeroed(Entry, frozen=True):
-    """Line that zeroes nonzero gradients several times per step, equally often in two steps."""
+    """Line that zeroes nonzero gradients several times per step, as in the previous step."""
 
     optimizer: int
     times: int

@@ -21,7 +21,7 @@ GradientState = Literal["contributes", "zero", "missing", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class PathEnd:
-    """End of a parameter's path to the loss: why the parameter does not contribute."""
+    """Point at which a parameter's path to the loss ends, with the cause."""
 
     # `unused` (no operation reads the parameter), `unreachable` (no result reaches the loss), `cut` (the value of the
     # loss depends on the parameter, but the path left autograd), `lost` (backward returned None on the path), `zero`
@@ -118,7 +118,7 @@ class Call(Struct, frozen=True):
 
 
 class ReductionInput(Struct, frozen=True):
-    """Input of a reduction when every rank uses the same samples and random numbers."""
+    """Reduction input when every rank uses equal samples and seeds: ranks should agree."""
 
     operation: str  # name of the reduction
     location: str = ""  # line of user code, as "path:line"; may be empty
@@ -189,7 +189,7 @@ class LoopEvent(Struct, frozen=True):
 
 
 class SharedDraw(Struct, frozen=True):
-    """Random tensor with one value per sample, to compare the draws of the ranks."""
+    """Per-sample random tensor drawn in forward; ranks with the same seed draw equal tensors."""
 
     operation: str
     module: str = ""

@@ -36,7 +36,7 @@ def gradient_node(tensor: torch.Tensor) -> Any:
 
 
 class _NodeCollector(torch.autograd.Function):
-    """Function whose node has the gradient nodes of all inputs as `next_functions`; never differentiated."""
+    """Function whose node lists the gradient nodes of many inputs, for `gradient_nodes`; never differentiated."""
 
     @staticmethod
     def forward(_context: Any, *_tensors: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ def in_compiled_backward() -> bool:
 def engine_answers(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> tuple[list[bool], RemovableHandle]:
     """Let a hook on `loss` ask the autograd engine which parameters backward will reach.
 
-    Returns a list and the hook's handle. The hook fills the list with booleans before DDP starts a collective.
+    Returns a list, which the hook fills with a boolean per parameter when backward starts, and the hook's handle.
     """
     reached: list[bool] = []
 
@@ -230,7 +230,7 @@ class LossGraph:
         return parents
 
     def nearest(self, leaf: torch.Tensor, is_match: Callable[[Any, int], bool]) -> Iterator[Any]:
-        """Yield, on each path from `leaf` to roots, the first node with `is_match(node, input_index)`."""
+        """Yield the first node with `is_match(node, input_index)` on each path from `leaf` to roots."""
         target = gradient_node(leaf)
         pending, seen = [target], {target}
         while pending:
@@ -340,7 +340,7 @@ def unregistered_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the `unregistered_tensors` that no forward pass recomputes.
+    """Yield `unregistered_tensors` that hold state, since no forward pass recomputes these tensors.
 
     Excludes results of operations on parameters, and the weight attribute that a forward pre-hook of
     `torch.nn.utils.weight_norm`, `spectral_norm` or `prune` recomputes.

@@ -29,9 +29,10 @@ _parts: Any = WeakIdKeyDictionary()
 
 
 def running_functions(frame: FrameType | None) -> set[type]:
-    """Return the node class of the autograd Function whose forward `frame` runs in.
+    """Find the autograd Function whose `forward` runs in `frame` or its callers.
 
-    The result has several classes if several Functions inherit this forward, and forward has no `ctx` argument.
+    Returns the node class of the Function, or an empty set. Functions that inherit one `forward` without `ctx` argument
+    cannot be told apart: all their classes are returned.
     """
     for caller in itertools.islice(frames_from(frame), _MOST_FRAMES):
         first = caller.f_code.co_varnames[:1]

@@ -50,14 +50,14 @@ def recorded_hooks() -> tuple[GradientHook, ...]:
 
 
 def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the gradient hooks of leaves; none if private torch attributes are missing."""
+    """Yield gradient hooks of leaf tensors; nothing if torch lacks the private attributes."""
     for tensor in tensors:
         for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             yield from (getattr(tensor, attribute, None) or {}).values()
 
 
 def user_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
-    """Describe the user-defined autograd Functions that `node_names` has nodes of.
+    """Describe user-defined autograd Functions with a node in `node_names` (class names of nodes).
 
     A `backward` can change gradients like a hook, so the result has a `GradientHook` with the line of each `backward`.
     """

@@ -80,10 +80,10 @@ _FILLS = {
 
 
 class TensorRecorder(TorchFunctionMode):
-    """Mode that calls `_enter_module` and `_leave_module` around every module forward.
+    """Base class of modes that follow tensors through the modules of a forward pass.
 
-    Subclasses see calls of torch's Python functions in `__torch_function__`. `_known` keeps data per tensor for the
-    tensor's lifetime.
+    Calls `_enter_module` and `_leave_module` around each module's forward. Subclasses see calls of torch's Python
+    functions in `__torch_function__`, and keep data per tensor in `_known`, for the lifetime of the tensor.
     """
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ class PathRecorder(TensorRecorder):
         return ends
 
     def exit_of(self, index: int) -> PathEnd:
-        """Return where parameter `index` became a Python value, else what follows its last operation."""
+        """Return where suspect `index` left torch: its conversion to Python, else its last operation."""
         use = self._last_paths[index].last[-1]
         return self._conversions.get(index) or replace(use, reason=f"what follows {use.reason}")
 
@@ -361,7 +361,7 @@ _COMPILED = "torch._functorch._aot_autograd"  # private to torch: module prefix 
 
 
 def function_returning_none(graph: LossGraph, parameter: torch.Tensor) -> PathEnd:
-    """Return the Function(s) that may have returned None as the gradient of `parameter`."""
+    """Name the autograd Functions that may have returned None as the gradient of `parameter`."""
     functions = graph.nearest_functions(parameter)
     if functions and all(function.__module__.startswith(_COMPILED) for function in functions):
         return PathEnd("lost", COMPILED_CODE)

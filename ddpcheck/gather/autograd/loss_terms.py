@@ -34,9 +34,9 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Autograd edge of a loss term's tensor; `node` is None for the whole loss."""
+    """Edge of the autograd graph over which an additive term enters the loss."""
 
-    node: Any  # node that reads the term
+    node: Any  # node that reads the term; None if the term is the whole loss
     index: int  # input index of `node`
     operation: str  # operation that produced the term, e.g. "NllLoss"
     location: Location | None  # user line of the operation, None if unknown
@@ -67,10 +67,10 @@ _NEAR_NODES = 64  # nodes
 
 
 def nearest_leaf_node(node: Any) -> Any:
-    """Return the AccumulateGrad node nearest to a loss term's node; None if not near.
+    """Return the AccumulateGrad node nearest to a loss term's node; None if too far.
 
-    Identifies the parameter that computed the term: terms that the same layer computed, e.g. one term per sample of a
-    batch, have the same nearest AccumulateGrad node.
+    The node identifies the layer that computed the term: terms that the same layer computed, e.g. one term per sample
+    of a batch, have the same nearest AccumulateGrad node.
     """
     return next((n for n in LossGraph([node], limit=_NEAR_NODES).nodes if n.name().endswith("AccumulateGrad")), None)
 

@@ -33,7 +33,7 @@ def unregistered_leaves(
 
     A leaf created by the forward pass (e.g. the input of a gradient penalty) is not returned. `before`: tensors that
     existed before the forward pass, by `id`; default: the unregistered tensors of the module, and leaves that are an
-    `nn.Parameter`. `ignore`: further tensors that are not returned.
+    `nn.Parameter`. `ignore`: tensors to omit from the result.
     """
     known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
     unknown = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]

@@ -111,7 +111,7 @@ def averages_over_ranks(
 
 
 def rms_over_ranks(sizes: Sequence[float], device: torch.device, group: Any) -> list[float]:
-    """Return the root mean square over ranks of each size, e.g. gradient norm."""
+    """Return the root mean square over ranks of each number, e.g. a gradient norm."""
     _, world_size = get_dist_info(group)
     squares = torch.tensor(sizes, dtype=torch.float64, device=device) ** 2
     if world_size > 1:

@@ -102,7 +102,7 @@ def replace_collectives(stub: CollectiveStub) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_logging() -> Iterator[None]:
-    """Do not log this thread's collectives in the block, which are ddpcheck's own."""
+    """Exclude ddpcheck's own collectives, called by this thread in the block, from the log."""
     _thread.depth += 1
     try:
         yield
@@ -360,7 +360,7 @@ _MOST_FRAMES_OF_JOIN = 8
 
 
 def _place_in_join(frame: FrameType | None) -> str:
-    """Return `JOINED` in `Join.__exit__` (no batches left), `JOINING` elsewhere in `Join`, else ''."""
+    """Return `JOINED` inside `Join.__exit__` (no batches left), `JOINING` elsewhere in `Join`, else ''."""
     modules = []
     for caller in itertools.islice(frames_from(frame), _MOST_FRAMES_OF_JOIN):
         module = caller.f_globals.get("__name__", "")

@@ -56,7 +56,7 @@ def name_of_group(group: Any) -> str:
 
 
 def backend_of(group: Any = None) -> str:
-    """Return the backend of a group; "gloo, nccl" if the program chose none."""
+    """Return a group's backend, or all its backends ("gloo, nccl") if none was chosen."""
     import torch.distributed as dist
 
     name = str(dist.get_backend(group))

@@ -83,7 +83,7 @@ class StoreExchange:
         put_value(default_store().set, f"{self.prefix}/{key}/{self.rank}", pickle.dumps(value))
 
     def delete(self, *keys: str) -> None:
-        """Delete this rank's values under `keys`, of large values only the first piece."""
+        """Delete this rank's values under `keys`; the later pieces of large values remain."""
         for key in keys:
             with contextlib.suppress(Exception):  # not supported by every store
                 default_store().delete_key(f"{self.prefix}/{key}/{self.rank}")

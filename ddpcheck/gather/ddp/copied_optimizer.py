@@ -44,7 +44,7 @@ class CopiedOptimizer:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> tuple[Difference, ...]:
-        """Step the copies from `before`; compare `after` with the result, relative to the update."""
+        """Repeat the step from `before` on copies; return deviations of `after`, relative to updates."""
         if self.trouble:
             return ()
         params = self._parameters

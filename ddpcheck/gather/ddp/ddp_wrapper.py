@@ -104,7 +104,7 @@ def ranks_of(wrapper: nn.Module) -> tuple[int, ...]:
 
 
 def uses_join(wrapper: nn.Module) -> bool:
-    """Return True in a `Join` context: ranks without batches may have left the loop."""
+    """Return True in DDP's `Join` context, where ranks may run out of batches early."""
     return isinstance(wrapper, nn.parallel.DistributedDataParallel) and bool(wrapper._join_config.enable)
 
 
@@ -153,7 +153,7 @@ def compare_options(local_options: dict[str, str]) -> None:
 
 
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
-    """Return, as text, wrapper attributes that must match on all ranks but can change."""
+    """Return changeable attributes of the wrapper that must match on all ranks, as text."""
     attributes = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
     attributes["communication hook"] = comm_hook_of(wrapper) or "None"
     for _hook, state in getattr(wrapper, "_comm_hooks", ()):

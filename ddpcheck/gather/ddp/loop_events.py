@@ -55,7 +55,7 @@ class LoopEventRecorder:
         return not graph.is_complete or any(id(leaf) not in param_ids for leaf in graph.leaves)
 
     def zero_grad(self, *_args: Any, **_kwargs: Any) -> Generator[None, Any, None]:
-        """Record an event if the call discards all gradients before a step used them."""
+        """Record an event if `zero_grad` discards all gradients before an optimizer step uses them."""
         with_gradient = {n: p for n, p in self._parameters.items() if has_gradient(p)}
         yield
         unused = [n for n, p in with_gradient.items() if self.values.get(n) == fingerprint(p) and not has_gradient(p)]
@@ -86,7 +86,7 @@ def record_loop_events(
 
 
 def wrap_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
-    """Wrap `no_sync` to pass each call, enter and exit to the function `note_of(wrapper)`."""
+    """Wrap `no_sync` to report its call, enter and exit to the function `note_of(wrapper)`."""
 
     @functools.wraps(original)
     def no_sync(self: Any) -> Any:

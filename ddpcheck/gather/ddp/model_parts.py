@@ -99,7 +99,7 @@ def replica_of(module: nn.Module, parts: Mapping[str, DTensorLayout], group: Any
 
 
 def split_over(module: nn.Module, parts: Mapping[str, DTensorLayout]) -> dict[str, list[int]]:
-    """Map split parameters to the ranks that hold the parts; ignore splits by `fully_shard`."""
+    """Map tensor-parallel parameters to the ranks that hold their parts; ignore splits by `fully_shard`."""
     sharding = _sharding_meshes(module)
     return {name: others for name, part in parts.items() if len(others := _ranks_of_split(part, sharding)) > 1}
 
@@ -154,7 +154,7 @@ def input_layouts(module: nn.Module) -> Iterator[Sequence[Any]]:
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return by name the parameters that DDP's first forward replaced by `DTensor`s."""
+    """Return by name the leaf parameters behind `DTensor`s that DDP's forward put into modules."""
     leaves = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -171,7 +171,7 @@ def is_partial(gradient: Any) -> bool:
 
 
 def changed_attributes(module: nn.Module, reference: nn.Module) -> list[dict[str, object]]:
-    """Return, per submodule, values before `wrap` of attributes that `wrap` changed (e.g. head count)."""
+    """Return each submodule's original values of attributes that `wrap` changed (e.g. number of heads)."""
     return [
         {key: vars(ref)[key] for key, value in vars(part).items() if _is_changed(value, vars(ref).get(key))}
         for part, ref in zip(module.modules(), reference.modules(), strict=False)

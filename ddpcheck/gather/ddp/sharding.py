@@ -60,7 +60,7 @@ def sharded_facts(
 
 
 def values_kept(module: nn.Module, full_params: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return fingerprints of parameters that this rank's shards did not overwrite.
+    """Return fingerprints of full parameters whose values sharding left unchanged on this rank.
 
     `full_params`: parameters as this rank built them. A parameter is omitted if the shard in `module` has other values.
     """
@@ -209,7 +209,7 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
 
 
 def shards_of_tied_params(module: nn.Module) -> set[int]:
-    """Return ids of shards that `fully_shard` manages repeatedly: parameters tied after sharding."""
+    """Return ids of shards that `fully_shard` lists repeatedly because parameters were tied after sharding."""
     counts = Counter(id(getattr(param, "sharded_param", None)) for param in _parameters_of_groups(module))
     return {identity for identity, times in counts.items() if times > 1}
 
@@ -288,13 +288,13 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
 
 
 def varying_shards(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
-    """Return names of sharded parameters whose shard here is not constant (e.g. all zeros)."""
+    """Return names of sharded parameters whose local values are not all equal."""
     splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_dtensor(parameter)}
     return varying_params({name: parameters[name] for name, s in splits.items() if s is not None and s[0] > 1})
 
 
 def varying_params(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return names of tensors whose local values are not constant (e.g. zeros), ignoring NaN."""
+    """Return names of tensors whose local values are not all equal (NaN is ignored)."""
     parts = {name: local_part(p).flatten() for name, p in parameters.items()}
     return tuple(
         name
@@ -337,7 +337,7 @@ def mixed_precision(module: nn.Module) -> torch.dtype | None:
 
 
 def policies_of(module: nn.Module) -> dict[str, str]:
-    """Return the first `mp_policy` of `fully_shard` as text, and different policies by path."""
+    """Return as text the first `mp_policy` of `fully_shard`, and deviating policies by module path."""
     policies = {path: repr(policy) for path, policy in _policies(module) if policy is not None}
     first = next(iter(policies.values()), "")
     others = {f"mp_policy of {path}": text for path, text in policies.items() if text != first}

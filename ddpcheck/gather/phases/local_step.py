@@ -168,7 +168,6 @@ def _add_backward_facts(
     ends: Mapping[str, steps.PathEnd],
     visible: Collection[int] | None,
 ) -> steps.StepEvidence:
-    """Return `evidence` with parameter facts that are known only after backward."""
     reference = rank_state().reference
     shapes = {n: tuple(p.shape) for n, p in named_parameters(reference.module).items() if p.grad is not None}
     created = {name: line for name, line in reference.created.items() if name in shapes}
@@ -189,7 +188,7 @@ def _add_backward_facts(
 
 @contextlib.contextmanager
 def blaming_empty_shards(step: int) -> Iterator[None]:
-    """Raise `EmptyShardError` if the block fails with an empty shard or exhausted data loader."""
+    """Convert errors in the block to `EmptyShardError` if the shard or loader is empty."""
     data = rank_state().step
     try:
         yield
@@ -211,7 +210,7 @@ def sample_count(batch: Any) -> int | None:
 
 
 def layout() -> ModuleDescription:
-    """Return the reference module's parameters and buffers, without values, after the local step."""
+    """Describe the reference module's current parameters and buffers, to compare layouts between ranks."""
     return layout_of(rank_state().reference.module)
 
 
@@ -241,7 +240,7 @@ def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> 
 
 
 def batch_again(step: int) -> tuple[int, ...]:
-    """Return fingerprints of the global batch, built again to see if it is reproducible."""
+    """Build the global batch again; return its fingerprints, equal if the batch is reproducible."""
     return training_step.batch_fingerprint(rank_state().global_batch(step))
 
 

@@ -277,7 +277,7 @@ def _wrapped_evidence(
 
 
 def _unsharded_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, DTensorLayout]) -> nn.Module:
-    """Return an unsharded copy of the module that has all other changes by `wrap`."""
+    """Copy the module with `wrap`'s changes except sharding; `changed`: copies made before sharding."""
     if not (parts or sharding.is_sharded(module)):
         return module_state.copied_module(module)
     match = next((candidate for candidate in changed if not module_state.differs_in_structure(module, candidate)), None)

@@ -95,7 +95,7 @@ class TrainingModel:
 
 @dataclass(slots=True)
 class StepData:
-    """Data of the current step."""
+    """Data of the current step on this rank."""
 
     before: ModuleState  # module state at the start of the step
     batch: Any = None  # the shard of this rank
@@ -162,7 +162,10 @@ class RankState:
         self.step.before.restore(self.reference.module, self.reference.mapped)
 
     def own_file(self, file: Path | None, *, shared: bool) -> Path | None:
-        """Return `file` if `shared` or rank 0, else "file.<rank>"; None for a small model."""
+        """Return the file for this rank's tensors; None if the model is small.
+
+        If `shared`, every rank uses `file`. Otherwise rank 0 uses `file`, and each other rank "file.<rank>".
+        """
         if not self.large or file is None:
             return None
         return file if shared or not self.rank else this_rank.current().directory / f"{file.name}.{self.rank}"

@@ -175,7 +175,7 @@ def draws(step: int) -> list[SharedDraw]:
 
 @contextlib.contextmanager
 def _seeding_lines() -> Iterator[list[Location | None]]:
-    """Yield [None], to which each user line that calls `torch.manual_seed` is appended."""
+    """Record, in the block, user lines that call `torch.manual_seed`, after an initial None."""
     lines: list[Location | None] = [None]
 
     def record_line(*_args: Any, **_kwargs: Any) -> None:

@@ -133,7 +133,7 @@ def _add_terms(
 def _with_statistics_of_shards(
     run: ShardRun, compared: Mapping[str, torch.Tensor], batch: Any, norms: Sequence[str], shards: int
 ) -> Fit:
-    """Test if BatchNorm statistics of each shard, not the batch, explain the gradients `compared`."""
+    """Test if BatchNorm per shard, instead of over the batch, explains the gradients `compared`."""
     best = Fit()
     for views in (False, True):
         with contextlib.suppress(Exception):  # rows may not be samples
@@ -177,7 +177,7 @@ def _rounded(
 def _rounded_on_shards(
     run: ShardRun, averaged: Mapping[str, torch.Tensor], batch: Any, shards: Sequence[Any]
 ) -> tuple[str, ...]:
-    """Return names, as `_rounded` does, only for averages equal to the shards' mean."""
+    """Return names from `_rounded`, called only with averages equal to the mean over shards."""
     if run.exact is None:
         return ()
     data = run.single_process.step

@@ -38,8 +38,8 @@ _MOST_PRECISE = 1e-5  # resolution of weights fitted to float32 gradients
 def _forward_by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
     """Make `module` process its input shard by shard in the block.
 
-    `samples`: batch size, if the input may concatenate several views (augmentations) of each sample along dim 0; then
-    a part has a shard of each view.
+    `samples`: batch size if the input may be several augmented views of the batch, concatenated along dim 0; each
+    forward then processes one shard of every view. None: the input has one row per sample.
     """
     original = module.forward
     override = vars(module).get("forward")
@@ -183,7 +183,7 @@ class Terms:
         return [tuple(weights[start : start + count]) for start in range(0, len(weights), count)]
 
     def error(self, number: int, weights: Sequence[float]) -> float:
-        """Return how well weighted shard gradients sum to term `number`, as a relative error."""
+        """Return the relative error between term `number` and the weighted sum of shard gradients."""
         residual = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
         total = _scaled_norm(self.total, self.scale)
         return _scaled_norm(residual, self.scale) / total if total else 0.0
@@ -261,7 +261,7 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
 
 
 def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *, large: bool) -> list[bool | None]:
-    """Return True for each term that makes other samples' gradients depend on `shard`."""
+    """Return, per term, True if gradients of other samples depend on samples of `shard`."""
     part = FirstActivations()
     replace(run, activations=part).forward(shard)
 

@@ -82,7 +82,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return `data_ptr()` of a dense tensor, which views may share, otherwise the `id`."""
+    """Return an address that views may share: `data_ptr()`, or `id` if not dense."""
     has_address = type(tensor) in PLAIN and tensor.layout == torch.strided and has_memory(tensor)
     return tensor.data_ptr() if has_address else id(tensor)
 
@@ -169,7 +169,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
-    """Return the numbers of each row as a tuple, with one transfer per device."""
+    """Return each row's numbers as a tuple by name, with one transfer per device."""
     numbers: dict[str, tuple[Any, ...]] = {}
     for names, values in _transfer_to_cpu(rows):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)

@@ -40,7 +40,7 @@ class Origins:
     _kept_objects: list[object] = field(default_factory=list)
 
     def note(self, module: object, name: str, location: Location | None, value: object = None) -> None:
-        """Record that `location` set `name` of `module` to `value` or deleted it."""
+        """Record that line `location` set attribute `name` of `module`, or deleted the attribute."""
         if location is not None:
             self._attributes[id(module), name] = location
             self._kept_objects += [module, value]
@@ -56,7 +56,7 @@ class Origins:
         return self._lines.get(id(value))
 
     def line_by_name(self, module: nn.Module, name: str) -> Location | None:
-        """Return the line that created the part `name` of `module`.
+        """Return the line that created `name`, a parameter, buffer or submodule of `module`.
 
         If this line is not recorded, return the line of the nearest containing module with a recorded line. Copies made
         by `copy.deepcopy`, such as the layers of `nn.TransformerEncoder`, are not registered one by one.
@@ -137,7 +137,7 @@ def parts_of(module: nn.Module) -> Parts:
 class KnownParts:
     """Cache of the parts and the structure of one module, recomputed after a change.
 
-    To look for changes takes a third of the time of `parts_of`.
+    Looking for changes takes a third of the time of `parts_of`.
     """
 
     def __init__(self, module: nn.Module) -> None:

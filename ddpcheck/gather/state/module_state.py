@@ -373,7 +373,6 @@ def _restorers_of_holder(holder: Any, depth: int, visited: set[int]) -> Iterator
 
 
 def _remover_of_new_numbers(namespace: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
-    """Return a function that deletes numeric variables created after this call."""
     before = frozenset(namespace)
 
     def undo() -> None:

@@ -79,7 +79,7 @@ class UserGenerator:
 
 
 def user_generator(value: Any) -> UserGenerator | None:
-    """Return access to a random generator's state, also stored for `generator_states`; else None."""
+    """Remember random generator `value` for `generator_states`; return access, or None if not a generator."""
     if isinstance(value, torch.Generator):
         source = UserGenerator("torch", lambda: value.get_state().clone(), value.set_state)
     elif isinstance(value, random.Random):

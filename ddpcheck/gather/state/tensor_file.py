@@ -57,7 +57,6 @@ def _patch_swap_tensors() -> None:
 
 
 def _drop_refs_during_swap(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
-    """Drop the weak references during `swap_tensors`, and restore them to the same tensor objects."""
     holders = [(holder, tensor) for tensor in (t1, t2) for holder in _holders_of(tensor)]
     for holder, _ in holders:
         holder._visible = None

@@ -118,8 +118,8 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
 def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
     """Return True if results of samples change without the rest of the batch.
 
-    Results `part`, of some samples, then have rows that results `whole`, of the batch, lack. With `pairs`, also return
-    True for results with an entry per pair of samples, such as a similarity matrix.
+    `whole`: results of the whole batch. `part`: results of some samples alone, changed if `whole` lacks their rows.
+    `pairs`: also return True for results with an entry per pair of samples, such as a similarity matrix.
     """
     for piece in part:
         axes = {shape: len(axes_that_grow(tensors[0], piece)) for shape, tensors in whole.items()}
@@ -133,7 +133,6 @@ def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, 
 
 
 def _all_lack_rows(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
-    """Return True if every tensor in `whole` lacks rows of `part`."""
     for _ in range(len(whole)):
         whole.rotate(-1)  # if a line runs in a loop, the next call begins with the next iteration's result
         if not _lacks_rows(whole[-1], part, rounding):
@@ -185,7 +184,7 @@ def _lacks_rows(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> boo
 
 
 def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
-    """Return the axes that grow with the batch: `whole` is larger than `part`."""
+    """Return the axes that grow with the batch, along which `whole` exceeds `part`."""
     if whole.dim() != part.dim() or any(full < size for full, size in zip(whole.shape, part.shape, strict=True)):
         return []
     grown = [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]

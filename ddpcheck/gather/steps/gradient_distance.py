@@ -39,7 +39,7 @@ _KEPT = 4096  # max cached signs; longer vectors are recomputed to save device m
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """Return at most 2 * `SIZE` random projections, whose norm estimates the gradient's norm."""
+    """Compress a gradient to at most 2 * `SIZE` random projections of similar norm."""
     parts = plain_values(gradient) or (torch.zeros(0),)  # not readable: norm 0
     rows = [_to_real_rows(part.reshape(1, -1)) for part in parts]
     return _sketch_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
@@ -65,7 +65,7 @@ class Kept(Struct):
 
 @dataclass(slots=True)
 class KeptParts:
-    """Records of the parts of a gradient under `fully_shard`, one for each receiving rank."""
+    """Local gradient under `fully_shard`, split by the rank to which reduce-scatter sends each part."""
 
     parts: list[Kept]
 
@@ -89,7 +89,7 @@ def sketches(gradients: Mapping[str, torch.Tensor] | StackedTensors) -> dict[str
 
 
 def short_sketches(gradients: StackedTensors | Mapping[str, Kept]) -> dict[str, array[float]]:
-    """Return float32 sketches of gradients, or of their `Kept` records."""
+    """Return each gradient's `sketch` in float32, possibly taken from a `Kept` record."""
     if isinstance(gradients, StackedTensors):
         names, sketched_rows = gradients.names, _sketch_all(gradients)
     else:
@@ -205,10 +205,10 @@ def is_subnormal(gradient: torch.Tensor | None) -> bool:
 
 
 def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return the norm by which each gradient's error is divided.
+    """Return the norm that divides each gradient's error, to give a relative error.
 
-    It is the largest root mean square of a gradient in the same module, times the square root of the gradient's size:
-    the gradient of a bias before a BatchNorm is pure rounding error, so that its own norm is too small.
+    This norm is at least the largest root mean square of any gradient in the same module, times the square root of the
+    number of elements: a bias before a BatchNorm has a gradient of pure rounding error, whose norm is too small.
     """
     l2 = {name: norm(tensor) for name, tensor in reference.items()}
     rms = {name: l2[name] / math.sqrt(max(tensor.numel(), 1)) for name, tensor in reference.items()}
@@ -229,11 +229,11 @@ def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def tolerances(
     reference: Mapping[str, torch.Tensor], scale: Mapping[str, float], noise: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the tolerance of each relative error.
+    """Return the largest relative error that is accepted for each gradient.
 
-    It is at least 16 machine eps (correct DDP stays within about 1.4 at any depth), at least 3 times the relative noise
-    of this parameter, and at least 3 times the median of the relative noise of all parameters. `noise`: norm of the
-    rounding error (gradient in the model's dtype minus gradient in float64) by name, or None without a float64 run.
+    With `noise`, it is the largest of: 16 machine eps (correct DDP stays within about 1.4 at any depth), 3 times the
+    parameter's relative noise, and 3 times the median relative noise of all parameters. `noise`: norm of the rounding
+    error (gradient in the model's dtype minus gradient in float64) by name, or None without a float64 run.
     """
     if noise is None:
         return {
@@ -252,7 +252,10 @@ def tolerances(
 def difference(
     name: str, got: torch.Tensor | None, want: torch.Tensor | None, *, scale: float, tolerance: float
 ) -> Difference:
-    """Compare gradient `got` with gradient `want`; a gradient that is None counts as zeros."""
+    """Compare gradient `got` with gradient `want`; a gradient that is None counts as zeros.
+
+    `scale`: norm that divides the error. `tolerance`: largest relative error that is accepted.
+    """
 
     def relative(size: float) -> float:
         return _to_finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)

@@ -148,7 +148,7 @@ def run_optimizer(optimizer: torch.optim.Optimizer, method: Literal["step", "zer
 
 @contextlib.contextmanager
 def random_numbers(which: RandomNumbers, model: nn.Module, batch: Any) -> Iterator[None]:
-    """Select "drawn" (torch's own), "by sample" or "constant" random numbers in the block."""
+    """Draw the block's random numbers as torch does, from sample fingerprints, or as constants."""
     if which == "drawn":
         yield
         return

@@ -70,7 +70,7 @@ def restored_by(generator: str) -> str:
 
 
 def follow(module: ModuleType) -> None:
-    """Patch constructors and seed functions of a newly imported module, to record their lines."""
+    """Patch constructors and seed functions of an imported module, to record the calling lines."""
     if module.__name__ == "torch.random":
         with contextlib.suppress(Exception):
             begin_history("python")
@@ -138,7 +138,7 @@ def _line_of_construction(obj: object, frame: FrameType | None) -> Location | No
 
 
 def _seed_choosing_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame whose seed is not a parameter passed by its caller."""
+    """Return the frame that chooses the seed, skipping functions that pass on a parameter."""
     caller = _frame_of_program(frame.f_back)
     while caller is not None and _passes_parameter(frame):
         frame, caller = caller, _frame_of_program(caller.f_back)

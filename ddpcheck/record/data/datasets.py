@@ -122,7 +122,7 @@ def digests_of(dataset: Any) -> dict[str, int]:
 
 
 def first_samples(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Return fingerprints of the first items of attributes that have an item per sample.
+    """Return fingerprints of first items, for each dataset attribute with an item per sample.
 
     The second result is True if any attribute contains the samples themselves: the items are rows of many numbers, or
     names of existing files. Nested datasets are searched; a dataset may be a list.

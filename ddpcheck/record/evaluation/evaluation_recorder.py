@@ -57,7 +57,7 @@ _Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
 @dataclass(slots=True)
 class _OpenPass:
-    """State before an unfinished pass over a loader, which may be an evaluation."""
+    """Unfinished pass over a loader, possibly an evaluation, with program values at its begin."""
 
     backwards: int
     numbers: Mapping[str, float]
@@ -366,7 +366,7 @@ _MOST_COMPARED_ROUNDS, _MOST_COMPARISONS = 3, 8  # evaluations, and lines of eac
 
 
 class ComparisonRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of comparisons, differences and losses of two tensors; patches torch only while open."""
+    """Recorder of tensors compared in evaluations (equality, difference, loss); patches torch only while open."""
 
     def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
         self._sink = sink

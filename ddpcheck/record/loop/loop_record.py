@@ -65,7 +65,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             _switch_patches.pop().undo()
 
     def note(self, kind: str) -> None:
-        """Record an event with its script line; entering or leaving `no_sync` gets no line."""
+        """Record an event with its script line (no line if `no_sync` begins or ends)."""
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(step_location() or "")))
 
     def report(self, step: int) -> None:
@@ -78,7 +78,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             self._alarm(step)
 
     def step_ended(self, step: int, *, reduced: bool) -> None:
-        """Start recording the next step; `reduced`: True if DDP has averaged all gradients."""
+        """End a step, and record the next step; `reduced`: True if gradients were averaged."""
         if reduced:
             self.add(_REDUCTION)
         if self.ledger.not_entered or self.ledger.around_backward:
@@ -135,7 +135,7 @@ class StepListener:
         """Handle parameters that the step did not use and that DDP waits for."""
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Handle parameters that an ended step did not use: its second backward never ran."""
+        """Handle missing parameters of an ended step, whose possible second backward pass never ran."""
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
         """Handle shards that backward will not reach; `fully_shard` does not wait for them."""
@@ -171,7 +171,7 @@ class Snapshot(Struct):
     def take(
         cls, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], *, thorough: bool
     ) -> Snapshot:
-        """Record a forward pass about to run; `thorough`: also Python's and numpy's generators."""
+        """Record a forward pass that begins; `thorough`: True to save Python's and numpy's generators."""
         autocast: tuple[tuple[str, torch.dtype], ...] = ()
         for device_type in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device_type):

@@ -43,7 +43,7 @@ class _OptimizerEntry:
 
 @dataclass(eq=False)
 class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_step")):
-    """Recorder of the optimizer steps that use a wrapper's gradients, in a `LoopRecord`."""
+    """Recorder of optimizer steps on a wrapper's gradients; finds steps without gradient reduction."""
 
     _tracker: StepTracker
     _loop: LoopRecord
@@ -150,7 +150,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_
     def _note_unreduced_shards(self, *, no_reduction: bool) -> None:
         """Record an optimizer step that may miss gradients of shards that were not reduced.
 
-        Gradients that are not reduced never reach `.grad` of the shards. `no_reduction`: as in `_note_unreduced`.
+        Unreduced gradients never reach `.grad` of shards. `no_reduction`: True if no reduction ran since the last step.
         """
         ledger = self._loop.ledger
         pending = [entry for entry in ledger.open if not entry.reduced]
@@ -189,12 +189,12 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Keep version counters of the first and last `.grad`, to detect changes by backward."""
+        """Keep version counters of two sampled `.grad`, to detect changes by backward."""
         self._in_forward = in_forward
         self._marks, self.reductions = self._read_marks(), reductions
 
     def backward_ended(self) -> None:
-        """Report a bypass if backward changed the first or last `.grad` without a reduction."""
+        """Report a bypass if backward changed a sampled `.grad` without a reduction."""
         marks, last_marks = self._read_marks(), self._marks
         if any(mark is not None and mark != previous for mark, previous in zip(marks, last_marks, strict=False)):
             if self._in_forward:

@@ -63,13 +63,13 @@ class StepSink(Protocol):
         """Request a report after `step`; called before this rank joins the step's reduction."""
 
     def report_now(self, report: RankReport) -> None:
-        """Report a fault that `report` shows without other ranks' reports; may raise `FindingsError`."""
+        """Report a fault that `report` alone proves; may raise `FindingsError`."""
 
     def cannot_follow(self) -> None:
         """Handle a backward pass under compiled autograd: ends of steps are no longer detected."""
 
     def left_out(self, step: int) -> None:
-        """Handle missing parameters of the ended `step`: a second backward pass never ran."""
+        """Handle missing parameters of the ended `step`, whose possible second backward pass never ran."""
 
     def absent(self, report: RankReport) -> None:
         """Handle shards that the starting backward pass will not reach: collectives may mismatch."""
@@ -275,25 +275,25 @@ class StepRecorder(StepListener):
             self._probe.backward_begins()
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
-        """Request that ranks exchange reports, unless the missing parameters were reported before."""
+        """Request an exchange of reports, unless the missing parameters were already reported."""
         if self._probe is not None:
             self._probe.detach()
         if self._checks_parameters and not self.history.is_reported(names):
             self._sink.alarm(step)
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Request that ranks exchange reports one step later, unless the parameters were reported before."""
+        """Request an exchange of reports one step later, unless these parameters were already reported."""
         if self._checks_parameters and not self.history.is_reported(names):
             self.history.left_out(step, names, snapshot)
             self._sink.left_out(step)
 
     def backward_unpaired(self, *, raises: bool) -> None:
-        """Report the fault if DDP will raise; otherwise, the next optimizer step reports it."""
+        """Report a backward pass without forward pass, unless the optimizer step will report it."""
         if raises:
             self.report_unpaired()
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
-        """Report missing shards before the reduction, unless they were reported before."""
+        """Report shards that backward will not reach, unless they have already been reported."""
         if self._checks_parameters and not self.history.is_reported(names):
             self._sink.alarm(step)
             self._sink.absent(replace(self._plain_report(step), missing={step: tuple(names)}))
@@ -335,7 +335,8 @@ class StepRecorder(StepListener):
     def notices_unfrozen(self, ended: EndedStep) -> bool:
         """Return True the first time that a parameter frozen at construction requires grad.
 
-        Return False if hooks recorded the gradients of this step (`probe`): its report names the parameter anyway.
+        Return False if `ended.probe` exists (hooks recorded this step's gradients): the step's report names the
+        parameter anyway.
         """
         return self._checks_parameters and ended.probe is None and self.history.notices_unfrozen()
 
@@ -366,7 +367,7 @@ class StepRecorder(StepListener):
 
     @property
     def judges_at_end(self) -> bool:
-        """Return True if judges look at tolerated unused parameters when the script ends.
+        """Return True if unused parameters that DDP tolerates are judged when the script ends.
 
         With `watch`, these parameters were already judged during training, except in a short run.
         """

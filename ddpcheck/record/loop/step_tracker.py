@@ -326,7 +326,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         return True
 
     def _hook_unreached(self, reached: Set[int]) -> None:
-        """Hook parameters outside of `reached`, since a re-entrant checkpoint may reach the parameters later."""
+        """Hook parameters not in `reached`, which a re-entrant checkpoint may reach later in backward."""
         self._reached = reached_now = set(reached)
         for index in self.parameters.all - reached:
             parameter = self.parameters.leaves[index]
@@ -337,8 +337,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def _expected_later(self, reached: Set[int]) -> set[int]:
         """Return indices of parameters that a later backward pass may reach through unused outputs.
 
-        An unused output may also depend on a parameter that DDP reduces now. Then the later pass comes too late, and is
-        possible only if the graph is kept: the indices of all parameters of this output are added to `late`.
+        If an unused output also depends on a parameter that DDP reduces now, a later backward pass through the output
+        comes too late. If the graph is kept for such a pass, the output's parameters are added to `self._step.late`.
         """
         later: set[int] = set()
         late: set[int] = set()
@@ -378,9 +378,10 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # End of a step
 
     def _end_step(self, callbacks: int) -> None:
-        """End the step after `callbacks` callbacks of the autograd engine.
+        """End the step when DDP's reduction has ended, in an autograd engine callback.
 
-        The step ends immediately if `callbacks` is 0, or if DDP awaits parameters that the step did not use.
+        `callbacks`: number of nested callbacks to wait for. The step ends immediately if the number is 0, or if DDP
+        awaits parameters that the step did not use.
         """
         if self._step.unused and (missing := sorted(self.parameters.awaited_by_ddp(self._step.unused))):
             if names := [self.parameters.names[index] for index in missing if index not in self._step.late]:

@@ -87,12 +87,12 @@ class SyncedParameters:
         return frozenset(map(self.names.__getitem__, indices))
 
     def reached(self) -> Set[int]:
-        """Return indices of parameters that backward will reach; `self.all` itself if all are reached."""
+        """Return indices of parameters that backward will reach; `self.all` itself if none is missing."""
         reached = will_be_reached(self._nodes)
         return self.all if all(reached) else {index for index, is_reached in enumerate(reached) if is_reached}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """Return indices of parameters reached through a new AccumulateGrad node, without DDP's hook."""
+        """Return indices of parameters reached through a new AccumulateGrad node that lacks DDP's hook."""
         reached = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]

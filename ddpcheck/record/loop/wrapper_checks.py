@@ -67,7 +67,7 @@ _CALLER = 3  # frames from the recording function to the assigning line
 
 
 class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
-    """Recorder of assignments to `.data` that shards ignore; each forward pass reports to `sink`."""
+    """Recorder of assignments to a shard's `.data` without effect; forward passes call `sink`."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
         self._recorder = recorder
@@ -151,7 +151,6 @@ class PaceRecorder(Recorder, subjects=("loop",)):
             self._run.add(PaceRun(self._number, step, *pace, None))
 
     def _batches(self) -> int:
-        """Return the number of batches of the current loader since the last reduction."""
         loader = self._run.position[0]
         return self._run.batches[loader] - self._last_batches.get(loader, 0)
 

@@ -118,7 +118,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
                 return
 
     def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
-        """Return names of parameters without gradient: only gathered tensors connect parameter and loss."""
+        """Return names of parameters that the loss reaches only through gathered tensors, without gradient."""
         gathered_only = {id(leaf) for leaf in LossGraph(ends).leaves} - {id(leaf) for leaf in LossGraph([loss]).leaves}
         numbered = [watch.numbered for watch in list(self._run.watches)]
         return tuple(name for names in numbered for key, name in names.items() if key in gathered_only)
@@ -152,8 +152,8 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
 def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.Tensor]:
     """Yield saved tensors without grad of `nodes`, as matrices of `shape`.
 
-    For example, a saved factor of a product, or one side of a distance. Of leading dimensions, which are broadcast,
-    only index 0 is used.
+    Autograd saves such a tensor as a factor of a product, for example. In leading (broadcast) dimensions, only index 0
+    is used.
     """
     rows = shape[0]
     for node in nodes:
@@ -165,7 +165,6 @@ def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.T
 
 
 def _matrices_of(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-    """Yield `tensor` or its transpose as a matrix, if the matrix has `shape`."""
     if tensor.dim() < 2 or tensor.numel() > _MOST_ELEMENTS * tensor.shape[0]:
         return
     matrix = tensor[(0,) * (tensor.dim() - 2)] if all(tensor.shape) else tensor.new_empty(0, 0)
@@ -200,9 +199,9 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _find_put_back_parts(node: Any, parts: list[_GatheredParts], ends: set[Any]) -> _GatheredParts | None:
-    """Return the gathered tensors that `node` joins with this rank's own tensor.
+    """Return the gathered tensors that `node` joins with this rank's differentiable tensor, or None.
 
-    Gathered tensors require no grad. If a script puts this rank's own tensor back, only this tensor requires grad.
+    Gathered tensors require no grad. A script may put this rank's differentiable tensor back among them.
     """
     following = [next_node for next_node, _ in node.next_functions]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # a custom autograd function of the program
@@ -336,7 +335,7 @@ def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
-    """Find `rows` as consecutive columns; return the first index, None if absent or repeated."""
+    """Return the index in `columns` at which columns equal to `rows` begin, or None."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:
         return None

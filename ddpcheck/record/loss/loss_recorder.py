@@ -86,7 +86,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
             del self._reduced_numbers[:-_MOST_NUMBERS]
 
     def _is_probed(self, step: int) -> bool:
-        """Return True if `step`, counted from 0 or from the newest wrapper, is sampled."""
+        """Return True if `step` of the script or of the newest wrapper is sampled."""
         return self._run.are_probed() or is_probed(step - self._newest_wrapper[1])
 
     def _note_scaled_loss(self, scaler: Any, *_outputs: Any, **_named: Any) -> Generator[None, Any, None]:
@@ -191,8 +191,8 @@ def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
 def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
     """Return a line of the program for each term of `loss`, by graph node.
 
-    The line assigns the variable that contains the term and has the fewest terms. Only scalar local variables of the
-    function that calls backward, with fewer terms than the loss, are considered.
+    This line assigns a scalar local variable of the function that calls backward. The variable contains the term, and
+    fewer terms than the loss. If several variables contain the term, the variable with the fewest terms is used.
     """
     frame = user_frame(sys._getframe(1))
     lines: dict[Any, Location] = {}
@@ -224,7 +224,7 @@ def _term_hook(
 
 
 def _add_target_weight(totals: list[float], gradients: Any) -> None:
-    """Append the total weight of targets, which is minus the sum of log-probability gradients."""
+    """Append a cross entropy's total target weight: minus the sum of log-probability gradients."""
     if gradients[0] is not None:
         totals.append(-float(local_part(gradients[0]).double().sum()))
 
@@ -254,7 +254,7 @@ def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
 
 
 def _constant_scale(node: Any, name: str, edge: int) -> _Scales:
-    """Return the constant that multiplies or divides input `edge` of a node, if any."""
+    """Return the constant by which a node (`name`: Mul or Div) scales input `edge`."""
     constant = saved_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
     if constant is None or constant.numel() != 1 or constant.is_complex() or constant.requires_grad:
         return ()
@@ -297,7 +297,7 @@ _ARITHMETIC = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshap
 
 
 def loss_targets(loss: torch.Tensor) -> tuple[LossTarget, ...]:
-    """Return targets of torch's loss functions, followed from `loss` through arithmetic operations only."""
+    """Return targets of the torch loss functions that `loss` combines by arithmetic operations."""
     targets = []
     graph = LossGraph(
         [loss], limit=_MOST_NODES, is_end=lambda node: _has_target(node) or not node.name().startswith(_ARITHMETIC)
@@ -316,7 +316,7 @@ def _has_target(node: Any) -> bool:
 
 
 def _entropy_bits(target: torch.Tensor) -> float:
-    """Return the entropy of target values in bits; 0 if sorted or grouped."""
+    """Return the entropy of target values in bits; 0 for sorted or grouped targets."""
     values = target.flatten()
     values = values[:: max(1, len(values) // _MOST_COUNTED)]
     steps = values[1:].double() - values[:-1].double()

@@ -72,7 +72,7 @@ def loss_source(frame: FrameType | None) -> LossSource:
 
 
 def _trace_statement(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
-    """Find a statement's loss; return the argument name if the caller passed the loss."""
+    """Trace a loss to its origin; return the argument name if passed by callers."""
     if statement is None:
         return None
     losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
@@ -143,7 +143,7 @@ def _trace_expr(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part
 
 
 def _trace_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
-    """Trace a variable to its last assignment; add factors of later `*=` and `/=`."""
+    """Trace variable `name` to its last assignment; record factors of later `*=` and `/=`."""
     for pos, target, value in sorted(bindings(scope.body, name), key=lambda binding: binding[0], reverse=True):
         if pos >= before:
             continue
@@ -222,7 +222,7 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
 
 
 def _trace_call(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
-    """Trace results of script functions, casts and copies; any other call is the origin."""
+    """Trace calls of script functions, casts and copies; other calls compute the loss."""
     called = resolve_node(scope, call.func)
     is_library = function_of(called)[0] is None
     if is_library and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
@@ -249,7 +249,7 @@ def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
 
 @functools.cache
 def uncounted_at(code: CodeType) -> Location | None:
-    """Return the first line of a loss function that ignores its argument `num_items_in_batch`."""
+    """Return where a loss function is defined, if it ignores its argument `num_items_in_batch`."""
     body = body_of(code)
     if body is None or _ITEM_COUNT not in parameter_names(body):
         return None
@@ -272,7 +272,7 @@ def gradients_scaled_at(frame: FrameType | None) -> Location | None:
 
 
 def gradients_changed_at(frame: FrameType | None) -> Location | None:
-    """Return the only line that writes `.grad` between backward and the step, or None.
+    """Return the line that writes `.grad` between backward and optimizer step (None unless unique).
 
     Searches the functions on the stack of the step, and the functions called between backward and the step.
     """

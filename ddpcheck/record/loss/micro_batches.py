@@ -93,7 +93,8 @@ class MicroBatches(Recorder, subjects=("loss",)):
     def _is_accumulating(self) -> bool:
         """Return True if gradients accumulate over reductions, without an optimizer step in between.
 
-        True requires that parameters have changed between earlier reductions, and that gradients are not zeroed now.
+        The result is True if no parameter has changed since the last reduction, parameters changed between earlier
+        reductions, and gradients are nonzero now.
         """
         if sum(map(version_counter, self._sampled_params)) != self._version_sum:
             self._has_moved = True
@@ -149,7 +150,7 @@ def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
-    """Return indices of nodes whose last layer (`nearest_leaf_node`) is shared with no other node."""
+    """Return indices of nodes that share their last layer (`nearest_leaf_node`) with no other node."""
     heads = [nearest_leaf_node(node) for node in nodes]
     return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 
@@ -171,7 +172,7 @@ def _original_output(logits: torch.Tensor) -> tuple[Any, int]:
 
 
 def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """Return [number of targets not ignored, common weight (0 if weights differ), row count]."""
+    """Return [number of counted targets, common weight (0 if weights differ), number of rows]."""
     rows = torch.tensor(float(counted.numel()), device=counted.device)
     count = counted.sum().float()
     weights = weights[sampled].float()
@@ -220,7 +221,6 @@ class _SampledLogits:
 
 
 def _coefficients(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """Return, per row, the coefficient of the projection of the row on its direction."""
     squares = directions.square().sum(-1, keepdim=True).clamp_min(torch.finfo(directions.dtype).tiny)
     return (rows * directions).sum(-1, keepdim=True) / squares
 

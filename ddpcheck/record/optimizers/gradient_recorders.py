@@ -113,7 +113,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
 
 
 def names_in_failed_clip(error: BaseException) -> list[list[str]]:
-    """Return names of parameters that a failed `clip_grad_norm_` call got: [DTensors, plain tensors]."""
+    """Return parameter names in a failed `clip_grad_norm_` call: [names of DTensors, of plain tensors]."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     clip = next((frame for frame in frames if frame.f_code.co_name == "clip_grad_norm_"), None)
     parameters = None if clip is None else variables_of(clip).get("parameters")
@@ -131,7 +131,7 @@ def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
 
 
 def norm_before_clip(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the gradient norm that a clip computed; infinity if unlimited, None if unknown."""
+    """Return the gradient norm before a clip (infinity if `max_norm` is infinite), or None."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf
     if not hasattr(clip_grad, _TORCH_CLIP):
@@ -193,7 +193,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self.follows = False  # True if any parameter is followed
 
     def note_step_begin(self, optimizer: Any, number: int) -> bool:
-        """Handle a step's start; return True if the optimizer is no longer followed."""
+        """Record stale and zeroed gradients before a step; return True once tracking has ended."""
         tracked = self._known.get(optimizer)
         if tracked is None:
             params = [p for p in optimizer_params(optimizer) if p.grad is not None]
@@ -314,7 +314,7 @@ def _grad_hash(parameter: Any) -> int:
 
 
 class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
-    """Recorder of all_reduce inputs over all ranks in sampled steps."""
+    """Recorder of inputs of all_reduce over all ranks, by which scripts average gradients."""
 
     def __init__(self, run: Recording) -> None:
         # line of the last all_reduce of the gradient of a parameter that only this rank has
@@ -354,7 +354,7 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         return Location.parse(self._largest[1])
 
     def inputs_for(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
-        """Return fingerprints of the inputs if their total size fits a list of gradients."""
+        """Return input fingerprints; () if the inputs' total size matches no list in `gradients`."""
         sizes = [[gradient.numel() for gradient in group] for group in gradients]
         elements = {sum(size for size in group if size > least) for group in sizes for least in (0, _FEW)}
         return tuple(digest for _, digest in self._inputs) if sum(size for size, _ in self._inputs) in elements else ()

@@ -249,7 +249,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return self._with_lines(step, optimizer, entry, has_shards=bool(shards))
 
     def _with_lines(self, step: OptimizerStep, optimizer: Any, entry: _Optimizer, *, has_shards: bool) -> OptimizerStep:
-        """Add source lines to `step`: of the optimizer's constructor, of gradient changes and reductions."""
+        """Add the source lines that construct the optimizer, change gradients and reduce gradients."""
         lines = lines_of_program(sys._getframe(1))
         if not entry.steps:
             frame = user_frame(sys._getframe(1))
@@ -273,7 +273,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         )
 
     def _unwrapped_sketches(self) -> dict[int, tuple[float, ...]]:
-        """Return gradient sketches of parameters in no wrapper, by `id()` of the parameter."""
         params = ((p, entry) for optimizer, entry in list(self._entries.items()) for p in optimizer_params(optimizer))
         unwrapped = {str(id(p)): p.grad for p, entry in params if id(p) in entry.unwrapped and p.grad is not None}
         sampled = dict(itertools.islice(unwrapped.items(), _MOST_SKETCHED))
@@ -333,7 +332,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     # Zeroed gradients
 
     def reductions(self) -> dict[int, int]:
-        """Return, for each wrapper number, how many backward passes have been averaged."""
+        """Return the count of gradient reductions of each wrapper, by the wrapper's number."""
         return {watch.number: watch.step for watch in list(self._run.watches)}
 
     def have_hooks(self) -> bool:

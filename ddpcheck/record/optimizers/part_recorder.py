@@ -42,7 +42,7 @@ _BINDINGS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location | None:
     """Return the first line that computes a norm of gradient shards, or None.
 
-    `plain`: True if shards are plain tensors; if False, the function or its callees have to use `to_local`.
+    `plain`: True if shards are plain tensors; False to require `to_local` in the function or in a function it calls.
     """
     for scope, _ in scopes_from(frame):
         for inner, _arguments in ((scope, {}), *called_in(scope)):
@@ -113,7 +113,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._sink(ModelSplit(ranks, where))
 
     def hook_split_inputs(self, modules: Iterable[nn.Module]) -> None:
-        """Hook each of `modules` whose inputs an earlier `parallelize_module` splits."""
+        """Hook each of `modules` whose inputs are split, due to an earlier `parallelize_module`."""
         for module in modules:
             for layouts in [*input_layouts(module)]:
                 self._hook_split_input(module, layouts)

@@ -76,7 +76,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         patched(ReduceLROnPlateau, "step", self._note_plateau_metric)
 
     def state_of(self, optimizer: Any) -> ScheduleState | None:
-        """Return the state of the optimizer's schedule; of several, the schedule with most steps."""
+        """Return the state of the optimizer's schedule that has taken most steps, or None."""
         if not self.followed_types:
             return None
         groups = optimizer.param_groups  # shared with wrappers around the optimizer
@@ -340,7 +340,6 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         self.restored = Restored(steps, epochs, user_location())
 
     def _progress_of(self, state: Any) -> tuple[int, int]:
-        """Return (steps, epochs) of a state from `state_dict` or `load`; (0, 0) if unknown."""
         groups, steps, epochs = self._states.get(id(state.get("param_groups")), (None, 0, 0))
         return (steps, epochs) if groups is state.get("param_groups") else (0, 0)
 
@@ -354,7 +353,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
 
 
 def _optimizer_states_in(obj: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
-    """Yield optimizer states in an object, each with the integers in its parent dictionaries."""
+    """Yield optimizer states in a checkpoint, with integers of parent dictionaries (the epoch)."""
     if not isinstance(obj, dict) or depth > _DEEPEST:
         return
     if "param_groups" in obj and "state" in obj:

@@ -82,7 +82,7 @@ class ParameterHistory:
             self.not_reported[step] = self._in_order(awaited - late - self._reported)
 
     def left_out(self, step: int, names: Iterable[str], snapshot: Snapshot | None) -> None:
-        """Record and explain parameters that turned out missing after `step` had ended."""
+        """Record parameters found missing only after `step` ended, and find out why."""
         self.not_reported[step] = self._in_order({*names, *self.not_reported.get(step, ())})
         self._path_ends |= self._explain_missing(set(names) - self._path_ends.keys(), snapshot)
 
@@ -283,7 +283,7 @@ class StepProbe:
             self.local[name] = self.keep(name, dense(grad))
 
     def _keep_earlier(self, name: str) -> None:
-        """Keep `.grad` that earlier backward passes without a reduction left; DDP averages the sum."""
+        """Keep `.grad` of earlier backward passes without reduction, since DDP averages the accumulated sum."""
         grad = self._parameters[name].grad
         if name in self.local or name in self.grads_before or grad is None or self.keep is None:
             return

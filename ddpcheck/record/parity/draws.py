@@ -175,7 +175,7 @@ class DropoutReplay(Recorder, subjects=("parity",)):
             Patch(functional, "batch_norm", self._patched_batch_norm)
 
     def _rank_rows(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split rows by the rank to which the rows belong; () if unknown."""
+        """Split `inputs` into each rank's rows; return () if the rows' ranks are unknown."""
         owners = self._samples.owners(len(inputs)) if inputs.dim() else None
         if owners is None:
             return ()
@@ -278,7 +278,7 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lig
 
 
 class Frameworks(Recorder, subjects=("parity",)):
-    """Patches of Lightning (to use one device), and accelerate (to detect steps of schedules)."""
+    """Patches of Lightning to use one device, of accelerate to detect schedule steps."""
 
     def __init__(self, *, is_single_process: bool) -> None:
         self.steps_schedules = False  # True if a schedule is stepped once per rank, as accelerate does
@@ -352,7 +352,7 @@ class Noise:
             self.eps = max(self.eps, torch.finfo(autocast.fast_dtype).eps)
 
     def round(self, tensors: Iterable[torch.Tensor], times: int = 1) -> None:
-        """Perturb each element by `times` rounding errors, with random signs."""
+        """Change each element by `times` relative rounding errors (`eps`), with random signs."""
         for tensor in tensors:
             if tensor.layout == torch.strided and tensor.is_floating_point():
                 eps = times * max(self.eps, torch.finfo(tensor.dtype).eps)

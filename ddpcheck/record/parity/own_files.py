@@ -123,7 +123,7 @@ class _Overlay:
         return (path.removeprefix(self._files) or "/") if f"{path}/".startswith(f"{self._files}/") else path
 
     def entries(self, path: str) -> dict[str, os.DirEntry[str]]:
-        """Return entries of a folder by name: overlay files, and originals if not hidden."""
+        """Return the directory entries, by name, that the script should see in folder `path`."""
         by_name: dict[str, os.DirEntry[str]] = {}
         for folder in (self._files + path, path):
             with self.real.scandir(folder) if self._status(f"{folder}/.") else contextlib.nullcontext(()) as entries:
@@ -180,7 +180,7 @@ class _Overlay:
         self._removals[file.path] = time.time()
 
     def _new_path(self, path: str) -> str:
-        """Return a new file's overlay path; create its folder if the script's folder exists."""
+        """Return a new file's overlay path; create an existing parent folder there, too."""
         self._parents.clear()
         parent = os.path.dirname(path)
         original = self._status(f"{parent}/.")
@@ -213,7 +213,7 @@ class _Overlay:
         return any(name[index : index + 8] in self.random_names for index in range(len(name)))
 
     def _is_hidden(self, path: str, status: os.stat_result) -> bool:
-        """Return True if the first run wrote, or this run removed, a file."""
+        """Return True if the second run must not see this original file or folder."""
         if self._is_removed(path, status.st_ctime):
             return True
         if not self._first_began <= status.st_ctime < self._second_began or self._is_exempt(path):

@@ -146,7 +146,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self.samples.note_evaluation()
 
     def _begin_evaluation(self) -> None:
-        """Start to trace a possible evaluation; keep the numbers that the program already has."""
+        """Trace numbers from now on, since the script may be starting an evaluation."""
         if not self.samples.evaluates and self._evaluation_count < _MOST_EVALUATIONS:
             self._evaluation_count += 1
             self._shown_recorder.keep_known_numbers()
@@ -222,9 +222,9 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             _set_rates(optimizer, recorded[0])
 
     def _exit_if_in_turn(self, number: int) -> None:
-        """Exit (`IN_TURN`) if a single-process step has world-size times the rows of all ranks.
+        """Exit (`IN_TURN`) if a single-process step has world-size times too many rows.
 
-        Each step then accumulates world-size times as many batches. A repeated run takes the ranks' batches in turn.
+        The script accumulates more batches here than on ranks. A repeated run replays one rank's batch at a time.
         """
         key, rows = f"rows {number}", self._input_features[-1].item()
         if self._reader is None:
@@ -337,7 +337,7 @@ def _is_first_replica(parameter: Any) -> bool:
 
 
 def _sum_of_sketches(parts: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """Add sketches, each with own order and signs, so exchanged sketches change the sum."""
+    """Add the parameters' gradient sketches; gradients exchanged between two parameters change the sum."""
     size = max(map(len, parts.values()), default=0)
     total = [0.0] * size
     for index, part in enumerate(parts.values()):

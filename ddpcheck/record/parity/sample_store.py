@@ -34,7 +34,7 @@ class ConcatenationError(Exception):
 
 
 class SampleWriter:
-    """Writer of a rank's batches and draws, in the order of their use."""
+    """Writer of a rank's batches and random draws, in the order of their use."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._size = 0

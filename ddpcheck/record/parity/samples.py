@@ -167,7 +167,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return value
 
     def note_rows(self, rows: tuple[int, ...]) -> None:
-        """Record each rank's row count in a concatenated value; () clears the record."""
+        """Record how many rows of a concatenated value each rank has; () forgets all."""
         if rows:
             self.rows.pop(sum(rows), None)
             self.rows[sum(rows)] = rows
@@ -177,7 +177,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self._owners.clear()
 
     def owners(self, count: int) -> torch.Tensor | None:
-        """Return the rank index of each of `count` rows; None if unknown."""
+        """Return the rank from which each of `count` concatenated rows comes; None if unknown."""
         if count in self._owners:
             return self._owners[count]
         known = {count: (count,)} if self._turns > 1 else self.rows  # one rank
@@ -188,7 +188,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
     def in_script_order(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a value, concatenated by rank, in the script's order of rows."""
+        """Reorder rows that are sorted by rank as in the script's own tensor."""
         owners = self.owners(len(value))
         if owners is None or bool((owners.diff() >= 0).all()):
             return value
@@ -202,7 +202,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
                 self._owners[len(made)] = cat(known)
 
     def _batch_dim(self, values: Sequence[Any]) -> int:
-        """Return the batch dimension of random numbers; 0 if unknown."""
+        """Return the dimension in which random draws have the ranks' row counts, or 0."""
         last = [*self.rows.values()][-1] if self.rows else ()
         if not last or len(values) != len(last) or not all(isinstance(v, torch.Tensor) for v in values):
             return 0
@@ -238,7 +238,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     def _batch_size_of(
         self, frame: FrameType, kind: type, loader: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> int | None:
-        """Return the batch size for a new loader; None to keep the script's size."""
+        """Return a new loader's batch size, or None to keep the script's size.
+
+        In the single process, this size is the sum of the ranks' batch sizes; on a rank, the largest size allowed.
+        """
         if os.getpid() != self._process or not (line := _line_of(frame, loader)):
             return None
         name = kind.__name__
@@ -345,14 +348,14 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
     @property
     def is_under_way(self) -> bool:
-        """Return True during a pass over a loader, until its first backward pass begins."""
+        """Return True if a loader is being iterated, and backward has not begun since."""
         return any(
             pass_.began == self.backwards and pass_.batches and not pass_.is_over
             for pass_ in self._passes_by_iterator.values()
         )
 
     def _is_replayed(self, pass_: _Pass) -> bool:
-        """Return True if a pass replays ranks' batches: training, or evaluation of different samples."""
+        """Return True if a pass replays ranks' batches: in training, or in split evaluation."""
         if pass_.is_replayed is None:
             assert self._reader is not None
             ended = self._reader.get(f"{pass_.key} ended")

@@ -72,7 +72,7 @@ class ShownRecorder(Recorder, subjects=("parity",)):
         when_imported(("wandb",), lambda module: patched(module, "log", self._record_scalars))
 
     def keep_known_numbers(self) -> None:
-        """Keep the numbers that the program has before an evaluation, unlike the evaluation's results."""
+        """Keep the numbers known before an evaluation, which cannot be results of the evaluation."""
         known = program_numbers.numbers_of_program()
         counts = [(name.partition(".")[0], value) for name, value in known.items() if value > 1 and value == value // 1]
         shares = {v / n for name, v in known.items() for function, n in counts if name.startswith(f"{function}.")}

@@ -127,7 +127,7 @@ _callbacks_by_name: dict[str, _Callback] = {}
 
 
 class _Finder(MetaPathFinder):
-    """Finder of awaited modules, with a loader that calls `follow`."""
+    """Import hook that calls `follow` after the import of a registered module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

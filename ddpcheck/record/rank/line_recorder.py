@@ -72,7 +72,7 @@ class LineRecorder(Recorder, subjects=("optimizers",)):
         return [optimizer for optimizer in list(self.constructed) if hasattr(optimizer, "param_groups")]
 
     def note_changes(self, watch: WrapperRecorder, kinds: Sequence[str]) -> None:
-        """Record the line that changed `requires_grad`, if `kinds` include "frozen" or "unfrozen"."""
+        """Record the line that changed `requires_grad`, if `kinds` of changes include "frozen" or "unfrozen"."""
         if {"frozen", "unfrozen"}.isdisjoint(kinds) or any(
             key[:2] == (watch.number, "requires_grad") for key in self._seen
         ):
@@ -235,7 +235,7 @@ class ConstructionRecorder(Recorder):
                 self._sizes.update((variable, None) for variable in variables if _is_near_size(variable.size, sizes))
 
     def _registration_lines(self, module: nn.Module) -> dict[str, Location]:
-        """Return the line that registers each path, unless equal to the parent module's line."""
+        """Return, by path, registration lines that differ from the parent module's registration line."""
         locations: dict[str, Location] = {}
         nearest: dict[str, Location | None] = {}  # registration line by module path, inherited from the parent
         for path, part in module.named_modules():
@@ -254,7 +254,7 @@ def _is_near_size(size: int, wanted: set[int]) -> bool:
 
 
 def _sized_variables(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[SizedVariable]:
-    """Yield variables that are integers above 1, or containers with more than one item."""
+    """Yield variables whose size (above 1) may explain a model's shape: integers and containers."""
     for name, value in variables:
         kind = type(value)  # exact type: a subclass may define its own `__len__`
         if kind is int or kind in _CONTAINERS:

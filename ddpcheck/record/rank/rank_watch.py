@@ -244,7 +244,7 @@ class _RankRecorder:
         self._log.waited = True
 
     def _patch_endings(self) -> None:
-        """Patch exits and excepthooks, and register stack dumps on request and fatal signals."""
+        """Patch exits and excepthooks; register stack dumps for fatal signals and ddpcheck's requests."""
         self._log.open_stack_file(_write_stacks_to)
         os.register_at_fork(after_in_child=_unregister_stacks)
 
@@ -328,7 +328,7 @@ class _RankRecorder:
         return watch
 
     def _record_overwrite(self, call: Call, call_args: Mapping[str, Any]) -> None:
-        """Record that a collective overwrote its tensor, and if later backward uses the tensor."""
+        """Report an in-place collective on a tensor through which backward later sends a gradient."""
         self._sums.note_output(call, call_args)
         tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()

@@ -180,11 +180,11 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._log.add(ModuleChanged(self.number, "replaced", name, (name,), where, forwards, self.step))
 
     def find_unsharded(self, prefix: str, part: nn.Module) -> None:
-        """Find gathered parameters of submodule `part` in its forward; parameter names begin with `prefix`."""
+        """Look up the unsharded parameters of `part`, named with `prefix`, as forward begins."""
         self._recorder.tracker.parameters.find_unsharded(prefix, part)
 
     def shard_scales(self) -> dict[str, float]:
-        """Return, by shard, the gradient norm now divided by the norm after the reduction."""
+        """Return, by shard, the factor by which gradient norms have changed since the reduction."""
         gradients = {name: self.parameters[name].grad for name in self._reduced_norms}
         now = norms({name: gradient for name, gradient in gradients.items() if gradient is not None})
         return {f"{self.number}/{name}": size / self._reduced_norms[name] for name, size in now.items()}
@@ -254,7 +254,7 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
             self._recorder.bypass.backward_begins(tracker.number, in_forward=tracker.in_forward)
 
     def any_backward_ended(self) -> None:
-        """Detect a finished backward pass that bypassed the wrapper (never for shards)."""
+        """Check after any backward pass if the pass bypassed the wrapper (never for shards)."""
         self._replica.reduced = None
         recorder = self._recorder
         if self._loss_from_forward or self.is_sharded or recorder.tracker.number != recorder.bypass.reductions:
@@ -312,11 +312,11 @@ class WrapperRecorder(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNE
         self._report(self._recorder.history.report(step, settled=False))
 
     def absent(self, report: RankReport) -> None:
-        """Write a report on unreached shards now, since mismatched collectives may abort this process."""
+        """Write now that shards are absent from backward; mismatched collectives may abort the process."""
         self._log.add(StepsReported(self.number, report, is_unfinished=True))
 
     def reduced(self, ended: EndedStep) -> None:
-        """Write the report, replica and forward inputs if due, and count the step."""
+        """Finish a step after its reduction: write report, replica and forward inputs if due."""
         step = ended.number
         if not step:
             self._write_attributes()

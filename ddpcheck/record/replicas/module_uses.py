@@ -73,7 +73,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         Patch(kind, "data", self._patched_data)
 
     def patch_for_step(self, *, begins: bool) -> None:
-        """Undo the patches while an optimizer step runs, whose own writes are not recorded."""
+        """Undo the patches if an optimizer step begins; redo the patches if it ends."""
         if begins is self.stepping:  # a step has raised, or is nested
             return
         self.stepping = begins
@@ -141,7 +141,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         return property(get, put)
 
     def _record_write(self, how: str, parameter: Any) -> None:
-        """Record a write by method `how`; "" if `.data` is read, perhaps for writing."""
+        """Record a write; `how`: name of the method, or "" if `.data` was read."""
         param_ref, number, name = self._parameters[id(parameter)]
         caller = sys._getframe(_CALLER)
         line = caller.f_code, caller.f_lineno

@@ -76,7 +76,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._record_counts: Counter[str] = Counter()  # by path of a called module (no copy, no criterion)
 
     def record_models(self, optimizer: int, count: int, optimizer_params: Iterable[torch.Tensor]) -> None:
-        """Record models in program variables before step `count`; `optimizer_params` are all optimizers' parameters."""
+        """Record models in variables before step number `count`; `optimizer_params`: parameters of all optimizers."""
         steps = {*map(id, optimizer_params)}
         watched = [(watch, dict(watch.module_parameters())) for watch in self._run.watches]
         # a teacher may be wrapped for its buffers while frozen: no step of its own is compared
@@ -188,7 +188,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return buffers if buffers and self._recorded_use(module) == "training" else {}
 
     def _constant_parameters(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the parameters of a called, untrained module; {} after `_MOST_RECORDS` records."""
+        """Return parameters of an untrained module that runs forward; {} after `_MOST_RECORDS` records."""
         tensors = _parameters(module)
         if not tensors or any(map(is_dtensor, tensors.values())):
             return {}
@@ -203,7 +203,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return self._kinds[module]
 
     def _called_modules(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return `module` if called, else its called children, each with a name prefix."""
+        """Return [("", `module`)] if `module` ran forward, else (prefix, child) of children that ran."""
         seen = module in self._kinds
         if self._recorded_use(module):
             return [("", module)]
@@ -222,7 +222,7 @@ def _submodule_parameters(watches: Iterable[WrapperRecorder]) -> list[dict[str, 
 
 
 def _matches_submodule(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[str, torch.Tensor]]) -> bool:
-    """Return True if `tensors` match a submodule by shape (single layers also by direction)."""
+    """Return True if `tensors` resemble a submodule by shape and, for single layers, direction."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     layers = {name.rpartition(".")[0] for name in tensors}
     candidates = (part for part in parts if {name: tensor.shape for name, tensor in part.items()} == shapes)

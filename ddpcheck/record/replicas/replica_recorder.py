@@ -129,7 +129,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
 
 def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
-    """Return gradients by name; a gradient kept in parts has keys "0/name", "1/name" ..."""
+    """Return gradients by name, and parts of `fully_shard` gradients by "0/name", "1/name" ..."""
     by_shard: dict[str, Any] = {}
     for name, kept in local.items():
         is_split = isinstance(kept, KeptParts)
@@ -138,7 +138,7 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reduced_sketches(grads: StackedTensors, grads_before: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
-    """Return sketches of reduced gradients, minus gradients that shards had before the reduction."""
+    """Sketch what this reduction added to the gradients, without gradients accumulated before."""
     if not grads_before:
         return short_sketches(grads)
     before = sketches(grads_before)

@@ -142,7 +142,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         self._collectives.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
 
     def _on_rollout(self, state: _State, part: nn.Module, *inputs: Any) -> None:
-        """Compare a direct call of a submodule (in a rollout) with earlier recorded calls."""
+        """Compare variables at a rollout's direct call of a submodule with earlier recorded calls."""
         if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
                 return
@@ -188,8 +188,8 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 def _compare(state: _State, current: _Snapshot, last: _Snapshot, *, counts: bool = True, begins: bool = False) -> None:
     """Add changes (moves) of variables since the last snapshot to `state.tallies`.
 
-    `counts`: True to count moves that fit no inputs, too. `begins`: True if `current` is from the first call of a
-    rollout, and `last` from a call of the wrapper.
+    If `counts` is True, moves that no inputs explain are added, too. `begins`: True if `current` is from the first call
+    of a rollout, and `last` from a call of the wrapper.
     """
     _add_quotients(current, last)
     both = [(name, now, last.variables[name]) for name, now in current.variables.items() if name in last.variables]
@@ -212,7 +212,7 @@ _Fits = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by n
 
 
 def _is_recorded(count: int) -> bool:
-    """Return True if call (or rollout) number `count` or `count - 1` is sampled."""
+    """Return True for a sampled call, or the next call, which shows the change."""
     return is_probed(count) or is_probed(count - 1)
 
 
@@ -226,7 +226,7 @@ def _contain_rollout_row(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> boo
 
 
 def _fits_of_inputs(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
-    """Find variables that moved by a multiple of (mean of inputs) * (another variable)."""
+    """Find variables whose change, divided by a divisor, is proportional to the inputs' mean."""
     fits: _Fits = {}
     for name in changed:
         now, before = current.variables[name], last.variables[name]
@@ -256,7 +256,7 @@ def _may_fit(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
 
 
 def _fits_of_samples(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
-    """Find variables that are subtracted from known samples and moved towards the samples' mean."""
+    """Find variables that normalization subtracts from samples, and that moved towards the samples' mean."""
     fits: _Fits = {}
     for x in current.inputs if changed else ():
         for samples in current.samples:
@@ -279,7 +279,7 @@ def _is_offset(offset: torch.Tensor, scale: torch.Tensor, numbers: _Numbers) -> 
 
 
 def _fits_of_table(current: _Snapshot, last: _Snapshot, changed: Sequence[str]) -> _Fits:
-    """Find variables that moved towards the mean of a table of inputs before normalization."""
+    """Find variables that moved towards the mean of a rollout's inputs before normalization."""
     fits: _Fits = {}
     for table in current.tables if changed else ():
         for name in (name for name in changed if current.variables[name].features == table.features > 1):
@@ -301,14 +301,14 @@ def _table_contains(rows: torch.Tensor, table: _Numbers, scale: torch.Tensor | f
 
 
 def _scaled_moves(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return moves divided by each scale, and a mask of moves above rounding errors."""
+    """Return changes divided by each scale, and a mask of changes above rounding errors."""
     moved = (now.mean - before.mean) / scales
     size: torch.Tensor = moved.norm(dim=1, keepdim=True) / moved.shape[1] ** 0.5
     return moved, now.rounding <= _ROUNDED * scales * size
 
 
 def _divisors(current: _Snapshot, name: str) -> torch.Tensor:
-    """Return candidate divisors of the inputs, as rows: variables, and square roots of variances."""
+    """Return possible normalization divisors, as rows: variables, and square roots of variances."""
     mean = current.variables[name]
     means = [x.mean for x in current.variables.values() if x.features == mean.features]
     positive = [t for t in means if bool((t >= 0).all()) and bool((t > 0).any())][:_MOST_SCALES]
@@ -363,7 +363,7 @@ def _snapshot(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], 
 
 
 def _add_quotients(current: _Snapshot, last: _Snapshot) -> None:
-    """Add means to both snapshots: variables divided by a count in the same object."""
+    """Add means to both snapshots, computed from sums and counts in the same object."""
     counts = [name for name, number in current.counts.items() if last.counts.get(name, number) != number]
     for src in (current, last) if counts else ():
         for name, numbers in list(src.variables.items()):
@@ -411,7 +411,7 @@ def _sample_indices(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | sl
 def _variables_of(
     sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
 ) -> tuple[_Snapshot, list[torch.Tensor]]:
-    """Return a snapshot of program variables (whose size is in `sizes`), and possible samples."""
+    """Return program variables with a size in `sizes`, and tensors that may be samples."""
     current = _Snapshot()
     items = current.variables
     samples: list[torch.Tensor] = []

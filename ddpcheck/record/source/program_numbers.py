@@ -111,7 +111,7 @@ def counters_of_program() -> dict[str, torch.Tensor]:
 def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str, float]:
     """Return the numbers that a script may compute from a counter: items, sum, trace.
 
-    Items are left out if there are more than three integers, which count samples by class, and no item is `samples`.
+    Items of more than three integers (sample counts by class) are left out, unless an item equals `samples`.
     """
     function, _, variable = name.partition(".")
     parts = {}
@@ -356,7 +356,7 @@ def line_of_output() -> Location | None:
 
 
 def numbers_printed_as(text: str, numbers: Iterable[float]) -> tuple[float, ...]:
-    """Return the numbers that print as `text`, plain or in percent."""
+    """Return the `numbers` that, after rounding, are printed as `text`, plain or in percent."""
     if "e" in text:
         return tuple(value for value in numbers if abs(value - float(text)) < 1e-3 * abs(value))
     places = len(text.partition(".")[2])
@@ -384,7 +384,7 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
 
 
 def lines_of_value() -> dict[str, Location]:
-    """Return, by running function, where the first argument of the current call was assigned."""
+    """Return, for each function on the stack, where its call's first argument was assigned."""
     lines: dict[str, Location] = {}
     for frame in itertools.islice(program_frames(), 4):
         path, line = relative_path(frame.f_code.co_filename), _line_of_value(frame.f_code, frame.f_lineno)
@@ -404,7 +404,7 @@ def _line_of_value(code: CodeType, line: int) -> int:
 
 
 def lines_after() -> dict[str, Location]:
-    """Return, by running function, the line after the `for` loop whose header is executing."""
+    """Return, for functions on the stack, the line after the `for` whose header runs."""
     lines: dict[str, Location] = {}
     for frame in program_frames():
         code = frame.f_code

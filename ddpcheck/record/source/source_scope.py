@@ -184,7 +184,7 @@ def user_caller(frame: FrameType) -> FrameType | None:
 
 @functools.cache
 def skipping_lines(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
-    """Return lines that may skip an optimizer step after backward (arguments: both call stacks)."""
+    """Return lines that may skip an optimizer step after backward, given both calls' stacks."""
     files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
     return tuple(Location(block.path, block.line) for block in skipping_blocks(step, backward, files))
 

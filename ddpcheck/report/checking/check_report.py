@@ -97,7 +97,7 @@ def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
 
 
 def _check_name_of(part: str, finding: Finding) -> str:
-    """Return `part`, or the rule's first check line if the rule lacks `part`."""
+    """Return the name of the check line that shows a finding made in `part`."""
     names = RULES[finding.code].checks.get("report", ())
     return part if part in names else next(iter(names), "")
 
@@ -271,7 +271,6 @@ def _why_not_reached(state: CheckState) -> str:
 
 
 def _entries(state: CheckState) -> dict[str, list[ParityEntry]]:
-    """Return the valid gradient comparisons by reference."""
     if state.repeats.differ:
         return {}
     ddp_steps = () if state.steps.optimizer_averages else state.steps.ddp

@@ -296,7 +296,7 @@ class CheckRun(CheckWorlds):
         return self._compare_with_single(step, averaged)
 
     def _average_with_numbers(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
-        """Repeat a step with `numbers` and save average gradients; return an error, or ""."""
+        """Repeat a step with random `numbers`; save average gradients; return an error or ""."""
         topic = f"the gradients with random numbers {numbers}"
         replies = self._explained(topic, "the step with them failed", calls.local_step.comparable_step, step, numbers)
         if reason := next((item for item in replies if isinstance(item, str)), ""):

@@ -165,7 +165,7 @@ class RankSteps:
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # where gradients become zero, by parameter
 
     def add_local(self, local: Sequence[LocalStep], per_model: Sequence[LocalStep]) -> None:
-        """Add a step without the wrapper; `per_model` has one rank of each split model."""
+        """Add all ranks' steps without the wrapper, and the steps selected by `CheckState.per_model`."""
         self.local = per_model
         self.first_local = self.first_local or per_model
         self.parameters += [item.evidence for item in local]
@@ -231,7 +231,7 @@ class Repeats:
         return max(tolerance, _NOISE_MULTIPLE * self.noise.get(name, 0.0))
 
     def widened(self, differences: Iterable[Difference]) -> tuple[Difference, ...]:
-        """Return `differences` with tolerances of at least a multiple of the noise."""
+        """Return `differences`, with tolerances raised to a multiple of each parameter's noise."""
         return tuple(replace(item, tolerance=self.allowed(item.name, item.tolerance)) for item in differences)
 
 
@@ -288,7 +288,7 @@ class CheckState:
         self.part_findings = [(part, finding) for part, finding in self.part_findings if is_kept(finding)]
 
     def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Overwrite the step's losses and random choices with values of a comparable repetition."""
+        """Overwrite losses and random choices with values from a repetition with given random numbers."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
             for item, (loss, choices) in zip(self.steps.local, self.per_model(steps), strict=True)

@@ -189,7 +189,6 @@ class CheckWorlds:
             return None
 
     def _retry_in_group(self) -> Any:
-        """Retry the single process in a process group of one rank."""
         self._alone_in_group = True
         self.state.log.notes.append(
             "the single process has a process group of one, since the model does not run without"

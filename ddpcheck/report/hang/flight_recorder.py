@@ -91,7 +91,6 @@ def _last_enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping
 
 
 def _is_from_torchcomms(raw: Mapping[str, Any]) -> bool:
-    """Return True if torchcomms wrote the entry: its group description names the backend."""
     return [str(raw["profiling_name"]).partition(":")[0]] == list(raw["process_group"])[1:]
 
 
@@ -236,7 +235,7 @@ def _fill_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[Recor
 
 
 def _append_gaps(ranks: Sequence[list[RecordedCall]]) -> None:
-    """Append placeholders to shorter logs, if all longer logs have placeholders at that index."""
+    """Append placeholders to shorter logs where longer logs have only placeholders for unrecorded calls."""
     lengths = [*map(len, ranks)]
     for index in range(min(lengths, default=0), max(lengths, default=0)):
         present = [entries[index] for entries in ranks if len(entries) > index]

@@ -69,7 +69,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
 def _timelines(
     groups: Sequence[GroupLogs], at_end: Mapping[int, str], causes: Set[int]
 ) -> tuple[CollectiveTimeline, ...]:
-    """Return timelines of process groups, groups of the root-cause ranks first."""
+    """Return one timeline of collective calls per process group, groups with root-cause ranks first."""
     figures = list[CollectiveTimeline]()
     for group in sorted(groups, key=lambda group: causes.isdisjoint(group.members))[:_MOST_TIMELINES]:
         open_calls = {(group.name, rank) for rank in group.waiting}
@@ -140,6 +140,6 @@ def _call_sites_line(seen: RanksSeen) -> CheckResult:
 
 
 def describe_missing_dump(problems: Mapping[int, str]) -> str:
-    """Describe why ranks have no dump."""
+    """Describe why ranks have no Flight Recorder dump (`problems`: reasons by rank)."""
     reasons = group_by(problems, lambda rank: problems[rank])
     return "; ".join(f"{format_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())

@@ -84,12 +84,12 @@ class MatrixRow:
 
     @property
     def options(self) -> DDPOptions:
-        """Arguments and hook together."""
+        """DDP arguments and communication hook of the row, as one object."""
         return DDPOptions(self.arguments, self.hook)
 
     @property
     def title(self) -> str:
-        """Name of the row."""
+        """Text that names the row: its options, or `label` if they are unknown."""
         return self.label or str(self.options)
 
     @property
@@ -119,7 +119,7 @@ further warning. `safe`: right, without a measurable difference. `lossy`: safe, 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One sentence of advice, and its kind."""
+    """One sentence of advice on DDP options, and its kind (`AdviceKind`)."""
 
     kind: AdviceKind
     message: str
@@ -173,7 +173,7 @@ class Matrix(Document):
         return f"{ran}{f', and {skipped} not run' if skipped else ''}" if text else "no combination could be run"
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
-        """Return the exit code of the recipe's own options; other rows are advice."""
+        """Return the exit code under the recipe's own options; other rows are only advice."""
         if self.error is not None:
             return self.error.exit_code
         return EXIT_CLEAN if self.own is None else self.own.exit_code(fail_on)

@@ -13,7 +13,7 @@ __getattr__ = renamed(__name__, DdpOptions="DDPOptions")
 
 @dataclass(frozen=True, slots=True)
 class DDPOptions:
-    """One combination of options."""
+    """One combination of `DistributedDataParallel` arguments and a communication hook."""
 
     # `DistributedDataParallel` arguments among `VARIED`; absent arguments have torch's defaults
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -113,7 +113,7 @@ _TRUNCATION_TEXT = "PytorchStreamReader"  # RuntimeError on a truncated torch.sa
 
 
 def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
-    """DDP401: exception that ended a thread, while the main thread waits for another thread."""
+    """DDP401: exception in a thread, after which the main thread hangs, waiting for threads."""
     threads = [thread for thread in _threads_that_raised(facts) if thread.waits_in]
     if not threads or not (facts.interrupted or facts.hang_seconds is not None):
         return []
@@ -125,7 +125,7 @@ def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Finding]:
-    """Replace `finding` by a DDP401 if an exception ended a thread at its line."""
+    """Return a DDP401 if an exception ended a thread at the line of `finding`."""
     for thread in _threads_that_raised(facts):
         lines = {thread.failure.location, *program_lines(thread.failure.traceback)}
         if thread.failure.rank in finding.ranks and str(finding.location) in lines:

@@ -150,7 +150,6 @@ _PHASES_BEFORE_STEPS = ("starting up", "loading the target", "building the model
 
 
 def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
-    """Return the fix for a hang, or '' if all ranks wait."""
     busy = [failure.rank for failure in stuck if not is_waiting(failure)]
     if not busy:
         return ""
@@ -185,7 +184,7 @@ def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
 
 
 def judge_missing_peer(ranks: Sequence[RankAtEnd]) -> list[Finding]:
-    """DDP402: send or recv whose peer rank waits in no send or recv."""
+    """DDP402: send or recv whose peer rank waits in neither of them."""
     by_rank = {rank.rank: rank for rank in ranks}
     for rank in ranks:
         wait = rank.waits_for
@@ -274,7 +273,6 @@ def explain_timeout(facts: FailureFacts) -> list[Finding]:
 
 
 def _lacks_at_most_one_call(log: Sequence[Call], other_log: Sequence[Call]) -> bool:
-    """Return True if `log` equals `other_log`, or `other_log` without its last call."""
     is_prefix = [(c.operation, c.group) for c in log] == [(c.operation, c.group) for c in other_log[: len(log)]]
     return is_prefix and len(other_log) - 1 <= len(log) <= len(other_log)
 

@@ -180,7 +180,7 @@ def mismatch_finding(
 
 
 def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP403: collective inside of `Join` that ranks without further batches do not call."""
+    """DDP403: collective under `Join` that ranks do not call after their last batch."""
     joined = [rank for rank in facts.ranks if has_joined(rank)]
     calls_by_rank = {rank.rank: call for rank in facts.ranks if rank not in joined for call in _join_calls(rank)[:1]}
     if not joined or not calls_by_rank:
@@ -202,7 +202,7 @@ def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> l
 
 
 def _join_calls(rank: RankAtEnd) -> list[Call]:
-    """Return non-DDP calls since the first forward pass under the current `Join`."""
+    """Return collectives that the script, not DDP, called since the first forward under `Join`."""
     calls = list(rank.calls)
     joined_at = max((index for index, call in enumerate(calls) if call.place == JOINED), default=-1)
     first = next((index for index, call in enumerate(calls) if index > joined_at and call.place == JOINING), len(calls))
@@ -356,7 +356,7 @@ def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
     """DDP403: collectives of several threads in one process group, ordered differently on each rank.
 
     Each thread makes the same calls on all ranks, but the ranks begin the calls of two threads in different orders. If
-    the order is the same, two threads of a rank must be waiting, since parts of object collectives may interleave.
+    the logged order is equal, two threads of a rank must be waiting: parts of object collectives may have interleaved.
     """
     for group in sorted({call.group for rank in ranks for call in rank.calls if call.thread}):
         by_rank = {rank.rank: [call for call in rank.calls if call.group == group] for rank in ranks}
@@ -428,7 +428,7 @@ def judge_wrapper_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
 
 
 def _wraps_unrelated(wrapper: WrapperBegun, first: WrapperBegun) -> bool:
-    """Return True if `wrapper` wraps an unrelated module, not a variant of `first`."""
+    """Return True if wrappers hold different modules without a common parameter (name and shape)."""
     if wrapper.module == first.module or wrapper.description == first.description:
         return False
     params, first_params = ({(p.name, p.shape) for p in each.description.parameters} for each in (wrapper, first))

@@ -30,7 +30,7 @@ from ddpcheck.trace.positions import EndingFacts, Position, describe_ranks, dive
 
 
 def explain_by_death(facts: FailureFacts) -> list[Finding]:
-    """DDP404: first rank that died or exited, and ranks that failed equally. Runs last."""
+    """DDP404: ranks that died or exited first, in the same way. Runs last."""
     if not facts.ended or facts.ended[0].kind == "raised":
         return []
     return facts.new_ended_finding("DDP404", fix=_fix_of_death(facts.ended[0]))

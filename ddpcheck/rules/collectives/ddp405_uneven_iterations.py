@@ -48,7 +48,6 @@ from ddpcheck.trace.positions import (
 
 
 def _activities_clause(facts: EndingFacts, ranks: Sequence[int]) -> str:
-    """Return the end of a sentence that says what `ranks` are doing."""
     activities = {rank.doing for rank in facts.ranks if rank.rank in ranks}
     if len(activities) > 1:
         return f" ({describe_ranks(facts, ranks)})"
@@ -99,7 +98,7 @@ def _fix_of_loader(facts: EndingFacts) -> str:
 
 
 def _has_rank_ahead(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
-    """Return True if, in pass `key`, a rank trains beyond another rank's last batch."""
+    """Return True if a rank trains beyond another rank's last batch (loader pass `key`)."""
     ended = [p.batches for p in passes.values() if p.exhausted]
     if not ended or max(p.batches for p in passes.values()) <= min(ended):
         return False

@@ -62,7 +62,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
 
 
 def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
-    """Return True if ranks order equal values differently, apart from slots filled by rank."""
+    """Return True if ranks order the same values differently; False if fill values moved."""
     if len(set(values)) == 1 or len({tuple(sorted(rank_values)) for rank_values in values}) > 1:
         return False
     moved = [value for column in zip(*values, strict=True) if len(set(column)) > 1 for value in column]

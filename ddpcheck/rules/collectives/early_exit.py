@@ -166,7 +166,7 @@ def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Positio
 
 
 def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
-    """Return `stayer`'s current backward pass, or the next pass if `stayer` is in forward."""
+    """Return the backward pass that `stayer` is in, or that follows its current forward."""
     if stayer.call is None:
         return None
     if stayer.call.operation != DDP_FORWARD:
@@ -219,7 +219,7 @@ def _has_as_many_backwards(leaver: RankAtEnd, stayer: Position) -> bool:
 
 
 def _common_backwards(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
-    """Yield backward passes that both ranks made after the forward at `pending.line`, latest first."""
+    """Yield both ranks' backward passes of the same forward call as `pending`, latest first."""
     for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
         backward, other_backward = backward_of(call), backward_of(other_call)
         if backward is not None and other_backward is not None and backward.line == other_backward.line == pending.line:

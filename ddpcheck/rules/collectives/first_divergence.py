@@ -32,7 +32,7 @@ def ranks_in_complete_collective(logs: Sequence[Sequence[Call]], inside: Mapping
 
 
 def mismatch_number(finding: Finding) -> int | None:
-    """Return the number of the mismatched collective that a finding's tags name, or None."""
+    """Return the call number of the first mismatched collective, read from `finding.tags`, or None."""
     numbers = [tag.removeprefix(DIVERGES_AT) for tag in finding.tags if tag.startswith(DIVERGES_AT)]
     return int(numbers[0]) if numbers else None
 
@@ -185,7 +185,7 @@ class _Comparison:
     def _has_extra_run(self, start: int) -> bool:
         """Return True if logs match after removing one sequence of calls at `start`.
 
-        Logs of ranks that take turns also match after a shift, but their calls have never paired up with equal calls.
+        False if ranks take turns: their logs also match after a shift, but no call has been paired with an equal call.
         """
         for length in range(1, _MAX_RUN + 1):
             later_pairs = zip(self._log[start + length :], self._peer_log[start:], strict=False)

@@ -43,7 +43,7 @@ RESUME_FUNCTION = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line
 
 @rule
 def judge_script(compilations: Compilations) -> list[Finding]:
-    """DDP522: functions that some ranks recompile or, after `MIN_STEPS`, compile to different graphs."""
+    """DDP522: functions that only some ranks recompile, or that ranks compile to different graphs."""
     graphs = judge_graphs(compilations.compiled) if compilations.steps >= MIN_STEPS else []
     return judge_recompilations(compilations.functions) + graphs
 

@@ -138,7 +138,7 @@ def _mention_groups(groups: Sequence[Sequence[int]]) -> list[str]:
 
 
 def _repeats_evenly(lists: Sequence[Sequence[int]]) -> bool:
-    """Return True if samples repeat equally often on neighbouring ranks, for repeated augmentation."""
+    """Return True if each sample repeats equally often on neighbouring ranks: repeated augmentation."""
     lengths = [len(list(group)) for _, group in itertools.groupby(itertools.chain(*zip(*lists, strict=True)))]
     return len(set(lengths[1:-1])) == 1 and lengths[1] > 1
 
@@ -327,7 +327,7 @@ def judge_streams(
 def judge_delayed_samples(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
     """DDP505: rank that gets another rank's samples a fixed number of steps later.
 
-    Not reported if there are only about as many batches as ranks: ranks may take turns, so that each gets every batch.
+    Not reported if there are only about as many batches as ranks: ranks may take turns with the same batches.
     `inputs`: by rank of a wrapper's group.
     """
     samples = batches_by_step(inputs)

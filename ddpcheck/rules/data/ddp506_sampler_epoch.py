@@ -113,7 +113,7 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _find_resumed_pass(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
-    """Return the pass that resumes an epoch, and its number of skipped, untrained samples."""
+    """Return the loader pass that resumes an epoch, and the number of lost samples."""
     trained = [loader for loader in loaders if loader.trains and not loader.replaces]
     for kind in dict.fromkeys((loader.dataset, loader.size) for loader in trained):
         epochs = [loader for loader in trained if (loader.dataset, loader.size) == kind]
@@ -124,7 +124,7 @@ def _find_resumed_pass(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] 
 
 
 def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, next_passes: Sequence[LoaderPass]) -> int:
-    """Count skipped samples not trained on in the previous pass; 0 if orders match."""
+    """Count lost samples, which `loader` skips and the previous pass did not train on."""
     count = loader.skipped * loader.batch_size
     passed = set(loader.indices[:count])
     # one more batch is no evidence: a prefetching loader takes the next batch early

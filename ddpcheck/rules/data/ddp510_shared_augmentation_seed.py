@@ -182,7 +182,6 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _may_fill_tensor(count: int, sizes: set[int]) -> bool:
-    """Return True if `count` random numbers may fill a tensor of one of `sizes`."""
     with_block = {size + RANDN_BLOCK for size in sizes if size > RANDN_BLOCK and size % RANDN_BLOCK}
     return count > 1 and count % MT_STATE_SIZE in {size % MT_STATE_SIZE for size in sizes | with_block}
 

@@ -77,7 +77,6 @@ def judge_unused_samples(loader: Loader) -> list[Finding]:
 
 
 def _takes_at_most_half(p: LoaderPass) -> bool:
-    """Return True if a loader pass takes about half of its shard or less."""
     return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.num_samples + p.batch_size
 
 

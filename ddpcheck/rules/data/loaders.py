@@ -35,7 +35,10 @@ _JUDGES_IN_ORDER: Sequence[Sequence[_Judge]] = (
 def explain_loaders(
     passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()
 ) -> Iterator[tuple[_Judge | None, Finding]]:
-    """Yield (judge, finding) pairs for each loader; `passes` are by rank."""
+    """Yield (judge, finding) pairs on data loaders; the judge is None for resumed training.
+
+    Of the judges of one problem, only the first that finds something reports. `passes`: loader passes by rank.
+    """
     if len(passes) > 1:
         yield from ((None, finding) for finding in ddp506.judge_resumed(passes) or ddp506.judge_restarted(passes))
     for loader in match_loaders(passes, ranks):

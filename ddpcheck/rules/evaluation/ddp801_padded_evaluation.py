@@ -95,7 +95,7 @@ _Evidence = tuple[str, Location | None]
 
 
 def _find_collective_of_counts(evals: Sequence[RankEvaluation], metrics: Sequence[RankMetric]) -> _Evidence | None:
-    """Find a collective whose inputs are the ranks' sample counts, or means over samples."""
+    """Find evidence of duplicates: a collective gets the ranks' sample counts or sample means."""
     samples = [ev.samples for ev in evals]
     calls = list(exchanged_numbers(evals))
     numbers = evals[0].results.numbers
@@ -115,7 +115,7 @@ def _find_collective_of_counts(evals: Sequence[RankEvaluation], metrics: Sequenc
 
 
 def _find_count_over_all(evals: Sequence[RankEvaluation]) -> _Evidence | None:
-    """Find a shown number that is a count divided by all gathered rows."""
+    """Find evidence of duplicates: a count shown as fraction of all gathered rows."""
     total = sum(ev.samples for ev in evals)
     for ev in evals:
         gathers = [call for call in ev.exchanged if call.during and "gather" in call.operation]
@@ -128,7 +128,7 @@ def _find_count_over_all(evals: Sequence[RankEvaluation]) -> _Evidence | None:
 
 
 def _find_mean_over_all(evals: Sequence[RankEvaluation]) -> _Evidence | None:
-    """Find a shown accuracy or mean over all gathered rows, duplicates included."""
+    """Find evidence of duplicates: a shown accuracy or mean over all gathered rows."""
     gathered = gathered_labels(evals)
     results: list[tuple[Location | None, list[list[float]]]] = [
         (first.location, [[*map(float, map(eq, *rows))] for rows in zip(first.rows, second.rows, strict=True)])

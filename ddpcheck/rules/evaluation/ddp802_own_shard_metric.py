@@ -48,7 +48,7 @@ LEAST_DIFFERENCE = 1e-4  # relative, of a metric that differs between ranks
 
 @rule
 def judge_shard_metric(evaluations: Evaluations) -> list[Finding]:
-    """DDP802: metric of one shard, evaluated by all ranks or by some ranks only."""
+    """DDP802: metric of one rank's shard, shown as if of the whole dataset."""
     complete = evaluations.complete
     loops = dict.fromkeys(evaluation.loop for evaluation in complete)
     findings = [finding for loop in loops for finding in judge_rank_shard([e for e in complete if e.loop == loop])]
@@ -125,12 +125,11 @@ def _numbers_not_on_all_ranks(
 
 
 def _bits_by_value(matches: Sequence[_Match]) -> dict[float, float]:
-    """Return the evidence, in bits, of one match for each distinct metric value."""
+    """Map each distinct metric value to the evidence of one match, in bits."""
     return {float(f"{metric.values[0]:.5g}"): bits for bits, _, _, metric in matches}
 
 
 def _is_only_of_rank(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
-    """Return True if a number is the metric of `rank` only."""
     expected = metric.values[rank]
     return shows(number, expected) and all(
         abs(value - expected) > LEAST_DIFFERENCE * abs(expected)
@@ -152,7 +151,7 @@ def _is_metric_shared(evals: Sequence[RankEvaluation], rank: int, shown: MetricS
 
 
 def _exchanges_metric(exchanged: ResultExchanged, ev: RankEvaluation, rank: int, metric: RankMetric) -> bool:
-    """Return True if a collective gets the metric, or two inputs with this quotient."""
+    """Return True if a collective gets the metric, or its numerator and denominator."""
     count = ev.results.numbers.get(metric.key, metric.values[rank])
     table = ev.results.tables.get(metric.key)
     if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):
@@ -190,7 +189,7 @@ def _rank_shard_finding(rank: int, shown: MetricShown, evals: Sequence[RankEvalu
 
 
 def judge_single_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP802: metric of a shard, if other shards of the sampler are not evaluated."""
+    """DDP802: metric of a sampler's shard, while no rank evaluates the other shards."""
     for evaluation in evaluations:
         for index, (rank, ev) in enumerate(evaluation.by_rank.items()):
             parts = ev.loader.replicas

@@ -174,7 +174,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 
 
 def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
-    """Report gradients of unwrapped parameters that differ only by a factor per rank (DDP301)."""
+    """Report gradients that the script averages, then scales differently on each rank (DDP301)."""
     for by_rank in steps:
         names = [name for name in by_rank[0].local_params if gradients_differ(by_rank, name)]
         if len(names) < 2 or len(names_scaled(names, by_rank)) < len(names):
@@ -312,7 +312,7 @@ def _averaged_captures(rank: RankTrace, wrapper: int) -> dict[int, ReplicaCaptur
 
 
 def _unaveraged_replicated(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
-    """Return unaveraged parameters that are equal in the first step and never later."""
+    """Return never averaged parameters that are equal on ranks in the first step only."""
     steps = aligned(captured)
     if len(steps) < MIN_SPLIT_STEPS:
         return []

@@ -105,7 +105,7 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
 
 
 def describe_rounding(finding: Finding, hook: str, error: float) -> str:
-    """Return a finding's message; a DDP302 message gets the communication hook's rounding error."""
+    """Return a finding's message, preceded in a DDP302 by the communication hook's rounding error."""
     rounding = f"what {hook} rounds away is up to {error:.2g} of a gradient: " if finding.code == "DDP302" else ""
     return rounding + finding.message
 

@@ -119,7 +119,7 @@ def judge_schedule_steps(rank_steps: Steps) -> list[Finding]:
 def skipped_steps_finding(
     rank_steps: Steps, ranks: Sequence[int], action: str, label: str, counts: Sequence[int]
 ) -> list[Finding]:
-    """Create a DDP508 at the only line that may skip steps, else at `step()`."""
+    """DDP508: optimizer steps that `ranks` skip, at the skipping line if unique, else `step()`."""
     step, lines = rank_steps[0].location, rank_steps[0].left_out_at
     reasons = [f"{line} may leave it out" for line in lines]
     if len(lines) == 1:
@@ -178,7 +178,7 @@ def shift_finding(
 
 @rule
 def judge_wrapper_paces(loop: Loop) -> list[Finding]:
-    """Report skipped passes by `judge_shifts`, for the first wrapper that has findings (DDP508)."""
+    """Report skipped backward passes or batches of the first wrapper that has any (DDP508)."""
     return next(filter(None, map(judge_shifts, loop.paces)), [])
 
 

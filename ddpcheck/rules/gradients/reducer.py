@@ -116,7 +116,7 @@ def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> lis
 
 
 def describe_compiled(evidence: Sequence[CompiledStep]) -> str:
-    """Describe the steps run under `torch.compile`."""
+    """Return a sentence on the effect of `torch.compile` on the checked steps."""
     if not evidence:
         return "torch.compile was not run: everything is checked as the code is written"
     errors = [difference.error for item in evidence for difference in item.differences]

@@ -130,7 +130,7 @@ def _group_reports(wrapper: WrapperTrace) -> _Reports:
 
 
 def _judge_steps(facts: ScriptFacts, wrapper: WrapperTrace, reports: _Reports) -> tuple[ReportedCauses, dict[str, int]]:
-    """Judge all steps; also map buffers that differ only later to their first step."""
+    """Judge all steps; also map buffers that begin to differ later to that step."""
     info, entries = wrapper.made, [*chain.from_iterable(wrapper.events(StepsReported))]
 
     def locate(finding: Finding) -> Finding:
@@ -177,7 +177,7 @@ def _optimizer_step_line(facts: ScriptFacts, name: str) -> Location | None:
 
 
 def collect_later_buffers(more: dict[str, int], reported: Sequence[Finding], new: Sequence[Finding], step: int) -> None:
-    """Add buffers that first differ in `step` to `more`, if other buffers were reported."""
+    """Add (buffer, `step`) to `more` for newly differing buffers, if other buffers were reported."""
     known = {name for finding in reported if RULES[finding.code].buffers_only for name in finding.subjects}
     for finding in new if known else ():
         for name in finding.subjects if RULES[finding.code].buffers_only else ():

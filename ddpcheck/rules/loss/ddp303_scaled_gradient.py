@@ -292,7 +292,7 @@ def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
 def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     """Report loss terms whose gradient is a constant times the single-process gradient (DDP303).
 
-    Requires `facts.world_changed`. Runs after non-differentiable collectives, which can cause a constant factor too.
+    Requires that a shard's gradients change without a process group. Runs after non-differentiable collectives.
     """
     analysis = facts.analysis
     scaled = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]

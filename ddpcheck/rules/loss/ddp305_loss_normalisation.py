@@ -253,13 +253,13 @@ def judge_rank_weights(passes: Passes) -> list[Finding]:
 
 
 def _known_weight(term: ScaledTerm) -> float:
-    """Return a term's factor if it is a product of known numbers, else 0."""
+    """Return a loss term's factor if recorded multipliers and divisors explain it, else 0."""
     known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
     return known if abs(known - abs(term.factor)) < CONSTANT_TOLERANCE * known else 0.0
 
 
 def _keeps_ratio(numbers: Sequence[Sequence[float]]) -> bool:
-    """Return True if a rank's numbers are nearly proportional to rank 0's numbers."""
+    """Return True if one rank's numbers stay proportional to rank 0's in all passes."""
     for rank in range(1, len(numbers[0])):
         ratios = [math.log(by_rank[rank] / by_rank[0]) for by_rank in numbers]
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
@@ -303,7 +303,7 @@ def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
 
 
 def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
-    """Return the severity of weights, by step and rank, that differ between ranks."""
+    """Return the severity of the ranks' unequal loss weights (`steps`: by step and rank)."""
     steps = [step for step in steps if step and min(step) > 0]
     if not steps:
         return Severity.WARNING

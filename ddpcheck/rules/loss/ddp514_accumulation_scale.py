@@ -42,7 +42,7 @@ from ddpcheck.trace.losses import FEWEST_PASSES, LossesByRank, UnequalTargets, t
 
 
 def judge_targets_of_micro_batches(unequal: UnequalTargets) -> list[Finding]:
-    """Report weights of targets that differ between micro-batches of a step (DDP514)."""
+    """Report targets that weigh more in some micro-batches of a step (DDP514)."""
     if not unequal.is_in_rank:
         return []
     return new_finding(

@@ -30,6 +30,6 @@ def _explain_scale(losses: Losses) -> list[Finding]:
 
 
 def judge_target_weights(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
-    """Report unequal weights of targets (DDP305, 514); micro-batches are by rank."""
+    """Report targets that the loss weights unequally, by rank or micro-batch (DDP305, 514)."""
     unequal = unequal_targets(ranks)
     return judge_targets_of_ranks(unequal) or judge_targets_of_micro_batches(unequal) if unequal else []

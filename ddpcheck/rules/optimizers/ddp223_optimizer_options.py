@@ -60,7 +60,7 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
 
 
 def _drop_rank_options(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Drop options whose value on each rank is the number of this rank."""
+    """Drop options whose value is the rank number on every rank: different on purpose."""
     numbers = {name for name in options[0] if all(opts.get(name) == str(rank) for rank, opts in enumerate(options))}
     return [{name: value for name, value in opts.items() if name not in numbers} for opts in options]
 

@@ -31,7 +31,7 @@ from ddpcheck.trace.parameters import MissingGroup
 
 
 def judge_cut(group: MissingGroup) -> list[Finding]:
-    """DDP103: parameters whose path to the loss is cut."""
+    """DDP103: parameters whose autograd path to the loss is cut, e.g. by `detach()`."""
     end = group.end
     message = f"The path from {group.subjects} to the loss is cut by {end.reason}{group.where}."
     begins = [f"{end.reason} begins at {end.no_grad_location}"]

@@ -59,7 +59,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
 
 
 def _drop_weak(stat: RunningStatistic) -> RunningStatistic:
-    """Discard the evidence (`equations=0`) if samples leave too many changes of `stat` unexplained."""
+    """Return `stat` without evidence (`equations=0`) if samples do not explain enough of its changes."""
     return stat if stat.unexplained_moves <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
 
 

@@ -118,7 +118,7 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], noun: str) ->
 
 
 def _shorten_lists(name: str, values: Sequence[str]) -> list[str]:
-    """Shorten lists of parameters to differing names, or to the first differing position."""
+    """Shorten parameter lists of ranks to what differs: the names, or the first position."""
     if not name.endswith((" parameters", " order")):
         return list(values)
     lists = [value.split(", ") for value in values]

@@ -85,7 +85,7 @@ def judge_evaluations(
 
 
 def _distance_of_means(uses: Sequence[EvalCall]) -> float:
-    """Return the largest distance between running means, in standard deviations."""
+    """Return how far the ranks' BatchNorm running means are apart, in standard deviations."""
     statistics = [use.statistics for use in uses]
     half = len(statistics[0]) // 2
     if not half or any(len(stats) != 2 * half for stats in statistics):

@@ -96,7 +96,7 @@ def _ranks_in_rarer_mode(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
 
 
 def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
-    """Relocate a finding to the `eval` call on its ranks, else on all ranks."""
+    """Relocate a finding on train/eval mode to the `eval()` call that set the mode."""
     if MODE not in finding.message:
         return finding
     last_step = finding.steps[0] if finding.steps else 0

@@ -265,7 +265,7 @@ def reword_as_never_averaged(finding: Finding) -> Finding:
 
 
 def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
-    """Reword a DDP306 whose first step and cause are unknown, found after `step` steps."""
+    """Reword a DDP306 of which only the state after `step` steps is known."""
     if finding.code != "DDP306":
         return finding
     diverged = differing_names([item.parameters for item in values])

@@ -159,7 +159,7 @@ _FIX_OF_LOAD = "Load before wrapping, or without assign=True, which replaces the
 
 
 def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Finding]:
-    """DDP503: parameters of a wrapped module that the wrapper does not know."""
+    """DDP503: parameters added or unfrozen after wrapping, which the wrapper does not know."""
     was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
     return new_finding(
         "DDP503",
@@ -172,7 +172,7 @@ def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Fi
 
 
 def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Return True if the script itself averages the gradients of a DDP503's parameters."""
+    """Return True if the script itself averages gradients of parameters that `finding` names."""
     if finding.code != "DDP503":
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):

@@ -71,8 +71,8 @@ def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
 def judge_local_writes(changes: Changes, kept: Sequence[Mapping[str, int]]) -> list[Finding]:
     """DDP515: shards written before the first forward pass on some ranks only.
 
-    Each rank has a different shard, so ranks cannot compare their values. `kept`: by rank, the parameters that still
-    have their values from sharding.
+    Each rank has a different shard, so ranks cannot compare their values. `kept`: by rank, the parameters whose values
+    have not changed since `fully_shard`.
     """
     early = [
         (rank, change)

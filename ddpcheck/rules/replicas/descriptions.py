@@ -65,7 +65,7 @@ def compare_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
 
 
 def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:
-    """Compare requires_grad after `step`, and also buffers if the wrapper broadcasts buffers."""
+    """Compare requires_grad between ranks after `step`, and buffers if the wrapper broadcasts buffers."""
     findings = judge_requires_grad([description.parameters for description in descriptions])
     findings += compare_buffers(descriptions) if broadcasts else []
     why = f"equal on all ranks before; the forward or backward pass of step {step} changed it"
@@ -160,7 +160,7 @@ def _prefixes_of(name: str) -> list[str]:
 
 
 def _registration_line(wrapper: WrapperBegun, name: str) -> Location | None:
-    """Return the line that registers a module or tensor, else its nearest parent's line."""
+    """Return the line that registers `name` or, if unknown, its nearest parent module."""
     description = wrapper.description
     names = {tensor.name for tensor in (*description.parameters, *description.buffers)}
     if name not in names.union(module[0] for module in description.modules):
@@ -188,7 +188,7 @@ def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason |
 
 
 def explain_missing_modules(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
-    """Explain missing modules by a variable equal to their number, or by differing classes."""
+    """Explain missing modules by a variable that sets their number, or by differing classes."""
     path = _outermost_difference(finding, wrappers)
     parent = path.rpartition(".")[0]
     counts = [sum(m[0].rpartition(".")[0] == parent and m[0] != "" for m in w.description.modules) for w in wrappers]
@@ -221,7 +221,7 @@ _EXPLANATIONS = {SET: explain_missing_modules, ORDER: explain_order, SHAPE: expl
 
 
 def _reason_for(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
-    """Find a variable that differs from `sizes` by the same constant on every rank."""
+    """Explain `sizes`, by rank, by a variable with the same differences between ranks."""
     by_name = [group_by(wrapper.sizes, lambda variable: variable.name) for wrapper in wrappers]
     candidates: list[tuple[int, bool, int, SizedVariable, str]] = []
     for index, (name, variables) in enumerate(by_name[0].items()):

@@ -25,9 +25,9 @@ from ddpcheck.trace.script_facts import PartSteps
 def model_groups_of_recipe(
     local: Sequence[LocalStep], parameters: Sequence[Mapping[str, int]]
 ) -> list[tuple[int, ...]]:
-    """Return the ranks of each model, if a recipe's `model` splits layers over ranks.
+    """Return the groups of ranks that compute one model together (tensor parallelism).
 
-    Such ranks have the same samples, different parameters, and a common collective in an autograd function.
+    Ranks of a group have the same samples, different parameters, and a common differentiable collective.
     """
     groups = {call.members for item in local for call in item.forward_calls if call.differentiable}
     models = [
@@ -48,7 +48,7 @@ def judge_hand_splits(split: HandSplit) -> list[Finding]:
 def judge_model_parts(
     steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit, *, wrapped: bool = False
 ) -> list[Finding]:
-    """Judge one optimizer's steps on the ranks of a split model."""
+    """Judge an optimizer's steps on `ranks`, which compute one model together."""
     return (
         ([] if wrapped else judge_parts_without_optimizer(steps, ranks, split))
         or judge_values(steps, ranks, split)
@@ -58,7 +58,7 @@ def judge_model_parts(
 
 
 def describe_split(models: Sequence[tuple[int, ...]]) -> str:
-    """Describe which ranks compute a model together, and how `shard` divides samples among models."""
+    """Describe which ranks compute a model together, and how the recipe's `shard` divides samples."""
     several = f"shard is given a rank's place among the {len(models)} models, which are trained data parallel"
     return (
         f"tensor parallelism: {', '.join(map(format_ranks, models[:4]))}{' ...' if len(models) > 4 else ''} compute a "
@@ -68,7 +68,7 @@ def describe_split(models: Sequence[tuple[int, ...]]) -> str:
 
 
 def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[tuple[int, ...]]) -> list[Finding]:
-    """DDP306: `judge_counted_norms` on the gradient norms of a recipe's steps."""
+    """DDP306: clipping norms in a recipe's steps that count replicated parameters once per rank."""
     by_step: dict[int, dict[int, PartStep]] = {}
     for item in evidence:
         if isinstance(item, ShardedStep) and item.norms:
@@ -82,7 +82,7 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
 
 @rule
 def judge_groups(parts: ModelParts) -> list[Finding]:
-    """Return findings on samples, else steps, else gradient norms of ranks sharing a model."""
+    """Judge ranks sharing a model: samples, steps, gradient norms, until any has findings."""
     facts, steps = parts.facts, parts.steps
     groups, wrapped, inputs = list(facts.model_groups), bool(facts.wrappers), facts.events(Inputs)
     data_findings, step_findings = [], []

@@ -56,7 +56,7 @@ def judge_state(
 ) -> list[Finding]:
     """Judge state that diverges between ranks in the steps.
 
-    `start`: parameters before the first step, by rank. `gradients_differ`: True if this explains diverged parameters.
+    `start`: parameters before step 0, by rank. `gradients_differ`: True if gradients explain diverged parameters.
     """
     facts = ReplicaFacts(group_by_step(evidence), start, known)
     return [
@@ -187,7 +187,7 @@ def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptu
 
 
 def locate_change(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
-    """Relocate a finding to the change of the wrapped module, by its rule's `relocate`."""
+    """Relocate a finding to the line changing the module, if the rule has `relocate`."""
     relocate: Callable[..., Finding] | None = getattr(_rule_module(finding.code), "relocate", None)
     return relocate(finding, changes, wrapped_at) if relocate else finding
 

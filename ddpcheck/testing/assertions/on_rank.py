@@ -261,7 +261,6 @@ def _first_true_index(mask: torch.Tensor) -> tuple[int, ...]:
 
 
 def _with_canonical_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with one bit pattern for zero and one for NaN."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -169,7 +169,6 @@ def _read_innermost(environ: Mapping[str, str]) -> LauncherEnv | None:
 
 
 def _launchers_present(environ: Mapping[str, str]) -> list[_Variables]:
-    """Return the launchers whose variables are set, innermost first."""
     flags = {
         _TORCHRUN: "TORCHELASTIC_RUN_ID" in environ,
         _OPEN_MPI: _OPEN_MPI.rank in environ,

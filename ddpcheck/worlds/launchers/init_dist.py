@@ -320,7 +320,7 @@ class _Rendezvous:
     def gather(self, what: str, data: str = "", close_file: Callable[[], None] = lambda: None) -> list[str]:
         """All-gather `data` in rank order; raise if a rank is late, failed or lost.
 
-        Rank 0 calls `close_file` when all ranks have arrived, before any rank can continue or retry.
+        Rank 0 calls `close_file` when all ranks have arrived, before any rank can continue, or retry after a failure.
         """
         keys = [f"{what}/{rank}" for rank in range(self.launch.world_size)]
         try:
@@ -338,7 +338,7 @@ class _Rendezvous:
             ) from error
 
     def _wait_for_keys(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
-        """Wait for the keys in `names`; on timeout all ranks raise, naming late ranks."""
+        """Wait for the keys in `names`; after a timeout, all ranks raise `HangError`."""
 
         def check(_missing: list[int]) -> None:
             if self.store.has(_FAILED):

@@ -50,7 +50,8 @@ _numbers = itertools.count(1)  # of worlds
 def local_fields(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
     """Return the `RankConfig` fields local_rank, local_world_size and sharing, for each rank.
 
-    `sharing` counts ranks that see the same GPUs; some launchers, such as `srun --gpus-per-task=1`, hide other GPUs.
+    `sharing` is (index, count) among the ranks that see the same GPUs as this rank. Some launchers, such as
+    `srun --gpus-per-task=1`, hide GPUs from ranks.
     """
     rows = []
     for hello in hellos:
@@ -156,7 +157,7 @@ class _FollowerLink:
         self._thread.start()
 
     def directory_for(self, directory: str) -> str:
-        """Return the scratch directory of a world on the follower's machine."""
+        """Return the follower's scratch directory for a world whose directory here is `directory`."""
         if self._folder is None:
             return directory
         return os.path.join(self._folder, f"{os.path.basename(directory)}-{self.rank}")

@@ -106,7 +106,7 @@ class RankGroup:
             self.gone[0] = describe_exit(0, follower.welcome.pid if follower.welcome.shared else None)
 
     def _watch_launcher(self, launcher: int) -> None:
-        """Terminate this process, even if it hangs, when its launcher is gone."""
+        """Terminate this process when its launcher has exited, even if this process hangs."""
         while os.getppid() == launcher or self.launch.launcher == BY_HAND:
             if self._released.wait(_LOOK):
                 return
@@ -118,7 +118,7 @@ class RankGroup:
     # --- Gathering --------------------------------------------------------------------------------------------------
 
     def begin(self, label: str) -> None:
-        """Begin the epoch `label`, such as a test; order is equal on all ranks."""
+        """Begin the epoch `label`, such as a test; ranks begin epochs in equal order."""
         self.epoch = Epoch(self.epoch.number + 1, label)
         with contextlib.suppress(StoreGoneError):
             self.store.put(f"at/{self.rank}", label.encode())
@@ -142,7 +142,7 @@ class RankGroup:
     def end(self, value: object, *, timeout: float) -> list[Any]:
         """End the epoch with a `gather`, even on ranks whose earlier `gather` raised.
 
-        A timeout sets `broken`.
+        After a timeout, the group is `broken`: no later `gather` is possible.
         """
         self._raise_if_unusable()
         self.epoch.out_of_step = None
@@ -292,7 +292,6 @@ class RankGroup:
             self._release()
 
     def _has_remaining_ranks(self) -> bool:
-        """Return True if a rank other than 0 has neither left nor exited."""
         return not all(rank in self.gone or self.store.has(f"left/{rank}") for rank in range(1, self.world_size))
 
     def _release(self) -> None:

@@ -151,7 +151,6 @@ def gather(
 
 
 def _listen(address: str) -> socket.socket:
-    """Return a listening socket on a free port; address '' means all interfaces."""
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
     return socket.create_server((address, 0), backlog=128)
