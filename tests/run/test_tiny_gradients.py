@@ -38,7 +38,8 @@ for loop, scale in (arguments.split() for arguments in sys.argv[1:]):
 
 
 @pytest.mark.slow
-def test_gradients_below_the_smallest_normal_number_are_clean(tmp_path: Path) -> None:
-    run = run_script(tmp_path, SCRIPT, "accumulate 1e-41", "flat 1e-42", "shards 1e-43", "half 1e-6")
+@pytest.mark.parametrize("loop", ["accumulate 1e-41", "flat 1e-42", "shards 1e-43", "half 1e-6"])
+def test_gradients_below_the_smallest_normal_number_are_clean(loop: str, tmp_path: Path) -> None:
+    run = run_script(tmp_path, SCRIPT, loop)
     assert (run.code, run.report["status"]) == (0, "clean"), run.stderr
     assert run.checks["ranks"][1].startswith("2 ranks (gloo), ")
