@@ -193,9 +193,7 @@ def are_repeated_on_ranks(first: Sequence[LoaderPass]) -> bool:
 
 def are_disjoint_shares(first: Sequence[LoaderPass]) -> bool:
     """Return True if the ranks' datasets are disjoint shares of one array."""
-    parts = all(
-        loader.base_rows > 0 and is_one_share(loader, len(first)) and has_distinct_rows(loader) for loader in first
-    )
+    parts = all(p.base_rows > 0 and is_one_share(p, len(first)) and has_distinct_rows(p) for p in first)
     return len(first) > 1 and parts and are_disjoint([loader.rows for loader in first])
 
 

@@ -178,9 +178,7 @@ def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
 
     In this case each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
     """
-    own_losses = [
-        loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.late_wrappers
-    ]
+    own_losses = [o for entries in losses for o in entries if wrapper in o.wrappers or wrapper in o.late_wrappers]
     micro_batches = {loss.step: loss.number + 1 for loss in own_losses}  # by step
     terms: dict[tuple[int, int], list[ScaledTerm]] = {}
     for entry in own_losses:
@@ -207,9 +205,7 @@ def divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | 
     size = float(len(losses))
     if any(loss.has_hooks for loss in losses):
         return None
-    for numbers in zip(
-        *([number for number in loss.allreduce_inputs if not number.members] for loss in losses), strict=False
-    ):
+    for numbers in zip(*([n for n in loss.allreduce_inputs if not n.members] for loss in losses), strict=False):
         total = sum(number.value for number in numbers)
         terms = [
             (term, term.kind == "sum" or _contains_near(number.value, term.multipliers))

@@ -49,8 +49,7 @@ class WrapperTrace:
     def events(self, kind: type[_Kind]) -> list[list[_Kind]]:
         """Return log entries of type `kind` about this wrapper, by rank of its group."""
         return [
-            [entry for entry in entries_of(rank, kind) if getattr(entry, "wrapper", None) == self.number]
-            for rank in self.ranks
+            [e for e in entries_of(rank, kind) if getattr(e, "wrapper", None) == self.number] for rank in self.ranks
         ]
 
     @property

@@ -47,8 +47,8 @@ from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, 
 from ddpcheck.rules.gradients.wrappers import add_later_buffers, collect_later_buffers
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_second_sum, judge_sums
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_reduced_in_place
-from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_param_sets
-from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_foreign_optimizer, name_wrapped_module
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_params
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_foreign, name_wrapped_module
 from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics
 from ddpcheck.rules.optimizers.script_optimizers import judge_shard_states, judge_unsynchronized, reduces_in_step
 from ddpcheck.rules.program.ddp512_checkpoint_race import judge_files
@@ -329,9 +329,9 @@ def test_options_of_optimizers(steps: Any, code: str, line: Location | None, ran
 
 def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
     apart = [step(ddp_params=("0/a", "0/b"), built_at=LINE), step(ddp_params=("0/b", "0/c"))]
-    assert_says(judge_param_sets(apart), "DDP223 ... at train.py:30 ... its parameters: rank 0: a; rank 1: c")
-    assert judge_param_sets([step(ddp_params=("0/a", "0/b")), step(ddp_params=("0/b", "0/a"))]) == []
-    assert judge_param_sets([step(ddp_params=("0/a",)), step(ddp_params=())]) == []
+    assert_says(judge_params(apart), "DDP223 ... at train.py:30 ... its parameters: rank 0: a; rank 1: c")
+    assert judge_params([step(ddp_params=("0/a", "0/b")), step(ddp_params=("0/b", "0/a"))]) == []
+    assert judge_params([step(ddp_params=("0/a",)), step(ddp_params=())]) == []
 
 
 def test_a_rank_that_skips_a_step() -> None:
@@ -517,9 +517,9 @@ def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
 
 def test_an_optimizer_of_tensors_that_no_module_has() -> None:
     steps = [[step(loose_params=("? 0 (4,)",), built_at=OTHER_LINE), step(built_at=OTHER_LINE)]]
-    assert_says(judge_foreign_optimizer(steps, {"0/w": False}, set()), "DDP504 ... at bar.py:4")
-    assert not judge_foreign_optimizer(steps, {"0/w": True}, set())  # master copies, written back
-    assert not judge_foreign_optimizer([[step(), step()]], {"0/w": False}, set())
+    assert_says(judge_foreign(steps, {"0/w": False}, set()), "DDP504 ... at bar.py:4")
+    assert not judge_foreign(steps, {"0/w": True}, set())  # master copies, written back
+    assert not judge_foreign([[step(), step()]], {"0/w": False}, set())
 
 
 def test_which_of_two_models_it_is_that_never_moves() -> None:
@@ -527,7 +527,7 @@ def test_which_of_two_models_it_is_that_never_moves() -> None:
     wrappers = [SimpleNamespace(number=number, made=one) for number, one in enumerate(made)]
     facts: Any = SimpleNamespace(wrappers=wrappers, moved={"0/w": True, "1/w": False})
     steps = [[step(loose_params=("? 0 (4,)",)), step()]]
-    (found,) = name_wrapped_module(judge_foreign_optimizer(steps, facts.moved, {"0/w"}), facts.wrappers, facts.moved)
+    (found,) = name_wrapped_module(judge_foreign(steps, facts.moved, {"0/w"}), facts.wrappers, facts.moved)
     assert found.evidence[0] == "of Other, which is wrapped at train.py:5"
     facts.wrappers = wrappers[:1]
     assert name_wrapped_module([found], facts.wrappers, facts.moved) == [found]

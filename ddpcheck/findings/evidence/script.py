@@ -61,9 +61,7 @@ class LoaderPass(Entry, frozen=True):
     base_rows: int = 0  # rows of the array of which the dataset has a part; -1 for file names or texts
     # fingerprints of the first samples, by attribute of the dataset
     samples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    earlier_draws: int = (
-        0  # digest of earlier global random draws at construction of the loader or sampler; 0 if unknown
-    )
+    earlier_draws: int = 0  # digest of global random draws before the sampler was constructed; 0 if unknown
     replicas: int = 0  # number of ranks that torch's sampler splits the data between
     # digests of plain attributes of the dataset in this process when the pass begins
     state: Mapping[str, int] = field(default_factory=dict)
@@ -126,9 +124,7 @@ class OptimizerStep(Entry, frozen=True):
     # class and group options, without parameters (which differ if sharded)
     options: Mapping[str, str]
     location: Location | None  # line of the script
-    ddp_params: tuple[
-        str, ...
-    ] = ()  # wrapped parameters in the optimizer, with the number of the wrapper ("0/head.weight")
+    ddp_params: tuple[str, ...] = ()  # wrapped parameters, with the number of the wrapper ("0/head.weight")
     reductions: int = -1  # averaged backward passes of the wrappers of `ddp_params`; negative if there are none
     averaged: bool = False  # True if backward ran since the last step, and every pass was averaged
     unaveraged: tuple[str, ...] = ()  # parameters in wrappers that averaged nothing since the last step

@@ -252,10 +252,7 @@ def tolerances(
 def difference(
     name: str, got: torch.Tensor | None, want: torch.Tensor | None, *, scale: float, tolerance: float
 ) -> Difference:
-    """Compare gradient `got` with gradient `want`; a gradient that is None counts as zeros.
-
-    `scale`: norm that divides the error. `tolerance`: largest relative error that is accepted.
-    """
+    """Compare `got` with `want` relative to the norm `scale`; None counts as zeros."""
 
     def relative(size: float) -> float:
         return _to_finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)

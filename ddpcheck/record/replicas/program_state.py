@@ -69,9 +69,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._kinds: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # "training", "evaluation", "" (no call)
         self._first_tensors: dict[str, Callable[[], Any]] = {}  # first tensor, by path of a list or dictionary
         self._synchronized: Counter[int] = Counter()  # number of collectives, by memory address of a tensor
-        self._first_records: dict[
-            str, tuple[int, LocalModel]
-        ] = {}  # first record of a copy not seen again yet, by path
+        self._first_records: dict[str, tuple[int, LocalModel]] = {}  # first record of a copy not seen again, by path
         self._lasting_paths: set[str] = set()  # paths of containers whose first tensor stayed in the next step
         self._record_counts: Counter[str] = Counter()  # by path of a called module (no copy, no criterion)
 

@@ -159,9 +159,7 @@ class CheckRun(CheckWorlds):
         with self._phase("parameters", f"{words}: each rank alone"):
             needs_single = not (self.reference or self.state.single.skipped or self.state.steps.ranks_differ)
             saves = needs_single or self._large
-            self._all(
-                calls.local_step.begin_step, step, state if saves else None, shared=self._can_share_parameters(step)
-            )
+            self._all(calls.local_step.begin_step, step, state if saves else None, shared=self._can_share(step))
             shutil.rmtree(self.world.directory / f"state-{step - 1}.pt", ignore_errors=True)
             run_single = partial(self._start_single, partial(calls.single_process.run_step, step, state))
             future = run_single() if needs_single and not self._large else None
@@ -218,7 +216,7 @@ class CheckRun(CheckWorlds):
             self.state.steps.ddp_skipped = "not compared: each rank has parts of the model"
             self._skip_rest(self.state.steps.ddp_skipped)
 
-    def _can_share_parameters(self, step: int) -> bool:
+    def _can_share(self, step: int) -> bool:
         """Return True if ranks have equal parameters and can read them from one file."""
         ranks = [item for item in self.state.steps.ddp if item.step == step - 1] if step else self.state.wrapped
         equal = len(ranks) == self.asked.world_size and all(entry.parameters == ranks[0].parameters for entry in ranks)

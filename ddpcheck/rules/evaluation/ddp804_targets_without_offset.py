@@ -51,9 +51,7 @@ def judge_targets(evaluations: Evaluations) -> list[Finding]:
             if wrong and len(wrong) < len(group):
                 rank, use = next(iter(wrong.items()))
                 first, last = min(use.targets), max(use.targets)
-                loss_lines = {
-                    loss.step: loss.computed_at for loss in evaluations.losses[group[0]] if loss.computed_at is not None
-                }
+                loss_lines = {loss.step: loss.computed_at for loss in evaluations.losses[group[0]] if loss.computed_at}
                 line = use.loss or loss_lines.get(use.step)
                 return new_finding(
                     "DDP804",

@@ -167,9 +167,7 @@ def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged
     first, calls = steps[0][0], [step[0].collectives for step in steps]
     if averaged_by == "nothing" and all(before < later for before, later in itertools.pairwise(calls)):
         averaged_by = "collectives"
-        averaged = [
-            name for name in names if all(name in names_scaled(names, step) for step in steps)
-        ]  # by a local clip
+        averaged = [n for n in names if all(n in names_scaled(names, step) for step in steps)]  # by a local clip
         names = [name for name in names if name not in averaged] or names
     if averaged_by == "step":
         names = [name for name in names if all(gradients_differ(step, name) for step in steps)] or names

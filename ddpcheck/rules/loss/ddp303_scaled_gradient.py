@@ -73,11 +73,7 @@ SCALING_METHODS = (  # of a module sharded by fully_shard
 
 def judge_second_sum(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
     """Detect gradients that an all_reduce sums after DDP has averaged them (DDP303)."""
-    summed = [
-        by_rank
-        for by_rank in steps
-        if all(step.averaged and set(step.summed) & set(step.ddp_params) for step in by_rank)
-    ]
+    summed = [by_rank for by_rank in steps if all(s.averaged and set(s.summed) & set(s.ddp_params) for s in by_rank)]
     if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
         return []
     first = summed[0][0]

@@ -65,7 +65,7 @@ def _drop_rank_options(options: Sequence[Mapping[str, str]]) -> list[dict[str, s
     return [{name: value for name, value in opts.items() if name not in numbers} for opts in options]
 
 
-def judge_param_sets(first: Steps) -> list[Finding]:
+def judge_params(first: Steps) -> list[Finding]:
     """DDP223: optimizers that hold different parameters on each rank.
 
     Call only if parameters have diverged: a sharded optimizer, too, holds different parameters, but sends updates.
@@ -73,6 +73,4 @@ def judge_param_sets(first: Steps) -> list[Finding]:
     params = [{"its parameters": ", ".join(sorted(map(param_name, step.ddp_params)))} for step in first]
     if not all(step.ddp_params for step in first):
         return []
-    return [
-        replace(finding, location=first[0].built_at) for finding in judge_options("DDP223", params, "The optimizer")
-    ]
+    return [replace(f, location=first[0].built_at) for f in judge_options("DDP223", params, "The optimizer")]

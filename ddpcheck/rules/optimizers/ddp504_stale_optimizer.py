@@ -40,7 +40,7 @@ FEWEST_UNMOVED_STEPS = 3  # steps in which a parameter has a gradient and does n
 _ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 
-def judge_foreign_optimizer(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
+def judge_foreign(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
     """DDP504: parameters that never change, if the optimizer's tensors are in no module."""
     unknown = steps[-1][0].loose_params if steps else ()
     idle = [name for name, changes in moved.items() if not changes and name not in param_names]
@@ -90,9 +90,7 @@ def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapp
         return []
     first, options = steps[0][0], [rank_steps[0].options for rank_steps in steps]
     rates = {name for step_options in options for name in step_options if name.endswith(" lr")}
-    counts = Counter(
-        name for by_rank in steps for name in first.ddp_params if all(step.norms.get(name) for step in by_rank)
-    )
+    counts = Counter(n for by_rank in steps for n in first.ddp_params if all(step.norms.get(n) for step in by_rank))
     names = [name for name, times in counts.items() if name in moved and times >= FEWEST_UNMOVED_STEPS]
     stuck = [param_name(name) for name in names if not moved[name]]
     if not stuck or len(stuck) == len(names) or any({opts.get(name) for opts in options} <= _ZERO for name in rates):

@@ -19,12 +19,8 @@ from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_late_ave
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_equal_shard_state, judge_parts_reduced
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_second_sum, judge_sums
-from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_param_sets
-from ddpcheck.rules.optimizers.ddp504_stale_optimizer import (
-    judge_foreign_optimizer,
-    judge_unchanged_params,
-    name_wrapped_module,
-)
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_params
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_foreign, judge_unchanged_params, name_wrapped_module
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
 from ddpcheck.rules.parameters.ddp111_ignored_parameter import explain_by_missing_group
 from ddpcheck.rules.program.restored_state import locate_restored_file
@@ -74,15 +70,13 @@ def judge_optimizers(optimizers: Optimizers) -> list[Finding]:
         if not state_differs and not new:
             new = _judge_unwrapped(opt, facts) or judge_sums(opt.steps, facts.events(LossDifferentiated))
         findings += new + name_wrapped_module(
-            judge_foreign_optimizer(opt.steps, facts.moved, param_names), facts.wrappers, facts.moved
+            judge_foreign(opt.steps, facts.moved, param_names), facts.wrappers, facts.moved
         )
         findings += judge_unchanged_params(opt.steps, facts.moved) + judge_parts_reduced(opt.steps)
         findings += judge_schedule(opt.ends, len(facts.ranks))
         findings += judge_second_sum(opt.steps, len(facts.ranks))
     for first in () if findings else optimizers.first_steps:  # parameters may differ between ranks
-        findings += judge_optimizer_options([first]) or (
-            judge_param_sets(first) if facts.has_differing_parameters else []
-        )
+        findings += judge_optimizer_options([first]) or (judge_params(first) if facts.has_differing_parameters else [])
     return findings
 
 

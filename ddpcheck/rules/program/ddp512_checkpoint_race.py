@@ -48,12 +48,8 @@ def judge_files(program: Program) -> list[Finding]:
     uses = [[use for use in rank_uses if use.by_torch or use.path not in saved] for rank_uses in program.uses]
     for rank, use, other_rank, other_use in _concurrent_uses(uses):
         line = use.location if other_use.writes else other_use.location
-        if (
-            use.path in program.empty
-            or line in by_line
-            or other_use.has_waited
-            or (other_use.writes and use.has_waited)
-        ):
+        is_ordered = other_use.has_waited or (other_use.writes and use.has_waited)
+        if use.path in program.empty or line in by_line or is_ordered:
             continue
         if not (use.by_torch or other_use.writes) and _has_marker_file(use, other_use, uses[rank], uses[other_rank]):
             continue

@@ -52,9 +52,7 @@ def judge_copied_states(states: Sequence[Sequence[LocalModel]], changes: Changes
             state.is_called or len({str(state_then.values) for state_then in history.values()}) > 1
             for state, history in zip(last, histories, strict=True)
         )
-        kept = all(
-            not state.is_independent or state.values == end.values for state, end in zip(steps[-2], last, strict=True)
-        )
+        kept = all(not s.is_independent or s.values == end.values for s, end in zip(steps[-2], last, strict=True))
         # collectives may synchronise a copy again after its ranks diverge
         synced = all(end.syncs > state.syncs for state, end in zip(steps[diverged[0]], last, strict=True))
         if in_use and kept and not synced:

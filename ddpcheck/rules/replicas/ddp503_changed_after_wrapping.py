@@ -176,9 +176,7 @@ def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> b
     if finding.code != "DDP503":
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
-        steps = [
-            rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].local_params
-        ]
+        steps = [ranks for opt in facts.optimizers for ranks in opt.steps if name in ranks[0].local_params]
         agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
         if agree < _MIN_EQUAL_STEPS or any(gradients_differ(rank_steps, name) for rank_steps in steps):
             return False
