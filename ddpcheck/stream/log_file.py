@@ -24,7 +24,7 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
 class LogFile:
-    """Append-only file with a high descriptor number, which the script does not use."""
+    """Append-only file, with a descriptor number so high that the script never gets it."""
 
     def __init__(self, path: Path, on_open: Callable[[int], object] | None = None) -> None:
         """Create the file; `on_open` gets the descriptor after each opening."""

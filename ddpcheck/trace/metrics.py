@@ -256,7 +256,7 @@ def _common_numbers(evals: Sequence[RankEvaluation]) -> dict[str, list[float]]:
 
 
 def _sum_metrics(evals: Sequence[RankEvaluation]) -> Iterator[RankMetric]:
-    """Yield each recorded number divided by samples, batches or dataset size; non-integers also undivided."""
+    """Yield metrics that recorded numbers may be: sums to divide, or finished means."""
     samples, batches = [float(ev.samples) for ev in evals], [float(ev.loader.batches) for ev in evals]
     sizes = [float(ev.loader.size) for ev in evals]
     sums = _common_numbers(evals)

@@ -45,7 +45,7 @@ _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
 
 @dataclass
 class _World:
-    """Request for the ranks of one world; forked when all their sockets have arrived."""
+    """Request to fork the ranks of a world once all their sockets have arrived."""
 
     notify: socket.socket
     awaited: list[int]  # ranks not forked yet

@@ -66,7 +66,8 @@ class RankProcesses:
     ) -> None:
         """Start each rank with its starter and hash seed, without waiting.
 
-        `ahead`: the ranks are not needed yet; later worlds may be ready first. Raises `OSError` if out of resources.
+        `ahead`: the ranks are not needed yet; worlds that start later may be ready first. Raises `OSError` if out of
+        resources.
         """
         with contextlib.ExitStack() as stack:
             fds = []

@@ -350,7 +350,7 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
 
     @property
     def largest(self) -> Location | None:
-        """Return the line of the largest collective over all ranks since backward began."""
+        """Return the line of the largest collective of all ranks since backward began."""
         return Location.parse(self._largest[1])
 
     def inputs_for(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:

@@ -278,7 +278,7 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lig
 
 
 class Frameworks(Recorder, subjects=("parity",)):
-    """Patches of Lightning to use one device, of accelerate to detect schedule steps."""
+    """Patches: Lightning uses one device, and accelerate reports steps of schedules."""
 
     def __init__(self, *, is_single_process: bool) -> None:
         self.steps_schedules = False  # True if a schedule is stepped once per rank, as accelerate does

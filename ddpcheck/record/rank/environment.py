@@ -147,7 +147,7 @@ _finder = _Finder()
 
 
 class _CallbackLoader(Loader):
-    """Loader that calls `follow`, then restores the real loader (for `inspect`)."""
+    """Import loader that calls `follow` after the import, and restores the real loader."""
 
     def __init__(self, loader: Loader, follow: _Callback) -> None:
         self._loader = loader

@@ -187,7 +187,7 @@ def _method_on_data(frame: FrameType) -> str:
 
 @functools.cache
 def _method_in_source(file: str, number: int, columns: tuple[int | None, int | None]) -> str:
-    """Return the result of `_method_on_data` for the `.data` expression at a line and columns."""
+    """Return what writes the `.data` at a position: a method, ".data" or ''."""
     statements = [
         node
         for node in ast.walk(parsed_source(file))

@@ -318,8 +318,8 @@ class CheckState:
     def wants_analysis(self) -> bool:
         """Return True if the shards of the current, differing step should be analysed.
 
-        The first differing step is analysed. If that step chose by random numbers, a later step without random choices
-        is analysed, too.
+        The first differing step is analysed. If operations of that step chose among many at random, a later step
+        without such operations is analysed, too.
         """
         single = self.single
         return single.analysis is None or (

@@ -38,7 +38,7 @@ def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_error_of_undefined_gradient(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP509: gradient that arrives after the reduction, in a step that succeeds without DDP."""
+    """DDP509: torch's error about an undefined gradient, which arrives after the reduction."""
     return facts.finding_of_error("DDP509", _GRADIENT_TOO_LATE, UNDEFINED_GRADIENT)
 
 

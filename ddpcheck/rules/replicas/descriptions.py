@@ -65,7 +65,7 @@ def compare_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
 
 
 def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:
-    """Compare requires_grad between ranks after `step`, and buffers if the wrapper broadcasts buffers."""
+    """Compare the ranks' requires_grad, and names and shapes of broadcast buffers, after `step`."""
     findings = judge_requires_grad([description.parameters for description in descriptions])
     findings += compare_buffers(descriptions) if broadcasts else []
     why = f"equal on all ranks before; the forward or backward pass of step {step} changed it"

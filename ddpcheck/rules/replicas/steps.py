@@ -134,7 +134,7 @@ def _drop_subjects(values: Sequence[Mapping[str, int]], findings: Sequence[Findi
 
 
 def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
-    """Judge a step captured on all ranks (`first`: it is the first captured step)."""
+    """Compare the states of all replicas at a step (`first`: the first recorded step)."""
     if replicas[0].shard >= 0:
         return _judge_shards(entry, step, replicas, first=first)
     if len({frozenset(replica.eps) for replica in replicas}) > 1:  # only some ranks have compiled the module
