@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def in_a_session(program: str, **options) -> dict:
-    """What is counted, in a process of its own, which may have no children but those of a session."""
+    """Return the figures of a session that runs `program`, from a process without other children."""
     source = f"""
 import dataclasses, json, os, sys
 from benchmarks.harnesses.sessions import adopt_orphans, run_session

@@ -40,13 +40,10 @@ def _annotation(finding: Finding) -> str:
     attrs = {**location, "title": title_of(finding)}
     message, where, *rest = plain_facts(finding)
     text = shorten("\n".join((f"{message} ({where})", *rest)), MOST_CHARACTERS)
-    return f"::{_COMMANDS[finding.severity]} {','.join(f'{k}={_property(v)}' for k, v in attrs.items())}::{_data(text)}"
+    properties = [f"{k}={_data(v).replace(':', '%3A').replace(',', '%2C')}" for k, v in attrs.items()]
+    return f"::{_COMMANDS[finding.severity]} {','.join(properties)}::{_data(text)}"
 
 
 def _data(text: str) -> str:
     """Escape text like the Actions toolkit, so that messages cannot inject commands."""
     return printable(text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

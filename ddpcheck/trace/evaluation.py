@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,10 @@ class RankEvaluation:
     def batch(self) -> int:
         """Batch size; computed from the number of batches if the batch sampler has none."""
         return max(self.loader.batch_size, -(-self.samples // max(1, self.loader.batches)))
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return [min(self.batch, self.samples - first) for first in range(0, self.samples, max(1, self.batch))]
 
 
 def data_differ(evals: Sequence[RankEvaluation]) -> bool:
@@ -88,8 +93,8 @@ def _calls_by_line(evals: Sequence[RankEvaluation]) -> Iterator[list[list[Result
             yield calls
 
 
-def exchanged_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumbers]:
-    """Yield numbers that ranks pass to collectives; numbers passed batch by batch are summed."""
+def exchanged_numbers(evals: Sequence[RankEvaluation], *, by_size: bool = False) -> Iterator[ExchangedNumbers]:
+    """Yield numbers passed to collectives, summed over a loop's batches (`by_size`: weighted by size)."""
     for calls in _calls_by_line(evals):
         first = calls[0][0]
         if "gather" in first.operation and _have_label_per_sample(evals, calls):
@@ -99,8 +104,10 @@ def exchanged_numbers(evals: Sequence[RankEvaluation]) -> Iterator[ExchangedNumb
             for rank_calls in calls
         ]
         if first.during:  # sum over the batches
-            several = len({len(row) for rows in numbers for row in rows}) > 1
-            numbers = [[] if several else [tuple(map(sum, zip(*rows, strict=True)))] for rows in numbers]
+            if len({len(row) for rows in numbers for row in rows}) > 1:
+                continue
+            pairs = [(r, ev.batch_sizes if by_size else [1] * len(r)) for ev, r in zip(evals, numbers, strict=True)]
+            numbers = [[tuple(sum(map(operator.mul, x, n)) for x in zip(*r, strict=True))] for r, n in pairs]
         for call_numbers in zip(*numbers, strict=True):  # one function may reduce a number, then a pair
             if len(set(map(len, call_numbers))) == 1:
                 yield ExchangedNumbers(list(zip(*call_numbers, strict=True)), first)

@@ -187,7 +187,8 @@ class RankMetric:
     def is_combined(self, rank: int, evals: Sequence[RankEvaluation]) -> bool:
         """Return True if only `rank` accumulated the numbers of all ranks, as by `reduce`."""
         counts = [ev.results.numbers.get(self.key, value) for ev, value in zip(evals, self.values, strict=True)]
-        sums = [numbers for call in exchanged_numbers(evals) if call.first.during for numbers in call.values]
+        calls = (call for by_size in (False, True) for call in exchanged_numbers(evals, by_size=by_size))
+        sums = [numbers for call in calls if call.first.during for numbers in call.values]
         cases = itertools.product(sums, range(len(evals)), (1, len(evals)))  # a sum, or a mean over the ranks
         return any(
             is_close(counts[rank] * numbers[peer], counts[peer] * math.fsum(numbers) / divisor)

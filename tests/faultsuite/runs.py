@@ -118,7 +118,7 @@ def report_on(case: Case, twin: str) -> Report:
 
 
 def faults_in(case: Case, report: Report) -> list[str]:
-    """Where a report on a broken recipe is not what is expected."""
+    """Return the differences between a report on a broken recipe and the expectation."""
     expected = case.expected
     if not report.findings:
         return ["nothing is found"]

@@ -41,7 +41,7 @@ def own_hook(state: object, bucket: object) -> None: ...
 
 
 def captured(own: dict[str, list[list[float]]], left: Any, fingerprints: Any, **more: Any) -> list[RankTrace]:
-    """What two ranks leave: their `own` gradients and what the wrapper has `left`, in one step."""
+    """Captures of two ranks in one step: their `own` gradients, and `.grad` after the wrapper (`left`)."""
     ranks = []
     for rank in range(2):
         made = WrapperMade("Net", (0, 1), CONTEXT, None, by_library=False, classes={})

@@ -161,6 +161,17 @@ def test_what_one_rank_shows_of_its_own_samples_is_reported() -> None:
     assert codes(judged(strided(800), size=800, numbers=OWN, given=unused, shown=[prints(0.75), []])) == ["DDP802"]
 
 
+def test_a_mean_over_samples_that_rank_0_accumulates_from_reduced_batches_is_of_all() -> None:
+    losses = ((1.5137, 3.0291), (2.5429, 4.0173))  # by rank and batch, of four and two samples
+    reduced = [[call(x, operation="reduce", during=True, sums=True) for x in rank] for rank in losses]
+    own = [4 * first + 2 * second for first, second in losses]
+    for total, found in ((own[0], ["DDP802"]), (sum(own) / 2, [])):
+        totals = [{"evaluate.total": total}, {"evaluate.total": own[1]}]
+        assert (
+            codes(judged(strided(12), size=12, numbers=totals, given=reduced, shown=[prints(total / 6), []])) == found
+        )
+
+
 def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_none_of_them() -> None:
     values = ((303.0, 130.3, 220.2), (200.0, 190.9, 290.9))
     own = [{"evaluate.correct": correct, "evaluate.total": t, "evaluate.margin": m} for correct, t, m in values]
@@ -439,7 +450,7 @@ LOSSES = [{"evaluate.total": 3.06}, {"evaluate.total": 2.02}]  # 0.51 and 1.01 a
 
 
 def means_of(first: float, second: float) -> dict[str, Any]:
-    """What two ranks reduce, and what rank 0 prints."""
+    """Arguments of `judged`: numbers that two ranks reduce, and their mean, which rank 0 prints."""
     return {"numbers": LOSSES, "given": [[call(first)], [call(second)]], "shown": [prints((first + second) / 2), []]}
 
 

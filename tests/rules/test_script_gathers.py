@@ -33,7 +33,7 @@ def _gathered(features: torch.Tensor) -> _SampledGather:
 def record(
     loss: torch.Tensor, gathered: list[_SampledGather], parts: list[_GatheredParts], step: int = 2, *watches: Any
 ) -> list[Any]:
-    """What is recorded of a backward pass in a step of an optimizer."""
+    """Record a backward pass in an optimizer step."""
     recorded: list[Any] = []
     run = Recording(recorded.append)
     recorder = GatherRecorder(run)
@@ -151,7 +151,7 @@ def test_the_own_part_that_is_put_back() -> None:
 
 
 class _Joined(torch.autograd.Function):
-    """What a rank 1 of 2 has gathered; its backward scales its own part of the gradient in place, as `all_reduce`."""
+    """Gathered rows on rank 1 of 2; backward scales the rank's part of the gradient in place, as `all_reduce` does."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, other: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ print(json.dumps({
 
 
 def seen(folder: Path, environ: dict[str, str], code: str, *arguments: str) -> str:
-    """What a script prints in an environment."""
+    """Return the output of a script in an environment."""
     script = folder / "look.py"
     script.write_text(code)
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a test accepts, from hand-made reports, and messages on what ranks hold, from what each of them says."""
+"""Acceptance of hand-made reports by a test, and messages on values that differ between ranks."""
 
 from typing import Any
 

@@ -502,7 +502,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def wait_for_end(pids: list[int], directory: str = "") -> None:
-    """What the tests start stays for longer than these seconds by itself."""
+    """Wait until processes and folder are gone; processes that the tests start would live longer by themselves."""
     deadline = time.monotonic() + 30
     while alive(pids) or os.path.exists(directory):
         assert time.monotonic() < deadline, (alive(pids), os.path.exists(directory))

@@ -53,8 +53,10 @@ class MatrixTerminalRenderer(TextRenderer):
             return
         world = matrix.world
         environment = f"{world.get('backend')} on {world.get('device')}, {plural(world.get('world_size'), 'rank')}"
+        seconds = base.step_time.seconds
+        spelled = f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
         text = (
-            f"step time: relative to {base.title} ({_spelled(base.step_time.seconds)}), median of pairs run in "
+            f"step time: relative to {base.title} ({spelled}), median of pairs run in "
             f"turns on this machine, {environment}; '=' is no measurable difference"
         )
         if matrix.noise is not None:
@@ -100,10 +102,6 @@ def _step_time(row: MatrixRow, noise: float) -> str:
     if row.baseline:
         return "1"
     return f"{time.ratio:.2f} ({time.low:.2f} to {time.high:.2f})" if time.differs(noise) else "="
-
-
-def _spelled(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _verdict(row: MatrixRow) -> str:

@@ -275,9 +275,7 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
     for rank, named in sorted(candidates.items()):
         preferred = [item for item in named if item[1].has_stacks] or named
         if len(preferred) > 1:
-            raise UsageError(
-                f"several dumps in {folder} are of rank {rank}: {join_names([n for n, _ in named], most=9)}"
-            )
+            raise UsageError(f"several dumps in {folder} are of rank {rank}: {join_names([*dict(named)], most=9)}")
         dumps[rank] = preferred[0][1]
     if not dumps:
         raise UsageError(

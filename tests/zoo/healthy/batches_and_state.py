@@ -1,4 +1,4 @@
-"""What goes into forward and loss and what comes out of them, in every form that a user has for it.
+"""Inputs and outputs of forward and loss, in every form that a user has for it.
 
 And counters, buffers, attributes and random numbers that change from step to step, the same on every rank.
 """
@@ -207,7 +207,7 @@ weight_used_outside_forward = recipe(loss=penalised_weights)
 
 
 class Net(nn.Module):
-    """What the modules below have in common."""
+    """Base class of the modules below."""
 
     def __init__(self) -> None:
         super().__init__()
